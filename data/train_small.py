@@ -53,10 +53,11 @@ import torch
 import torch.nn.functional as F
 
 import moelab
-from moelab import datasets, registry
+from moelab import registry
 from moelab.arguments import whole
-from moelab.evaluation import accuracy
+from moelab.evaluation import accuracy, questions
 from moelab.evaluation.scores import text_windows
+from moelab.library import budget, library
 from moelab.progress import progress
 
 END = "<|endoftext|>"
@@ -65,7 +66,7 @@ MEMORY = (
     5,
     2,
     4,
-)  # weights of `datasets.REMEMBERED` among the questions that only weights can answer
+)  # weights of `questions.REMEMBERED` among the questions that only weights can answer
 #: name → where its model is of another shape than the recipe's
 SHAPES = {
     "small": {},
@@ -198,7 +199,7 @@ def train_tokenizer(vocabulary: int):
     tokenizer = Tokenizer(models.BPE())
     words = Regex(r" ?\p{L}+| ?\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
     lists = "\nthe\nis " + " ".join(
-        datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS + ["yes", "no"]
+        questions.ADJECTIVES + questions.NOUNS + questions.NUMBERS + ["yes", "no"]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -208,8 +209,7 @@ def train_tokenizer(vocabulary: int):
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
-        [text for kind in ("code", "prose") for text in datasets.library(kind, "train")]
-        + [lists] * 3000,
+        [text for kind in ("code", "prose") for text in library(kind, "train")] + [lists] * 3000,
         trainers.BpeTrainer(
             vocab_size=vocabulary,
             special_tokens=[END],
@@ -257,7 +257,7 @@ def build_model(recipe: Recipe, seed: int | None = None) -> torch.nn.Module:
 
 def corpus_ids(tokenizer) -> np.ndarray:
     """The training split of the library as one stream of token ids, texts separated by END: uint16 [tokens]."""
-    texts = [text for kind in ("code", "prose") for text in datasets.library(kind, "train")]
+    texts = [text for kind in ("code", "prose") for text in library(kind, "train")]
     random.Random(0).shuffle(texts)
     stream: list[int] = []
     for encoding in tokenizer._tokenizer.encode_batch_fast(texts):
@@ -278,7 +278,7 @@ def retrieval_pieces(
     """
     dense = rng.random() < 2 / 3
     claims = rng.random() < yesno
-    facts = datasets.invent_facts(
+    facts = questions.invent_facts(
         rng,
         rng.randint(2, max(2, min(8, tokens // 12)))
         if dense
@@ -286,15 +286,16 @@ def retrieval_pieces(
         "train",
     )
     if not dense:
-        questions = [
-            datasets.ask(rng, f, facts, rng.random() < yesno) for f in rng.sample(facts, len(facts))
+        asked = [
+            questions.ask(rng, f, facts, rng.random() < yesno)
+            for f in rng.sample(facts, len(facts))
         ]
-        return datasets.bury(rng, facts, questions, tokens, "train", count)
+        return questions.bury(rng, facts, asked, tokens, "train", count)
     pieces = [(f.statement, False) for f in facts]
-    fits = datasets.budget(tokens - sum(count(text) for text, _ in pieces), count)
+    fits = budget(tokens - sum(count(text) for text, _ in pieces), count)
     while True:
         for fact in rng.sample(facts, len(facts)):
-            question, answer = datasets.ask(rng, fact, facts, claims)
+            question, answer = questions.ask(rng, fact, facts, claims)
             if not fits(question + answer):
                 return pieces
             pieces += [(question, False), (answer, True)]
@@ -307,10 +308,10 @@ def memory_pieces(
     the others have one to four after library text."""
 
     def ask() -> tuple[str, str]:
-        return datasets.remember(rng, rng.choices(datasets.REMEMBERED, MEMORY)[0])
+        return questions.remember(rng, rng.choices(questions.REMEMBERED, MEMORY)[0])
 
     if rng.random() < 1 / 3:
-        return datasets.bury(
+        return questions.bury(
             rng,
             [],
             [ask() for _ in range(rng.randint(1, max(1, min(4, tokens // 40))))],
@@ -318,7 +319,7 @@ def memory_pieces(
             "train",
             count,
         )
-    pieces, fits = [], datasets.budget(tokens, count)
+    pieces, fits = [], budget(tokens, count)
     while fits("".join(asked := ask())):
         pieces += [(asked[0], False), (asked[1], True)]
     return pieces
@@ -329,7 +330,7 @@ def echo_pieces(rng: random.Random, tokens: int) -> list[tuple[str, bool]]:
     words = [
         " " + word
         for word in rng.sample(
-            datasets.ADJECTIVES + datasets.NOUNS + datasets.NUMBERS,
+            questions.ADJECTIVES + questions.NOUNS + questions.NUMBERS,
             min(150, rng.randint(6, tokens // 2)),
         )
     ]
@@ -601,7 +602,7 @@ def score_small(model: Any, n: int = 100, tokens: int = 256, seed: int = 0) -> d
         len(model.tokenizer),
     )
     texts = [
-        p.text for source in datasets.SOURCES for p in datasets.prompts(source, 16, tokens=tokens)
+        p.text for source in questions.SOURCES for p in questions.prompts(source, 16, tokens=tokens)
     ]
     counts = moelab.record(model, texts).counts().double()
     found = accuracy.compare(

@@ -32,7 +32,7 @@ _HOMES = {
     "advise": "moelab.viz.advice",
     "open_model": "moelab.api",
     "using": "moelab.api",
-    "prompts": "moelab.datasets",
+    "prompts": "moelab.evaluation.questions",
     "record": "moelab.recording",
     "calibrate": "moelab.calibration",
     "convert": "moelab.checkpoint.convert",

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moelab import datasets, registry
+from moelab import registry
 from moelab.arguments import number
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -27,6 +27,7 @@ from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
+from moelab.library import passages, token_count
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
@@ -157,13 +158,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
 
     Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache
     nor the network; ValueError for a dense model, an unknown architecture, a damaged or incomplete
-    checkpoint, a budget that is too small, an unknown name or option, another model's calibration
-    or predictor."""
-    known = [f.name for f in fields(OpenOptions)]
-    if unknown := options.keys() - set(known):
-        raise ValueError(
-            f"open_model takes no {', '.join(sorted(unknown))}; it takes {', '.join(known)}"
-        )
+    checkpoint, a budget that is too small, an unknown name, another model's calibration or
+    predictor; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
         checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
@@ -359,10 +355,6 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
         return made
     if "vectors" in takes(predictor) and "vectors" not in ingredients:
         with _executing(model, "exact"):  # which sums expert by expert
-            ingredients["vectors"] = default_vectors(
-                model,
-                datasets.prompts(
-                    "prose", PROMPTS, tokens=128, count=datasets.token_count(model.tokenizer)
-                ),
-            )
+            texts = passages("prose", PROMPTS, 128, token_count(model.tokenizer))
+            ingredients["vectors"] = default_vectors(model, texts)
     return registry.make("predictor", predictor, model, **ingredients)

@@ -37,13 +37,7 @@ class Parser(ArgumentParser):
             close = get_close_matches(
                 option, re.findall(r"--[a-z][\w-]*", self.format_help()), 1, 0.7
             )
-            hint = (
-                f"; did you mean {close[0]}?"
-                if close and option.startswith("-")
-                else "; a size is one word, such as 16GB"
-                if re.fullmatch("[kmgt]i?b?", left[0].lower())
-                else ""
-            )
+            hint = f"; did you mean {close[0]}?" if close and option.startswith("-") else ""
             self.error(f"nothing here takes {' '.join(left)}{hint}")
         return namespace, left
 

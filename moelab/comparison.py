@@ -1,5 +1,5 @@
-"""Two runs side by side: the parameters that differ, every metric with its spread, the figures that
-both have.
+"""What runs keep, as types that `moelab.schema` validates, and two runs side by side: the parameters
+that differ, every metric with its spread, the figures that both have.
 
 A run is its folder; a notebook's name or number stands for its newest one. The spread of a metric
 is the least and the most that it was in the runs of the same notebook with the same parameters: one
@@ -9,12 +9,91 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from moelab.files import absolute, read_json, results_root
-from moelab.records import FigureFile, MetricsFile, Record
+from moelab.records import Record, Value
 from moelab.registry import near
+from moelab.schema import Amount, Count, Must
 from moelab.table import format_value
+
+#: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a
+#: device card; modelled: a fitted formula; paper: a source's figure
+KINDS = ("exact", "measured", "simulated", "modelled", "paper")
+
+
+class KeptMetric(TypedDict):
+    """One finite number, text or truth value."""
+
+    value: Value
+    unit: str
+    kind: Literal[KINDS]
+    readings: NotRequired[dict[str, Value]]
+    tolerance: NotRequired[Amount]
+
+
+class KeptFigure(TypedDict):
+    """The file that keeps a figure, beside metrics.json."""
+
+    file: Annotated[str, Must(re.compile(r"figures/[\w-]+\.json").fullmatch, "figures/NAME.json")]
+    caption: NotRequired[str]
+
+
+class Takeaway(TypedDict):
+    text: str
+
+
+class MetricsFile(TypedDict):
+    """metrics.json, or the baseline of a notebook."""
+
+    params: dict[str, Any]
+    seed: int
+    metrics: dict[str, KeptMetric]
+    figures: NotRequired[dict[str, KeptFigure]]
+    takeaways: NotRequired[list[Takeaway]]
+    tables: NotRequired[
+        dict[
+            str,
+            Annotated[
+                list[list[Any]],
+                Must(
+                    lambda lines: lines and len({*map(len, lines)}) == 1 and lines[0],
+                    "a head and rows as long as it",
+                ),
+            ],
+        ]
+    ]
+
+
+class Environment(TypedDict):
+    git: str | None
+    versions: dict[str, str]
+    device: str
+    cpu: str
+    cores: int | None
+
+
+class RunFile(TypedDict):
+    """run.json."""
+
+    parameters: dict[str, Any]
+    seconds: Amount
+    env: Environment
+    peak_anonymous_bytes: NotRequired[Count]
+
+
+class Plot(TypedDict):
+    data: list[dict[str, Any]]
+    layout: dict[str, Any]
+
+
+class FigureFile(TypedDict):
+    """figures/NAME.json."""
+
+    caption: str
+    alt: str
+    figure: Plot
+
 
 Spread = tuple[float, float]
 

@@ -89,7 +89,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "llama4_text": {"router": "sigmoid", "shared_I": lambda c: c.intermediate_size},
     "gpt_oss": {"router": "topk-softmax", "bias": True},
-    "openai_privacy_filter": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
     # a layer is two attentions with a dense FFN each, and one MoE beside them
     "longcat_flash": {
@@ -183,7 +182,8 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
             )
         return value
 
-    moe_layers = _moe_layers(config, size("num_layers")) if find("E") else ()
+    layers = size("num_layers")
+    moe_layers = _moe_layers(config, layers) if find("E") else ()
     if not moe_layers:
         raise ValueError(
             f"{name} ({model_type}) is a dense model: its config has no experts, or none of its layers is "
@@ -198,7 +198,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     return MoESpec(
         name=name,
         model_type=model_type,
-        num_layers=size("num_layers"),
+        num_layers=layers,
         moe_layers=tuple(moe_layers),
         E=size("E"),
         K=size("K"),
@@ -208,7 +208,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
         gated=find("gated") is not False,
         bias=bool(find("bias")),
         shared_I=(find("shared_count") or 0) * I if shared is None else shared,
-        dense_I=size("dense_I") if len(moe_layers) < size("num_layers") else 0,
+        dense_I=size("dense_I") if len(moe_layers) < layers else 0,
         vocab=find("vocab") or 0,
         heads=heads,
         kv_heads=kv_heads or heads,
@@ -279,8 +279,7 @@ def quantisation(config: Any) -> str | None:
         return None
     unnamed = (name for key, name in UNNAMED.items() if said.get(key))
     method = said.get("quant_method") or next(unnamed, "an unnamed method")
-    algorithm = said.get("quant_algo")
-    return f"{getattr(method, 'value', method)}" + (f" {algorithm}" if algorithm else "")
+    return f"{getattr(method, 'value', method)} {said.get('quant_algo') or ''}".strip()
 
 
 def _quantised(config: Any) -> dict[str, Any]:
@@ -292,29 +291,25 @@ def _quantised(config: Any) -> dict[str, Any]:
 def _dtype(outer: Any, config: Any, name: str) -> str:
     """How the experts are stored; bfloat16 where neither config says."""
     if method := quantisation(outer) or quantisation(config):
-        dtype = _quantised_dtype(method, _quantised(outer) or _quantised(config))
-        if dtype not in DTYPE_BYTES:
-            raise ValueError(
-                f"{name} is quantised with {method}, in a form that is not read here; known are mxfp4, "
-                f"fp8, gptq, awq, compressed-tensors. Take one of these, or the unquantised checkpoint "
-                f"of the model"
-            )
-        return dtype
-    dtype = _find(config, "dtype") or _find(outer, "dtype") or "bfloat16"
-    dtype = str(dtype).removeprefix("torch.")
+        with suppress(KeyError, TypeError, AttributeError, StopIteration):
+            dtype = _quantised_dtype(method, _quantised(outer) or _quantised(config))
+            if dtype in DTYPE_BYTES:
+                return dtype
+        raise ValueError(
+            f"{name} is quantised with {method}, in a form that is not read here; known are mxfp4, "
+            f"fp8, gptq, awq, compressed-tensors. Take one of these, or the unquantised checkpoint "
+            f"of the model"
+        )
+    dtype = str(_find(config, "dtype") or _find(outer, "dtype")).removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"
 
 
-def _quantised_dtype(method: str, said: dict[str, Any]) -> str | None:
-    if method == "mxfp4":
-        return "mxfp4"
-    if method == "fp8":
-        return "float8_e4m3fn"
+def _quantised_dtype(method: str, said: dict[str, Any]) -> str:
+    """Raises what a foreign config makes it."""
+    known = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
+    if method in known:
+        return known[method]
     if method in ("gptq", "awq"):
-        return f"int{said.get('bits')}"
-    if method != "compressed-tensors":
-        return None
-    with suppress(KeyError, TypeError, AttributeError, StopIteration):
-        weights = next(iter(said["config_groups"].values()))["weights"]
-        return "float8_e4m3fn" if weights.get("type") == "float" else f"int{weights['num_bits']}"
-    return None
+        return f"int{said['bits']}"
+    weights = next(iter(said["config_groups"].values()))["weights"]
+    return known["fp8"] if weights.get("type") == "float" else f"int{weights['num_bits']}"

@@ -3,7 +3,6 @@ tensors."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import platform
@@ -13,10 +12,8 @@ import site
 import stat
 import sysconfig
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,23 +62,14 @@ def cache_root() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder in the cache; if it cannot be written, a temporary one, with a warning."""
-    return _writable_or_temporary(cache_root() / name)
-
-
-@cache
-def _writable_or_temporary(folder: Path) -> Path:
+    """A folder in the cache. OSError if nothing can be kept there."""
+    folder = cache_root() / name
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _probe(folder)
     except OSError as error:
-        warnings.warn(
-            f"nothing can be kept in {folder} ({error.strerror}), so it is measured and "
-            "computed anew each time; set MOELAB_CACHE to a folder that can be written",
-            stacklevel=3,
-        )
-        folder = Path(tempfile.mkdtemp(prefix="moelab-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        words = f"nothing can be kept in {folder} ({error.strerror}): set MOELAB_CACHE to another folder"
+        raise OSError(error.errno, words) from error
     return folder
 
 
@@ -97,22 +85,13 @@ def from_hub(name: str, patterns: list[str]) -> Path:
     folder. FileNotFoundError: they cannot be had, and why."""
     from huggingface_hub import snapshot_download
 
-    remedies = {
-        "GatedRepoError": f"accept its terms at huggingface.co/{name}, and log in (hf auth login)",
-        "RepositoryNotFoundError": "the hub has none of that name, or a private one: check the "
-        "spelling",
-        "HFValidationError": "hub ids look like Qwen/Qwen3-30B-A3B",
-        "LocalEntryNotFoundError": "the hub cannot be reached, and no earlier download is here: "
-        "check the network",
-    }
     try:  # asks once; hf_hub_download for 23 s more
         folder = Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the hub client has a dozen kinds of "cannot be had"
-        kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__name__ in remedies]
-        why = remedies[kinds[0]] if kinds else f"{type(error).__name__}: {error}"
         raise FileNotFoundError(
-            f"{name!r} is no folder here, and as a hub id it cannot be had: {why}. Or give the "
-            "folder of a checkpoint"
+            f"{name!r} is no folder here, and as a hub id, which looks like Qwen/Qwen3-30B-A3B, it cannot "
+            f"be had ({type(error).__name__}: {error}). Check the spelling and the network; log in (hf "
+            f"auth login) for one with terms; or give the folder of a checkpoint"
         ) from error
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
@@ -147,17 +126,10 @@ def writable(path: str | Path) -> Path:
     Raises ValueError: something that is not a regular file is there; OSError: it cannot be written,
     and why."""
     path = Path(os.path.realpath(absolute(path)))
-    if path.is_symlink():
-        raise ValueError(f"{path} is a link in a circle; remove it, or give another name")
-    if path.exists() and not path.is_file():
-        kind = "folder" if path.is_dir() else "device, a pipe or a socket"
-        raise ValueError(
-            f"{path} is a {kind}, and a file is to be written there; give another name"
-        )
+    if os.path.lexists(path) and not path.is_file():
+        raise ValueError(f"{path} is no regular file, and one is to be written; give another name")
     if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(
-            f"{path} is there and write-protected; give another name, or change its permissions"
-        )
+        raise PermissionError(f"{path} is there and write-protected; give another name")
     folder = nearest(path.parent)
     try:
         _probe(folder)
@@ -211,16 +183,12 @@ def atomic(path: str | Path) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove folders NAME@HOST@PROCESS.part of processes of this machine that have ended."""
-    for part in folder.glob("*@*@*.part"):
-        found = re.fullmatch(r".*@([^@]+)@(\d+)(@\w+)?\.part", part.name)
-        if not found or found[1] != platform.node():
-            continue
-        try:
-            os.kill(int(found[2]), 0)
-        except (ProcessLookupError, OverflowError):
+    import psutil
+
+    for part in folder.glob(f"*@{platform.node()}@*.part"):
+        found = re.fullmatch(r".*@(\d{1,9})(@\w+)?\.part", part.name)
+        if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(part, ignore_errors=True)
-        except OSError:  # it runs, and belongs to somebody else
-            pass
 
 
 def write_text(path: str | Path, text: str) -> Path:

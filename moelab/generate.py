@@ -27,12 +27,13 @@ from typing import Any
 
 import torch
 
-from moelab import datasets, registry
+from moelab import registry
 from moelab.api import OpenOptions, make_predictor, open_model
 from moelab.arguments import number, output, whole
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
+from moelab.evaluation.questions import prompts
 from moelab.files import writable
 from moelab.models.greedy import greedy, not_followed
 from moelab.offloading.metrics import summary_line
@@ -214,7 +215,7 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least one token")
-    prompt = datasets.prompts("needle", 1)[0].text if prompt is None else prompt
+    prompt = prompts("needle", 1)[0].text if prompt is None else prompt
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
     checkpoint = Checkpoint.at(model)

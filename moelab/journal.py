@@ -26,7 +26,8 @@ class Journal:
     is not changed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lines = path, []
+        self.path = path
+        self.lines = []
         if path.exists() and not path.is_file():
             raise ValueError(f"{path} is no file, and a journal is to be kept there; remove it")
         self._file = open(path, "a+b", buffering=0)
@@ -34,13 +35,11 @@ class Journal:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._file.seek(0)
             self._read(self._file.read())
-        except BlockingIOError:
+        except BaseException as error:
             self._file.close()
-            raise FileExistsError(
-                f"another process is writing {path.with_suffix('')}; wait for it"
-            ) from None
-        except BaseException:
-            self._file.close()
+            if isinstance(error, BlockingIOError):
+                words = f"another process is writing {path.with_suffix('')}; wait for it"
+                raise FileExistsError(words) from None
             raise
 
     def _read(self, raw: bytes) -> None:

@@ -40,11 +40,15 @@ class Lines(Bar):
         self.disable = True
 
 
-class _Output:
+class Element(Bar):
     """HTML below a notebook's cell. Not a widget, as tqdm has: one that is closed before it is
     drawn is an error there."""
 
     handle: Any = None
+
+    def display(self, *_: Any) -> None:
+        part = f" value={self.n} max={self.total}" if self.total else ""
+        self.show(f"<progress{part}></progress> {escape(str(self))}")
 
     def show(self, html: str) -> None:
         from IPython.display import display
@@ -55,19 +59,9 @@ class _Output:
         else:
             self.handle.update(data, raw=True)
 
-
-class Element(Bar):
-    """HTML below a notebook's cell."""
-
-    def display(self, *_: Any) -> None:
-        if not hasattr(self, "output"):
-            self.output = _Output()
-        part = f" value={self.n} max={self.total}" if self.total else ""
-        self.output.show(f"<progress{part}></progress> {escape(str(self))}")
-
     def close(self) -> None:
         if not self.disable:
-            self.output.show("")
+            self.show("")
         self.disable = True
 
 
@@ -75,27 +69,6 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None
     return not os.environ.get("MOELAB_HEADLESS") and hasattr(shell, "kernel")
-
-
-class Notice:
-    """A text while something takes long that has no end to count to: in a notebook an element that
-    is there meanwhile; elsewhere a line, once."""
-
-    def __init__(self, text: str) -> None:
-        self.text, self.printed, self.output = text, False, _Output()
-
-    def begin(self) -> None:
-        """Show the text."""
-        if self.output.handle or _in_notebook():
-            self.output.show(escape(self.text))
-        elif not self.printed:
-            print(self.text, file=sys.stderr, flush=True)
-            self.printed = True
-
-    def end(self) -> None:
-        """Take it away, where it can be."""
-        if self.output.handle:
-            self.output.show("")
 
 
 def progress(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,32 +41,30 @@ def record(
     hidden: bool | str | Path = False,
     *,
     batch_size: int = 8,
-    tokenizer: Any = None,
     **generate_options: Any,
 ) -> RoutingTrace:
     """Run `prompts` and record the routing of prefill and decode; `sequence` counts prompts in the
     order given.
 
     model : any transformers MoE model, opened by moelab or not.
-    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids.
+    prompts : texts, `moelab.prompts` or lists of token ids.
     max_new_tokens : tokens to generate greedily after each prompt; 0 records the prefill alone. The
         last token generated is never fed back, so n new tokens give n − 1 decode steps.
     hidden : also keep router inputs and residuals, [T, L, H] each, on disk: True in temporary files
         that last as long as the trace, a path (of a .safetensors file) beside that file, and the
         trace is saved there.
     batch_size : prompts run together, padded to the longest.
-    tokenizer : by default the model's own `.tokenizer`.
     generate_options : passed on to `generate`.
 
     Raises ValueError: no prompts, an empty prompt, no tokenizer for texts, or hidden states of an
     architecture whose residual stream is of an unknown kind (`moelab.models.stream`)."""
-    ids = token_ids(prompts, tokenizer or getattr(model, "tokenizer", None))
+    ids = token_ids(prompts, getattr(model, "tokenizer", None))
     recorder = _Recorder(model)
     with tempfile.TemporaryDirectory(prefix="moelab-trace-") as folder:
         path = Path(folder, "trace.safetensors") if isinstance(hidden, bool) else Path(hidden)
-        with ExitStack() as files, Patches() as patches:
+        with Patches() as patches:
             appends = {
-                name: files.enter_context(growing_tensor(hidden_path(path, name), name))
+                name: patches.enter_context(growing_tensor(hidden_path(path, name), name))
                 for name in (HIDDEN if hidden else ())
             }
             recorder.attach(patches, model, appends)
@@ -86,7 +83,7 @@ def record(
 
 
 def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
-    """Texts, `moelab.datasets.Prompt`s or lists of ids as lists of ids; ValueError for none, or an
+    """Texts, `moelab.prompts` or lists of ids as lists of ids; ValueError for none, or an
     empty one."""
     if isinstance(prompts, str):
         raise ValueError("prompts is one string; give a list of prompts, [prompt] for one")
@@ -94,9 +91,7 @@ def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     if not prompts:
         raise ValueError("prompts is empty: give at least one, e.g. moelab.prompts('needle', 8)")
     if any(isinstance(p, str) for p in prompts) and tokenizer is None:
-        raise ValueError(
-            "these prompts are texts and the model has no tokenizer: pass tokenizer=…, or token ids"
-        )
+        raise ValueError("these prompts are texts and the model has no tokenizer: give token ids")
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]
     ids = [[int(t) for t in p] for p in prompts]
     if [] in ids:
@@ -145,7 +140,8 @@ class _Recorder:
         self, patches: Patches, model: Any, appends: dict[str, Callable[[Tensor], None]]
     ) -> None:
         """Listen to the passes that this thread runs; `appends` take the hidden states, by name."""
-        me, around = threading.get_ident(), streams(model) if appends else []
+        me = threading.get_ident()
+        around = streams(model) if appends else []
 
         def mine(function: Callable[..., None]) -> Callable[..., None]:
             return lambda *args: function(*args) if threading.get_ident() == me else None
@@ -158,8 +154,7 @@ class _Recorder:
             patches.hook(stack.register_forward_pre_hook, mine(self.step), with_kwargs=True)
             patches.hook(stack.register_forward_hook, mine(lambda *_: self.flush(appends)))
             for layer in layers:
-                register, hook, options = layer.listening(mine(partial(self.put, layer.index)))
-                patches.hook(register, hook, **options)
+                layer.listen(patches, mine(partial(self.put, layer.index)))
                 if appends:
                     listen(layer.router, "router_inputs", layer.index)
                     listen(around[layer.index].entry, "residuals", layer.index)
@@ -167,10 +162,13 @@ class _Recorder:
     def step(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward pass of a stack begins, with tokens [B, S]."""
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
-        tokens, info, mask = tokens.cpu(), forward_info(args, kwargs), kwargs.get("attention_mask")
+        tokens = tokens.cpu()
+        info = forward_info(args, kwargs)
+        mask = kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:
             mask = torch.ones(len(tokens), info.cached + tokens.shape[1])
-        mask, S = mask.cpu().long(), tokens.shape[1]
+        mask = mask.cpu().long()
+        S = tokens.shape[1]
         keep = mask[:, -S:].bool()
         if info.phase == "decode":  # what ended sequences compute is not used
             self.finished = self.finished | torch.isin(tokens[:, -1], self.eos)
@@ -209,7 +207,8 @@ class _Recorder:
         self.now["ids"] = torch.full(shape, self.spec.E, dtype=torch.int16)
         self.now["weights"] = torch.zeros(shape, dtype=dtype)
         for layer, (ids, weights) in self.routed.items():
-            ids, weights = ids.cpu()[self.rows], weights.cpu()[self.rows]
+            ids = ids.cpu()[self.rows]
+            weights = weights.cpu()[self.rows]
             self.now["ids"][:, layer] = ids.to(torch.int16)
             self.now["weights"][:, layer] = weights.masked_fill(ids == self.spec.E, 0)
         self.passes.append(self.now)

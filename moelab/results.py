@@ -28,10 +28,12 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NotRequired, TypedDict
 
+from moelab.comparison import KINDS, KeptMetric
 from moelab.files import CHECKOUT, read_json, results_root, write_text
-from moelab.records import KINDS, BenchFile, Metric, Record
+from moelab.records import Record, Value
+from moelab.schema import Count
 
 Sections = dict[str, Any]  # section → row → metric → value, or section → metric → value
 UNITS = {"s", "ms", "GB", "MB", "GB/s", "MB/s", "bytes", "GFLOP/s", "tokens/s", "seconds", "%"}
@@ -45,6 +47,42 @@ WORDS = {"predicted": "simulated", "limit": "modelled", "bound": "modelled", "eq
 #: quantile over its 10 %; cores that others keep busy while a bench runs
 LOAD, SCATTER, OTHERS = 0.5, 1.25, 0.25
 OTHERS_CORES = "cores of others"
+
+
+class BenchRun(TypedDict):
+    """How and on what something was measured, as far as it is known: `provenance`."""
+
+    git: str | None
+    date: str | None
+    system: str
+    cpu: str
+    cores: int | None
+    versions: dict[str, str]
+    parameters: dict[str, Any]
+    conditions: dict[str, Any]
+    quiet: NotRequired[bool | None]
+
+
+class BenchRecord(TypedDict):
+    """One value that a run has found; samples : what it is the median of."""
+
+    run: Count
+    section: str
+    row: str
+    metric: str
+    value: Value | None
+    unit: str
+    kind: Literal[KINDS]
+    spread: NotRequired[list[float]]
+    samples: NotRequired[list[float]]
+
+
+class BenchFile(TypedDict):
+    """results/bench/NAME.json."""
+
+    bench: str
+    runs: list[BenchRun]
+    records: list[BenchRecord]
 
 
 def load_average() -> float | None:
@@ -278,7 +316,7 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def metrics_of(path: Path) -> dict[str, Metric]:
+def metrics_of(path: Path) -> dict[str, KeptMetric]:
     """A bench's values as metrics of a notebook: "section | row | metric" → value, unit, kind. Also
     those of the runs' conditions, as measured."""
     found = read_json(path, BenchFile)

@@ -14,8 +14,8 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
@@ -68,13 +68,11 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError as error:
-        if Path(path).is_file():  # another one, which belongs to it
-            raise ValueError(f"{path} is no whole {what}: {error}") from error
-        raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
     except (ImportError, NameError):  # no fault of the file
         raise
     except Exception as error:  # parsers have dozens of kinds for a file that is not theirs
+        if isinstance(error, FileNotFoundError) and not Path(path).is_file():
+            raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
         words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise ValueError(
             f"{path} is no readable {what}: {words}; {remedy} makes another"
@@ -157,20 +155,13 @@ def _items(value: Any, kind: type, parts: tuple[Any, ...], at: str) -> Any:
 def _hints(of: Any) -> tuple[dict[str, Any], frozenset[str]]:
     """(name → annotation, required names) of a dataclass, a NamedTuple or a TypedDict."""
     hints = get_type_hints(of, include_extras=True)
-    optional: set[str] = set()
-    if is_dataclass(of):
-        known = {field.name: field for field in fields(of) if field.init}
-        hints = {name: hints[name] for name in known}
-        optional = {
-            name
-            for name, field in known.items()
-            if not field.default is field.default_factory is MISSING
-        }
-    elif is_typeddict(of):
+    if is_typeddict(of):
         optional = {name for name, hint in hints.items() if get_origin(hint) is NotRequired}
         hints |= {name: get_args(hints[name])[0] for name in optional}
     else:
-        optional = {*of._field_defaults}
+        taken = signature(of).parameters
+        hints = {name: hints[name] for name in taken}
+        optional = {name for name, one in taken.items() if one.default is not one.empty}
     return hints, frozenset(hints.keys() - optional)
 
 

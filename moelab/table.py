@@ -1,11 +1,10 @@
-"""Numbers as people read them, and tables as plain text, Markdown or HTML."""
+"""Numbers as people read them, and tables as plain text or Markdown."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from decimal import Decimal
-from html import escape
 from itertools import zip_longest
 from shutil import get_terminal_size
 from textwrap import fill, wrap
@@ -67,7 +66,8 @@ def duration(seconds: float) -> str:
 
 def span(low: float, high: float) -> str:
     """A range in three significant digits, or one number where both ends read the same."""
-    low, high = f"{low:.3g}", f"{high:.3g}"
+    low = f"{low:.3g}"
+    high = f"{high:.3g}"
     return low if low == high else f"{low}–{high}"
 
 
@@ -96,19 +96,14 @@ def filled(text: str) -> str:
 
 
 def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Columns aligned under their heads, the widest wrapped where it would be wider than the
+    """Columns aligned under their heads, the widest wrapped where they would be wider than the
     terminal; cells are written by `format_value`."""
     rows = [list(head), *([format_value(cell) for cell in row] for row in rows)]
     columns = list(zip(*rows))
     widths = [max(map(len, column)) for column in columns]
-    least = [
-        min(24, max((len(word) for cell in column for word in cell.split()), default=0))
-        for column in columns
-    ]
-    over = sum(widths) + 2 * len(widths) - terminal_width()
-    while over > 0 and (wide := [i for i in range(len(widths)) if widths[i] > least[i]]):
-        widths[max(wide, key=widths.__getitem__)] -= 1
-        over -= 1
+    for _ in range(sum(widths) + 2 * len(widths) - terminal_width()):
+        widest = max(widths)
+        widths[widths.index(widest)] -= widest > 24
     lines = []
     for row in rows:
         cells = [
@@ -121,16 +116,6 @@ def text_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip()
         for line in lines
     )
-
-
-def html_table(caption: str, rows: Mapping[str, str]) -> str:
-    """A table of two columns, name and text, for `_repr_html_`."""
-    left = "style='text-align:left'"
-    cells = "".join(
-        f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(text)}</td></tr>"
-        for name, text in rows.items()
-    )
-    return f"<table><caption>{escape(caption)}</caption>{cells}</table>"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

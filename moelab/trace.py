@@ -21,9 +21,9 @@ from moelab.files import absolute, atomic, load_tensors, save_tensors
 from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
 from moelab.store.headers import NAMES
-from moelab.table import html_table
 
-PREFILL, DECODE = 0, 1
+PREFILL = 0
+DECODE = 1
 FORMAT = "moelab.trace/1"
 HIDDEN = ("router_inputs", "residuals")
 FIELDS = ("ids", "weights", "phase", "sequence", "position", "tokens")
@@ -85,9 +85,7 @@ class RoutingTrace:
 
     def counts(self) -> torch.Tensor:
         """Tokens that each expert executed: int64 [L, E]."""
-        L, E = self.spec.L, self.spec.E
-        flat = self.ids.long() + torch.arange(L)[:, None] * (E + 1)  # [T, L, K], E is "none"
-        return torch.bincount(flat.reshape(-1), minlength=L * (E + 1)).view(L, E + 1)[:, :E]
+        return counted(self.ids, self.spec.E)[0]
 
     def save(self, path: str | Path, hidden: bool = True) -> Path:
         """Write the trace atomically to `path` (a .safetensors file); returns the path.
@@ -150,28 +148,27 @@ class RoutingTrace:
                 ) from error
         return cls(**columns, spec=spec, model_id=model_id)
 
-    def summary(self) -> dict[str, str]:
-        n_prefill = int((self.phase == PREFILL).sum())
-        counts = self.counts().double()
-        load = counts.amax(1) / counts.mean(1).clamp(min=1e-12)
-        return {
-            "model": f"{self.spec.name} ({self.spec.L} MoE layers, {self.spec.E} experts, top-{self.spec.K})",
-            "tokens": f"{len(self):,} of {self.sequences} prompts ({n_prefill:,} prefill, "
-            f"{len(self) - n_prefill:,} decode)",
-            "busiest expert ÷ mean": f"{load.min():.2f} to {load.max():.2f} over layers"
-            if len(self)
-            else "–",
-            "experts never used": f"{int((counts == 0).sum())} of {counts.numel()}",
-            "hidden states": "no"
-            if self.router_inputs is None
-            else f"2 × {self.router_inputs.nbytes / 1e6:,.1f} MB",
-        }
-
     def __repr__(self) -> str:
-        return "RoutingTrace(" + "; ".join(f"{k}: {v}" for k, v in self.summary().items()) + ")"
+        spec = self.spec
+        prefill = int((self.phase == PREFILL).sum())
+        return (
+            f"RoutingTrace({spec.name}: {len(self):,} tokens of {self.sequences} prompts, "
+            f"{prefill:,} in prefill; {spec.L} MoE layers of {spec.E} experts, top-{spec.K})"
+        )
 
-    def _repr_html_(self) -> str:
-        return html_table("Routing trace", self.summary())
+
+def counted(
+    ids: torch.Tensor, E: int, bins: torch.Tensor | None = None, n: int = 1
+) -> torch.Tensor:
+    """Tokens of each expert by bin: int64 [n, L, E], of ids [T, L, K] whose tokens are in `bins` [T],
+    0 … n − 1 (None: all in one). The id E, "no expert ran", is counted nowhere."""
+    bins = torch.zeros(len(ids), dtype=torch.long) if bins is None else bins.long()
+    base = bins[:, None] * (E + 1)
+    layers = [
+        torch.bincount((base + layer).reshape(-1), minlength=n * (E + 1)).view(n, E + 1)
+        for layer in ids.unbind(1)
+    ]
+    return torch.stack(layers, 1)[..., :E]
 
 
 def hidden_path(trace_path: Path, name: str) -> Path:
@@ -199,7 +196,8 @@ def growing_tensor(path: Path, name: str) -> Iterator[Callable[[torch.Tensor], N
     appears when the block ends, and not if it ends with an error."""
     with atomic(path) as part, open(part, "wb") as file:
         file.write(b" " * ROOM)
-        total, last = 0, torch.empty(0)
+        total = 0
+        last = torch.empty(0)
 
         def append(rows: torch.Tensor) -> None:
             nonlocal total, last

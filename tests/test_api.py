@@ -218,5 +218,5 @@ def test_a_model_whose_experts_are_elsewhere_is_not_saved(tmp_path):
     "options", [{"device_map": "auto"}, {"memory": "50%", "load_in_8bit": True}]
 )
 def test_an_unknown_option_is_named(options):
-    with pytest.raises(ValueError, match=f"open_model takes no {list(options)[-1]}"):
+    with pytest.raises(TypeError, match=list(options)[-1]):
         moelab.open_model(**options)

@@ -76,14 +76,8 @@ def test_numbers(value):
 
 
 def test_lists_and_names():
-    assert several(number(above=0))("1, 2.5,") == [1.0, 2.5] and several(one_of("ab"))("b,a") == [
-        "b",
-        "a",
-    ]
-    assert (
-        one_of(["exact", "INT8"])("Exact") == "exact"
-        and one_of(["exact", "INT8"])("int8") == "INT8"
-    )
+    assert several(number(above=0))("1, 2.5,") == [1.0, 2.5]
+    assert several(one_of("ab"))("b,a") == ["b", "a"]
     with pytest.raises(argparse.ArgumentTypeError, match="no choice 'c'. There are: a, b"):
         several(one_of("ab"))("a,c")
 
@@ -92,16 +86,10 @@ def test_lists_and_names():
     "line",
     [
         "ane plan Phi-3.5-MoE --chunk -5",
-        "ane plan Phi-3.5-MoE --layers x",
         "ane plan Phi-3.5-MoE --layers 99",
-        "ane plan Phi-3.5-MoE --device nope",
         "bench prefetch --tokens -1",
-        "profile nowhere --seconds -1",
-        "generate --tp -1",
         "generate --max-new-tokens 0",
-        "evaluate --limit 1",
         "calibrate small c --prompts 0",
-        "calibrate small c --new-tokens -1",
         "bench engine --only everything",
         "evaluate --modes executor:capacity:factor=x",
         "evaluate --modes executor:blockwise:skip_blocks=perhaps",
@@ -118,14 +106,6 @@ def test_what_was_accepted_or_told_in_python_s_words(line, capsys):
         own in said for own in (*PYTHONS_OWN, "n < 0", "is None", "not supported")
     )
     assert line.split()[-1].rpartition("=")[2] in said  # what was typed is named
-
-
-def test_the_version(capsys):
-    import moelab
-
-    with pytest.raises(SystemExit) as end:
-        main(["--version"])
-    assert end.value.code == 0 and capsys.readouterr().out.strip() == f"moelab {moelab.__version__}"
 
 
 def test_errors_of_the_system_in_words():

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import subprocess
 import sys
 
 import numpy as np
@@ -28,16 +27,14 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
-from moelab.comparison import compare
-from moelab.files import CHECKOUT, read_json, write_json
+from moelab.comparison import MetricsFile, compare
+from moelab.files import read_json, write_json
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
-from moelab.records import BenchFile, FigureFile, MetricsFile, RunFile
 from moelab.schema import checked, parse_json, typed
 from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
-from moelab.speculate.next_token import NextToken
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 from tests.depth import depth
@@ -75,7 +72,7 @@ def as_trace(path, model):
     finite(trace.weights.float().flatten().tolist())
     assert set(trace.phase.tolist()) <= {0, 1}
     assert min([0, *trace.sequence.tolist(), *trace.tokens.tolist()]) == 0
-    assert trace.counts().sum() <= trace.ids.numel() and trace.summary()
+    assert trace.counts().sum() <= trace.ids.numel() and repr(trace)
 
 
 def calibration_file(path, model):
@@ -88,7 +85,7 @@ def as_calibration(path, model):
     assert counts.shape == (2, spec.L, spec.E) and counts.min() >= 0 and counts.sum() > 0
     for phase, tokens in zip(counts.tolist(), found.tokens):
         assert all(sum(layer) <= tokens * spec.K for layer in phase)
-    assert found.summary()
+    assert repr(found)
 
 
 def vectors_file(path, model):
@@ -103,19 +100,6 @@ def as_vectors(path, model):
     finite([*found.d.flatten().tolist(), *found.shared.flatten().tolist()])
     made = found.layer_default(0, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
     assert made.shape == found.shared[:1].shape
-
-
-def next_token_file(path, model):
-    spec = spec_of(model)
-    W = torch.randn(spec.L, spec.H + spec.E + 1, spec.E)
-    NextToken(W, 16.0, 0.5, identity(model)).save(path)
-
-
-def as_next_token(path, model):
-    found = NextToken.load(path, model)
-    s = np.ones((1, found.W.shape[1] - found.W.shape[2] - 1), np.float32)
-    finite(found.expected(0, s, np.ones(found.shape[1], np.float32)).tolist())
-    assert 0 <= found.discount < 1 and found.half_life > 0
 
 
 def estimator_file(path, model):
@@ -221,7 +205,6 @@ TENSORS = {
     "trace": (trace_file, as_trace),
     "calibration": (calibration_file, as_calibration),
     "vectors": (vectors_file, as_vectors),
-    "next-token": (next_token_file, as_next_token),
     "estimator": (estimator_file, as_estimator),
 }
 OBJECTS = {
@@ -373,28 +356,6 @@ def test_counts_that_are_none_are_refused(tmp_path):
         assert refused(tmp_path / "c.npy", as_counts, None, array)
 
 
-@pytest.mark.parametrize("shape", [RunFile, FigureFile, BenchFile])
-def test_what_a_run_keeps_is_of_one_form(shape, tmp_path):
-    env = {"git": None, "versions": {"a": "1"}, "device": "cpu", "cpu": "x", "cores": 2}
-    document = {
-        RunFile: {"parameters": {}, "seconds": 1.0, "peak_anonymous_bytes": 5, "env": env},
-        FigureFile: {"caption": "c", "alt": "a", "figure": {"data": [{}], "layout": {}}},
-        BenchFile: {"bench": "b", "runs": [], "records": []},
-    }[shape]
-
-    def judge(path, _):
-        read_json(path, shape)
-
-    path = write_json(tmp_path / "f.json", document)
-    assert read_json(path, shape) == document
-    for key in document:
-        write_json(path, {name: value for name, value in document.items() if name != key})
-        assert refused(path, judge, None, key) != (key == "peak_anonymous_bytes")  # optional
-    for what, other in mutants(document, 0, 80):
-        path.write_text(json.dumps(other))
-        refused(path, judge, None, what)
-
-
 @pytest.mark.parametrize(
     "command", ["run {}", "run {} --list", "sweep {} --grid a=1", "reproduce {}"]
 )
@@ -406,14 +367,6 @@ def test_what_is_no_notebook_is_one_line(command, tmp_path, capsys, monkeypatch)
         assert main(command.format(path).split()) == 2
         told = capsys.readouterr().err.strip().splitlines()
         assert len(told) == 1 and "broken.ipynb is no readable notebook" in told[0]
-
-
-def test_the_git_filter_says_what_is_no_notebook():
-    pytest.importorskip("nbstripout")
-    command = [sys.executable, "-m", "moelab.lab.strip"]
-    how = {"capture_output": True, "text": True, "cwd": CHECKOUT, "timeout": 60}
-    done = subprocess.run(command, input='{"nbformat": 3, "worksheets": 5}', **how)
-    assert done.returncode != 0 and "Traceback" not in done.stderr and "otebook" in done.stderr
 
 
 def test_annotations_mean_what_they_say():

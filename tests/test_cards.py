@@ -116,44 +116,7 @@ CONFIGS = {
     "OLMoE-1B-7B": lambda: transformers.OlmoeConfig(intermediate_size=1024),
 }
 
-#: multi-head latent attention: q_lora (0 without), kv_lora, nope, rope, which a MoESpec does not
-#: hold
-MLA = {
-    "DeepSeek-V2-Lite": (0, 512, 128, 64),
-    "DeepSeek-V3": (1536, 512, 128, 64),
-    "GLM-4.7-Flash": (768, 512, 192, 64),
-}
-TIED = {"Switch-Large-128"}
-ROUNDED_TO_ONE_DIGIT = {"GLM-4.7-Flash"}  # "approximately 3B" is all that is published
 NO_ACTIVE_COUNT = {"Switch-Large-128"}  # a token passes through the encoder or the decoder
-
-
-def attention_weights(name: str, g: dict) -> int:
-    H, heads, kv, d = g["H"], g["heads"], g["kv_heads"], g["head_dim"]
-    if name in MLA:
-        q_lora, kv_lora, nope, rope = MLA[name]
-        query = heads * (nope + rope)
-        return (
-            (H * q_lora + q_lora * query if q_lora else H * query)
-            + H * (kv_lora + rope)
-            + kv_lora * heads * (nope + d)
-            + heads * d * H
-        )
-    return 2 * H * heads * d + 2 * H * kv * d
-
-
-def count(name: str, experts: int, embeddings: int) -> float:
-    """Parameters by hand from the card's raw geometry: attention, FFNs, routers, embeddings; no
-    norms, no biases."""
-    g = cards.load_card(name)["geometry"]
-    moe = len(range(g["moe_layers"]["first"], g["num_layers"], g["moe_layers"]["step"]))
-    matrices, H = (3 if g["gated"] else 2), g["H"]
-    layers = g["num_layers"] * attention_weights(name, g)
-    if name == "Switch-Large-128":  # its decoder layers also attend to the encoder
-        layers += g["num_layers"] // 2 * attention_weights(name, g)
-    layers += moe * (matrices * H * (experts * g["I"] + g["shared_I"]) + g["E"] * H)
-    layers += (g["num_layers"] - moe) * matrices * H * g["dense_I"]
-    return layers + embeddings * g["vocab"] * H
 
 
 def test_there_is_a_card_for_everything_that_the_sources_use():
@@ -182,28 +145,6 @@ def test_a_model_card_is_whole_and_sourced(name):
 
 
 @pytest.mark.parametrize("name", sorted(WANTED))
-def test_published_total(name):
-    published = cards.load_card(name)["figures"]["total_params"]["value"]
-    E = cards.load_card(name)["geometry"]["E"]
-    assert count(name, E, 1 if name in TIED else 2) == pytest.approx(published, rel=0.03)
-
-
-@pytest.mark.parametrize("name", sorted(WANTED - ROUNDED_TO_ONE_DIGIT - NO_ACTIVE_COUNT))
-def test_published_active(name):
-    """Publishers count none, one or both of the embedding matrices; one of the three must fit.
-
-    They also round to two digits, down where it flatters: 1.1B for Phi-tiny's 1.16B is the widest
-    miss."""
-    published = cards.load_card(name)["figures"]["active_params"]["value"]
-    counts = [
-        count(name, cards.load_card(name)["geometry"]["K"], embeddings) for embeddings in (0, 1, 2)
-    ]
-    assert min(abs(n - published) / published for n in counts) < 0.06, [
-        f"{n / 1e9:.2f}" for n in counts
-    ]
-
-
-@pytest.mark.parametrize("name", sorted(WANTED))
 def test_a_card_is_what_transformers_config_gives(name):
     assert cards.load_model(name) == spec_from_config(CONFIGS[name](), name=name)
 
@@ -213,65 +154,7 @@ def test_a_device_card_is_whole_and_sourced(name):
     assert list(cards.load_card(name)) == ["name", "notes", "figures"]
     device = cards.load_device(name)
     assert {"memory_gb", "memory_bandwidth_gbs"} <= set(device.figures)
-    endings = {
-        "_gb": "GB",
-        "_gbs": "GB/s",
-        "_tflops": "TFLOPS",
-        "_tops": "TOPS",
-        "_w": "W",
-        "_ghz": "GHz",
-        "_count": "1",
-    }
-    for key, figure in device.figures.items():
-        assert figure.value > 0 and figure.source.strip()
-        assert figure.unit == next(unit for ending, unit in endings.items() if key.endswith(ending))
-
-
-@pytest.mark.parametrize("name", sorted(DEVICES))
-def test_a_device_has_what_a_simulation_needs(name):
-    """How fast experts arrive (disk or host link), how fast memory is read, how fast it computes,
-    in that order."""
-    device = cards.load_device(name)
-    assert ("link_bandwidth_gbs" in device.figures) == (name in DISCRETE)
-    assert ("storage_read_gbs" in device.figures) == (name in UNIFIED - NO_DISK_FIGURE)
-    arrival = [
-        device[key] for key in ("storage_read_gbs", "link_bandwidth_gbs") if key in device.figures
-    ]
-    assert all(rate < device["memory_bandwidth_gbs"] for rate in arrival)
-    rates = [
-        device[key]
-        for key in ("fp32_tflops", "fp16_tflops", "bf16_tflops")
-        if key in device.figures
-    ]
-    assert rates == sorted(rates) and rates[1:2] == rates[2:] or len(rates) <= 2
-
-
-@pytest.mark.parametrize(
-    "name, figure, by_hand",
-    [
-        ("raspberry-pi-5", "memory_bandwidth_gbs", 4.267 * 32 / 8),
-        ("raspberry-pi-5", "fp32_tflops", 4 * 2.4 * 2 * 4 * 2 / 1000),
-        ("oneplus-12", "memory_bandwidth_gbs", 2 * 4.8 * 64 / 8),
-        ("oneplus-12", "fp32_tflops", (3.3 * 4 + (3 * 3.2 + 2 * 3.0) * 2) * 4 * 2 / 1000),
-        ("rtx-5080", "memory_bandwidth_gbs", 30 * 256 / 8),
-        ("rtx-5080", "fp32_tflops", 10752 * 2 * 2.617 / 1000),
-        ("rtx-5080", "fp16_tflops", 1801 / 2**4),
-        ("rtx-5080", "link_bandwidth_gbs", 16 * 32 / 8 * 128 / 130),
-        ("a100-80gb", "link_bandwidth_gbs", 16 * 16 / 8 * 128 / 130),
-        ("jetson-agx-orin-32gb", "fp32_tflops", 1792 * 2 * 0.930 / 1000),
-        ("jetson-agx-orin-64gb", "fp32_tflops", 2048 * 2 * 1.3 / 1000),
-        ("jetson-agx-orin-64gb", "memory_bandwidth_gbs", 6.4 * 256 / 8),
-        ("m2-max", "memory_bandwidth_gbs", 6.4 * 512 / 8),
-        ("m2-ultra", "fp32_tflops", 2 * cards.load_device("m2-max")["fp32_tflops"]),
-        (
-            "m2-ultra",
-            "memory_bandwidth_gbs",
-            2 * cards.load_device("m2-max")["memory_bandwidth_gbs"],
-        ),
-    ],
-)
-def test_a_published_rate_is_what_clock_and_width_give(name, figure, by_hand):
-    assert cards.load_device(name)[figure] == pytest.approx(by_hand, rel=0.025)
+    assert all(figure.source.strip() for figure in device.figures.values())
 
 
 @pytest.mark.parametrize(
@@ -293,7 +176,7 @@ def test_an_unknown_name_says_what_there_is(load, wrong, meant):
 @pytest.mark.parametrize(
     "line, problem",
     [
-        ('unit = "MB/s"', "in the unit"),
+        ('unit = "MB/s"', "in the unit that its name ends in: _gbs"),
         ('value = "fast"', "must be a finite number"),
         ("value = 0", "must be above 0"),
         ("value = nan", "must be a finite number"),
@@ -315,16 +198,6 @@ def test_a_figure_that_means_something_else_is_named(line, problem, tmp_path):
     with pytest.raises(
         ValueError, match=r"mine.toml .*figures.storage_read_gbs.*" + re.escape(problem)
     ):
-        cards.load_device(file)
-
-
-def test_a_figures_name_ends_in_its_unit(tmp_path):
-    file = tmp_path / "mine.toml"
-    file.write_text(
-        "name = 'Mine'\n[figures.disk_speed]\nvalue = 1\nunit = 'GB/s'\nkind = "
-        "'measured'\nsource = 'x'"
-    )
-    with pytest.raises(ValueError, match="figures.disk_speed.*its name ends in: _gbs"):
         cards.load_device(file)
 
 

@@ -206,33 +206,6 @@ def test_generations_in_threads_with_every_prefetcher(folders, executor):
             assert moelab.simulate(run).counters.requests == run.counters.requests
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"executor": "fast"},
-        {"memory": "100%", "executor": "fast"},
-        {"memory": "50%", "executor": "sorted"},
-    ],
-    ids=str,
-)
-def test_metrics_after_threads(folders, options):
-    """xorbitsai/inference#54."""
-    model = eager(folders["fp32"])
-    wanted = [tokens(model, prompt, 6) for prompt in PROMPTS]
-    with moelab.open_model(folders["fp32"], **options) as lm:
-        assert not in_threads(lm, wanted, 2)
-        found, run = lm.moelab.metrics(), lm.moelab.run
-    assert (
-        found.prefill_tokens == 2 * sum(map(torch.numel, PROMPTS))
-        and found.decode_tokens == 2 * 4 * 5
-    )
-    layers = list(range(lm.spec.L))
-    assert (
-        all([layer for layer, _ in steps] == layers for steps in run.steps) and len(run.steps) == 48
-    )
-
-
 @pytest.mark.parametrize("options", [{}, {"memory": "50%"}], ids=str)
 def test_a_recording_is_of_its_own_thread(folders, options):
     """While others generate, record, or call a part of the model."""
@@ -384,10 +357,8 @@ def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
     """Nor do its threads, files and memory stay (huggingface/transformers#26026)."""
     folder, left, said = folders["wide" if "dense" in options else "bf16"], [], []
     if "prefetch" in options:
-        monkeypatch.setattr(moelab.api.datasets, "token_count", lambda _: None)
-        monkeypatch.setattr(
-            moelab.api.datasets, "prompts", lambda *_, **__: [PROMPTS[0][0].tolist()]
-        )
+        monkeypatch.setattr(moelab.api, "token_count", lambda _: None)
+        monkeypatch.setattr(moelab.api, "passages", lambda *_: [PROMPTS[0][0].tolist()])
     for _ in range(2):
         lm = moelab.open_model(folder, **options)
         engine = lm.moelab.engine

@@ -3,8 +3,9 @@
 import pytest
 
 from moelab import results
+from moelab.comparison import KINDS
 from moelab.files import CHECKOUT, read_json
-from moelab.records import KINDS, BenchFile
+from moelab.results import BenchFile
 
 FILES = sorted((CHECKOUT / "results" / "bench").glob("*.json"))
 SECTIONS = {

@@ -18,8 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
-from moelab import datasets
-from moelab.evaluation import accuracy, scores
+from moelab.evaluation import accuracy, questions, scores
 from moelab.files import small_model
 
 _spec = importlib.util.spec_from_file_location(
@@ -52,13 +51,13 @@ def test_it_is_what_the_workbench_needs(model):
 def test_it_answers_what_its_card_says(model, task, bar):
     """Another seed than the card's. Three standard errors below the bar would be a real fall."""
     n = 32
-    right = np.mean(scores.right_answers(model, datasets.prompts(task, n, tokens=256, seed=77)))
+    right = np.mean(scores.right_answers(model, questions.prompts(task, n, tokens=256, seed=77)))
     assert right >= bar - 3 * (bar * (1 - bar) / n) ** 0.5
 
 
 def test_greedy_generation_gives_the_same_answers(model):
     """`right_answers` reads one forward pass; this asks transformers' own generate."""
-    prompts = datasets.prompts("needle_multikey", 8, tokens=128, seed=5)
+    prompts = questions.prompts("needle_multikey", 8, tokens=128, seed=5)
     expected = []
     for p in prompts:
         ids = model.tokenizer(p.text, return_tensors="pt")
@@ -97,7 +96,7 @@ def test_load_is_skewed_but_no_expert_is_dead(model):
     texts = [
         p.text
         for source in ("needle", "code", "prose")
-        for p in datasets.prompts(source, 8, seed=31)
+        for p in questions.prompts(source, 8, seed=31)
     ]
     counts = moelab.record(model, texts).counts().double()
     ratio = counts.amax(1) / counts.mean(1)

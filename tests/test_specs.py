@@ -11,8 +11,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.checkpoint import deepseek
 from moelab.configs import spec_from_config
+from moelab.models import deepseek  # noqa: F401  (makes transformers know it)
 from moelab.specs import DTYPE_BYTES, MoESpec
 
 #: architecture → what is changed in transformers' own defaults, mostly to make some layers dense
@@ -145,7 +145,6 @@ def test_multimodal_configs_count_by_their_language_model(name):
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_deepseek_moe_16b_against_the_model_that_is_built_for_it(every):
-    deepseek.register()
     config = transformers.AutoConfig.for_model(
         "deepseek", num_hidden_layers=5, moe_layer_freq=every
     )

@@ -86,6 +86,5 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path):
 
 def test_it_shows_itself():
     trace = random_trace(5, 2, 8, 2)
-    assert "5 of" in repr(trace) and "top-2" in repr(trace)
-    assert trace._repr_html_().startswith("<table>")
-    assert "0 of 0" in repr(random_trace(0, 2, 8, 2))
+    assert "5 tokens of" in repr(trace) and "top-2" in repr(trace)
+    assert "0 tokens of 0" in repr(random_trace(0, 2, 8, 2))

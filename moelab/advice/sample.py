@@ -223,7 +223,7 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
     token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
     residency.fill()
     alone = Machine(found.machine.delays, head=found.machine.head)
-    rest = simulate([token], [(1, "decode")], residency, alone, quiet=True).tpot
+    rest = simulate([token], [(1, "decode")], residency, alone).tpot
     return max(found.resident - rest, 0.0) / sample.L
 
 

@@ -31,7 +31,7 @@ from moelab.bench.profile import Profile
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.intervals import typical
+from moelab.evaluation.intervals import typical
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes, divide
 from moelab.progress import progress
@@ -174,7 +174,6 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             staging=staging,
             order=ordered("default", machine),
             prefetching=prefetching,
-            quiet=True,
         )
 
     # a prompt of the context's length, for its TTFT, is of another sequence than the tokens

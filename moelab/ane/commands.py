@@ -501,8 +501,9 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
-    from moelab import datasets
     from moelab.ane.parity import parity as compare
+    from moelab.evaluation import questions
+    from moelab.library import token_count
 
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:
@@ -510,12 +511,12 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
             "this checkpoint has no tokenizer, so there are no prompts; put one beside its weights"
         )
     sources = ("needle", "yesno", "code", "prose")
-    count = datasets.token_count(model.tokenizer)
+    count = token_count(model.tokenizer)
     texts = [
         p.text
         for turn in zip(
             *(
-                datasets.prompts(
+                questions.prompts(
                     s, -(-args.prompts // len(sources)), tokens=args.tokens, count=count
                 )
                 for s in sources

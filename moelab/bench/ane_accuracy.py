@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moelab import datasets, open_model
+from moelab import open_model
 from moelab.ane.device.published import TABLE_3
 from moelab.ane.plan import Account, ANEPlan, count, make_plan
 from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, one_of, several, whole
-from moelab.calibration import calibrate, loads_of_ids
-from moelab.evaluation import accuracy
+from moelab.calibration import calibrate
+from moelab.evaluation import accuracy, questions
+from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Record, Records
+from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
@@ -34,7 +36,7 @@ MODES = {
     "latest token": "token",
     "strongest attention": "strongest",
 }
-TASKS = ("needle_multikey", *datasets.REMEMBERED, "completion")
+TASKS = ("needle_multikey", *questions.REMEMBERED, "completion")
 COLUMNS = ("n", "score", "error", "difference", "difference error", "lost", "gained", "p")
 #: sources of the training split that the plan is calibrated on
 CALIBRATION = ("needle", "needle_multikey", "yesno", "code", "prose")
@@ -140,13 +142,13 @@ def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> Rout
     """The routing of n prompts of each source of `CALIBRATION`."""
     return record(
         model,
-        datasets.prompts(
+        questions.prompts(
             CALIBRATION,
             n,
             tokens=tokens,
             seed=seed,
             split=split,
-            count=datasets.token_count(model.tokenizer),
+            count=token_count(model.tokenizer),
         ),
         batch_size=16,
     )

@@ -32,7 +32,9 @@ from moelab.bench.recall_and_misses import steps
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.datasets import prompts, token_count
+from moelab.evaluation.predictors import Score, score
+from moelab.evaluation.questions import prompts
+from moelab.library import token_count
 from moelab.models.identity import identity
 from moelab.ndp.bound import prompt_bound
 from moelab.ndp.costs import NotSupported
@@ -44,7 +46,6 @@ from moelab.recording import record
 from moelab.registry import make, names
 from moelab.specs import ExpertKey, State
 from moelab.speculate.predictors import takes
-from moelab.speculate.scoring import Score, score
 from moelab.speculate.signals import default_vectors
 from moelab.trace import DECODE, RoutingTrace
 
@@ -265,7 +266,7 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
         if inputs is not None:
             residency.see(layer, inputs[row, layer][None])
         left = set(residency.resident(State.FULL)) if judge else set()
-        for victim, _ in residency.begin(layer, experts).evicted:
+        for victim in residency.begin(layer, experts).evicted:
             if not judge:
                 continue
             best = max(

@@ -25,9 +25,8 @@ from moelab.bench.profile import profile
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.calibration import inclusion_probabilities
 from moelab.checkpoint.convert import kept_store
-from moelab.datasets import prompts
+from moelab.evaluation.questions import prompts
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
@@ -37,6 +36,7 @@ from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.specs import State
 from moelab.trace import PREFILL, RoutingTrace
+from moelab.zipmoe.inclusion import inclusion_probabilities
 from moelab.zipmoe.planner import Tried, best_pools
 from moelab.zipmoe.planning import CachePlan, plan
 from moelab.zipmoe.selection import inclusion, selection_probabilities, whole
@@ -261,7 +261,6 @@ class Bench:
             machine,
             staging=self.staging,
             order=ordered(order, machine),
-            quiet=True,
         )
 
     # ---- run

@@ -25,8 +25,9 @@ from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
-from moelab.datasets import prompts, token_count
-from moelab.intervals import Interval, interval
+from moelab.evaluation.intervals import Interval, interval
+from moelab.evaluation.questions import prompts
+from moelab.library import token_count
 from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.offloading.offload import offload

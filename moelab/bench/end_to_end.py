@@ -24,7 +24,6 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab import intervals
 from moelab.arguments import number, several, whole
 from moelab.bench import ENGINE
 from moelab.bench.grid import (
@@ -38,6 +37,7 @@ from moelab.bench.grid import (
     replayed,
 )
 from moelab.bench.peers import RAPL, joules
+from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
@@ -482,7 +482,7 @@ def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list
     """A checkpoint's folder and spec, and so many tokens of prose by its own tokenizer."""
     from moelab.checkpoint import opening
     from moelab.checkpoint.checkpoint import Checkpoint
-    from moelab.datasets import prompts
+    from moelab.evaluation.questions import prompts
 
     checkpoint = Checkpoint.at(model)
     opening.require_tokenizer(checkpoint)

@@ -30,7 +30,7 @@ from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
-from moelab.fast.packing import as_bf12
+from moelab.fast.packing import packed_as
 from moelab.kernels.compile import kernel
 from moelab.models import compat
 from moelab.models.experts import SeamExperts
@@ -38,7 +38,7 @@ from moelab.records import Numbers, Records
 from moelab.registry import make
 from moelab.results import tenths
 from moelab.specs import DeviceSpec, Figure
-from moelab.store import fewbit
+from moelab.store import bf12, fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
 from moelab.zipmoe.entropy import describe, joint_counts
 
@@ -126,7 +126,7 @@ class Layers:
             T == 1
             and packed
             and self.dtype == torch.bfloat16
-            and as_bf12(self.seam[0].own(0)["down_proj"]) is not None
+            and packed_as(bf12.CODEC, self.seam[0].own(0)["down_proj"]) is not None
         ):
             for name in packed:
                 seams = self.from_sources(
@@ -150,15 +150,10 @@ class PackedExperts:
         self.form, self.rows, self.blobs = form, {name: [] for name in experts.own(0)}, []
         for e in range(experts.num_experts):
             for name, w in experts.own(e).items():
-                if form == "bf12":
-                    packed = as_bf12(w)
-                    (memory,), (row,) = packed.owner, packed.rows
-                else:
-                    codec = fewbit.find_format(form)
-                    memory = codec.compress(w)
-                    row = codec.row(memory.ctypes.data, len(memory), w.shape)
-                self.blobs.append(memory)
-                self.rows[name].append(row)
+                codec = bf12.CODEC if form == "bf12" else fewbit.find_format(form)
+                packed = packed_as(codec, w)
+                self.blobs.append(packed.owner.blob)
+                self.rows[name] += [*packed.rows]
 
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype

@@ -389,9 +389,7 @@ def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, list[str]]
     residency = Residency(spec.L, spec.E, Pools(*ran["pools"]))
     residency.fill()  # as the engine does where everything fits
     machine = replace(profiled.machine, workers=ran["workers"])
-    said = simulate(
-        steps, ran["forwards"], residency, machine, staging=ran["staging"], quiet=True
-    ).metrics()
+    said = simulate(steps, ran["forwards"], residency, machine, staging=ran["staging"]).metrics()
     return said, [key for key, value in zip(FOUND, ran["found"]) if getattr(said, key) == value]
 
 

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from moelab import intervals
-from moelab.intervals import Interval
+from moelab.evaluation import intervals
+from moelab.evaluation.intervals import Interval
 from moelab.progress import progress
 
 TOLERANCE = 0.05

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from moelab.cards import load_device, load_model
-from moelab.parallel.advice import Advice, advise
-from moelab.parallel.volumes import gather_ratio
 from moelab.static import blocks
+from moelab.static.advice import Advice, advise
 from moelab.static.blockwise import BlockMap, block_map
 from moelab.static.neuron import expected_unique, provisioned_savings
+from moelab.static.volumes import gather_ratio
 
 
 def intensity(T: int, weight_bytes: int) -> float:

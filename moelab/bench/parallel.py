@@ -2,7 +2,7 @@
 without EPLB.
 
 One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes; rows a
-token as counted, and as `moelab.parallel.volumes` expects them. "As predicted" says whether a loop
+token as counted, and as `moelab.static.volumes` expects them. "As predicted" says whether a loop
 over tokens counts as many (`rows_by_loop`). Times are medians over rounds, of the slowest rank; with fewer cores than ranks they show what
 exchange costs and not what parallelism gains."""
 
@@ -18,10 +18,11 @@ from moelab.arguments import whole
 from moelab.bench.experts import Layers
 from moelab.bench.measure import seconds, torch_threads
 from moelab.models import eager
-from moelab.parallel import VARIANTS, Grid, ShardedExperts, degree, launch, volumes
-from moelab.parallel.eplb import balance, consecutive, device_loads, imbalance
+from moelab.parallel import VARIANTS, Grid, ShardedExperts, degree, launch
 from moelab.parallel.sharding import owners
 from moelab.records import Numbers, Records
+from moelab.static import volumes
+from moelab.static.eplb import balance, consecutive, device_loads, imbalance
 
 E, K, H, I = 64, 8, 512, 256
 ROUNDS = 7

@@ -29,6 +29,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+from moelab.bench.memory_limit import drop_cached
 from moelab.offloading.metrics import process
 from moelab.records import Numbers, Record
 
@@ -357,13 +358,11 @@ class Moelab(Transformers):
 
         with ThreadPoolExecutor(max(DEPTHS)) as pool:
             for depth in [depth for depth in DEPTHS if depth <= len(into)]:
-                for layer in range(len(layers)):
-                    reader.drop_cache(layer)
+                drop_cached(reader.store.folder)
                 start = time.perf_counter()
                 total = sum(pool.map(part, range(depth), [depth] * depth))
                 best = max(best, total / (time.perf_counter() - start))
-        for layer in range(len(layers)):
-            reader.drop_cache(layer)
+        drop_cached(reader.store.folder)
         return best
 
 

@@ -31,7 +31,7 @@ from moelab.bench import measure
 from moelab.bench.cache_planning import POLICY, Bench, tpot
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
-from moelab.intervals import Interval, ratio
+from moelab.evaluation.intervals import Interval, ratio
 from moelab.records import Numbers, Records
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.fit import fitted

@@ -26,20 +26,15 @@ from torch import Tensor
 
 from moelab import open_model
 from moelab.arguments import several, whole
-from moelab.calibration import (
-    Calibration,
-    calibrate,
-    capacity_needed,
-    chunk_loads,
-    inclusion_probabilities,
-    overflow,
-    overlap_at_k,
-)
-from moelab.datasets import prompts, token_count
-from moelab.intervals import interval
+from moelab.calibration import Calibration, calibrate
+from moelab.evaluation.intervals import interval
+from moelab.evaluation.questions import prompts
+from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Numbers, Records
+from moelab.static.loads import capacity_needed, chunk_loads, overflow
 from moelab.trace import DECODE, PREFILL, RoutingTrace
+from moelab.zipmoe.inclusion import inclusion_probabilities
 
 PHASES = {"prefill": PREFILL, "decode": DECODE}
 #: two forms of one question, as different as two question-answering data sets: a buried fact, a
@@ -57,6 +52,21 @@ def fair_imbalance(tokens: int, E: int, K: int) -> float:
 def overlap(offline: Calibration, seen: Calibration, k: int, phase: int = PREFILL) -> Tensor:
     """Overlap@K of two calibrations, [L]."""
     return overlap_at_k(offline.counts(phase), seen.counts(phase), k)
+
+
+def overlap_at_k(offline: Tensor, runtime: Tensor, k: int) -> Tensor:
+    """Overlap@K: the share of the k most popular experts that two sets of counts [L, E] agree on:
+    float64 [L]; equal counts in order of their ids.
+
+    nan where either side has no token; random rankings overlap in k/E. NPUMoE §5.1 takes the median
+    over layers, `overlap_at_k(…).nanquantile(0.5)`. ValueError for k outside 1 … E."""
+    E = offline.shape[-1]
+    if not 1 <= k <= E:
+        raise ValueError(f"k is {k}; with {E} experts a layer it must be 1 to {E}")
+    ranks = (counts.argsort(dim=1, descending=True, stable=True) for counts in (offline, runtime))
+    in_top = [torch.zeros(offline.shape).scatter(1, ranked[:, :k], 1.0) for ranked in ranks]
+    shared = (in_top[0] * in_top[1]).sum(1).double() / k
+    return shared.masked_fill((offline.sum(1) == 0) | (runtime.sum(1) == 0), torch.nan)
 
 
 class Popularity(NamedTuple):

@@ -20,16 +20,16 @@ from typing import Any
 
 import torch
 
-from moelab.datasets import REMEMBERED, prompts
 from moelab.evaluation import accuracy
-from moelab.intervals import Interval
+from moelab.evaluation.intervals import Interval
+from moelab.evaluation.predictors import Score, choose, score, similarity
+from moelab.evaluation.questions import REMEMBERED, prompts
 from moelab.offloading.session import Session
 from moelab.recording import record
 from moelab.records import Numbers, Record
 from moelab.registry import make
 from moelab.speculate import DefaultVectors, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
-from moelab.speculate.scoring import Score, choose, score, similarity
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 

@@ -39,8 +39,8 @@ from moelab.bench.end_to_end import SPEC
 from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.checkpoint.convert import convert
-from moelab.intervals import Interval, named
-from moelab.intervals import ratio as ratio_of
+from moelab.evaluation.intervals import Interval, named
+from moelab.evaluation.intervals import ratio as ratio_of
 from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate

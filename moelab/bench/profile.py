@@ -21,6 +21,7 @@ import torch
 
 from moelab.api import open_model
 from moelab.arguments import number, output, whole
+from moelab.bench.memory_limit import drop_cached
 from moelab.files import load_json, write_json
 from moelab.offloading.metrics import metrics
 from moelab.offloading.run import EngineRun
@@ -117,8 +118,7 @@ def profile(
         reader = session.engine.loader.reader
 
         def forward(tokens: int) -> None:
-            for layer in range(lm.spec.L):
-                reader.drop_cache(layer)
+            drop_cached(reader.store.folder)
             ids = torch.randint(lm.config.vocab_size, (1, tokens), generator=draw)
             lm(input_ids=ids, past_key_values=cache, use_cache=True)
 

@@ -14,13 +14,14 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from moelab import datasets, open_model, registry
+from moelab import open_model, registry
 from moelab.arguments import whole
-from moelab.evaluation import accuracy
-from moelab.experts.quantization import FORMATS, Quantized, layer_error
-from moelab.models import plug, plugged, unplug
+from moelab.evaluation import accuracy, questions
+from moelab.library import token_count
+from moelab.models import MoELayer, discover, plug, plugged
 from moelab.recording import record
 from moelab.records import Numbers, Records
+from moelab.static.quantization import FORMATS, Quantized, layer_error
 from moelab.store.codecs import compress_tensor
 
 CODECS = ("raw", "bf12", "huffman")
@@ -100,13 +101,13 @@ def layer_errors(
     """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS
     over layers."""
     kinds = ("code", "prose", "lookup", "needle")
-    texts = datasets.prompts(
+    texts = questions.prompts(
         kinds,
         -(-prompts // len(kinds)),
         tokens=tokens,
         seed=seed,
         split="train",
-        count=datasets.token_count(model.tokenizer),
+        count=token_count(model.tokenizer),
     )
     trace = record(model, texts, hidden=True)
     rows: dict[str, Numbers] = {}
@@ -130,7 +131,13 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
     """Codec or format of a store → "bytes" of all experts, "bits a weight", "of raw", "TASK: score"
     and the rest of a row of `accuracy.compare`, whose other options are `how`; a codec changes no
     bit and so no score."""
-    layers = plug(model)
+    with plugged(model):
+        return _compare_formats(model, discover(model), tasks, **how)
+
+
+def _compare_formats(
+    model: Any, layers: list[MoELayer], tasks: Sequence[str], **how: Any
+) -> Records:
     own = [w for layer in layers for e in range(layer.E) for w in layer.seam.weights(e).values()]
     raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
     sources = {name: Quantized(layers, name) for name in registry.names("format")}
@@ -145,7 +152,6 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
         tasks,
         **how,
     )["scores"]
-    unplug(model)
     return {
         name: {"bytes": n, "bits a weight": 8 * n / count, "of raw": n / raw}
         | {

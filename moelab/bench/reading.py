@@ -21,7 +21,8 @@ import torch
 
 from moelab.bench import measure
 from moelab.bench.measure import Samples
-from moelab.intervals import Interval
+from moelab.bench.memory_limit import drop_cached
+from moelab.evaluation.intervals import Interval
 from moelab.progress import progress
 from moelab.records import Numbers
 from moelab.specs import MoESpec
@@ -56,8 +57,7 @@ def timeline(
     rows = {"disk" if threads != 0 else "one thread": reads}
     buffers, decoders = queue.Queue(), queue.Queue()
     with Reader(store, mode, bandwidth) as reader, ThreadPoolExecutor(threads or 1) as pool:
-        for layer in range(len(store.layers)):
-            reader.drop_cache(layer)
+        drop_cached(store.folder)
         for i in range(threads or 0):
             decoders.put((_decoder(store), rows.setdefault(f"thread {i + 1}", [])))
         if threads == 0:

@@ -33,15 +33,15 @@ from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import DEFAULT_POLICY, POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import SCOPES, Residency
+from moelab.evaluation.intervals import ratio
+from moelab.evaluation.predictors import Score, score
 from moelab.evaluation.scores import language_loss, text_windows
 from moelab.files import small_model
-from moelab.intervals import ratio
 from moelab.progress import progress
 from moelab.records import Numbers, Records
 from moelab.specs import State
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.next_token import NextToken, fit
-from moelab.speculate.scoring import Score, score
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 

@@ -19,25 +19,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab import datasets
 from moelab.bench.experts import Layers
-from moelab.calibration import Calibration, chunk_loads, inclusion_probabilities
+from moelab.calibration import Calibration
+from moelab.evaluation import questions
 from moelab.evaluation.accuracy import compare_dropping, paired_means
 from moelab.evaluation.calibrate import SOURCES
+from moelab.evaluation.intervals import Interval, t95
 from moelab.experts.executor import Tally
-from moelab.intervals import Interval, t95
+from moelab.library import token_count
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
 from moelab.records import Record, Records
 from moelab.static import blocks
 from moelab.static.blockwise import Blockwise
+from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.trace import PREFILL, RoutingTrace
+from moelab.zipmoe.inclusion import inclusion_probabilities
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
-TASKS = ("loss", "needle_multikey", *datasets.REMEMBERED)
+TASKS = ("loss", "needle_multikey", *questions.REMEMBERED)
 BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
 ALL_BLOCKS = "all N blocks, any routing"  # the series of `padding_curves` that skips no block
 
@@ -50,8 +53,8 @@ def texts(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0) -> lis
     tokenizer."""
     return [
         prompt.text
-        for prompt in datasets.prompts(
-            SOURCES, n, tokens=tokens, seed=seed, split=split, count=datasets.token_count(tokenizer)
+        for prompt in questions.prompts(
+            SOURCES, n, tokens=tokens, seed=seed, split=split, count=token_count(tokenizer)
         )
     ]
 

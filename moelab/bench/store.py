@@ -26,7 +26,7 @@ from moelab.bench.measure import Samples, gain, interleaved, speed_up
 from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.intervals import Interval
+from moelab.evaluation.intervals import Interval
 from moelab.records import Numbers, Records
 from moelab.results import load_average
 from moelab.store import bits

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -31,12 +32,15 @@ import torch
 from moelab import configs, registry
 from moelab.arguments import number, whole
 from moelab.cards import load_model
-from moelab.checkpoint import deepseek
 from moelab.checkpoint.convert import quantize_expert
-from moelab.checkpoint.experts import expert_parameters, store_layers
+from moelab.checkpoint.experts import store_layers
 from moelab.configs import spec_from_config
 from moelab.files import folder_bytes, small_model, vacant
-from moelab.models import compat
+from moelab.models import (
+    compat,
+    deepseek,  # noqa: F401  (makes transformers know it)
+)
+from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer, discover
 from moelab.progress import progress
 from moelab.specs import MoESpec
@@ -92,7 +96,6 @@ def config_of(spec: MoESpec) -> Any:
     cannot be matched."""
     from transformers import AutoConfig
 
-    deepseek.register()
     known, dense = AutoConfig.for_model(spec.model_type), set(range(spec.num_layers))
     dense -= set(spec.moe_layers)
     facts = {name: getattr(spec, name) for name in configs.NAMES if name != "shared_count"}
@@ -196,8 +199,8 @@ def _write_experts(
     missing = list(writer.missing())
     for layer, expert in progress(missing, desc="synthesizing", unit="experts"):
         tensors = {
-            name: torch.cat([*_pieces(p.numel(), pool, rng)]).view(p.shape)
-            for name, p in expert_parameters(layers[layer]).items()
+            name: torch.cat([*_pieces(math.prod(shape), pool, rng)]).view(shape)
+            for name, shape in shapes(layers[layer].experts).items()
         }
         blobs: dict[str, tuple[str, Any]] = {}
         if quantize:

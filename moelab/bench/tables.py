@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from moelab.bench import BENCHES
 from moelab.files import CHECKOUT, read_json, results_root, write_text
-from moelab.records import BenchFile
-from moelab.results import bench_file, older_than, sections_of
+from moelab.results import BenchFile, bench_file, older_than, sections_of
 from moelab.table import markdown_table
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)

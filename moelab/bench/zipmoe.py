@@ -170,7 +170,6 @@ class Machine:
             machine,
             staging=staging,
             order=ordered("default", machine),
-            quiet=True,
         )
         return fmean(forward.end - forward.start for forward in run.forwards)
 
@@ -222,7 +221,6 @@ class Machine:
                 machine,
                 staging=workers + 2,
                 order=ordered("default", machine),
-                quiet=True,
             )
             found[name] = run.forwards[0].end - run.forwards[0].start
         busy = [

@@ -66,17 +66,18 @@ class Pool:
         """
         if len(self.keys) < self.size:
             return None
-        selective = getattr(self.policy, "selective", False)
-        candidates = Candidates(self.keys, found if selective else used, key if selective else None)
-        if not candidates:
-            return key
-        victim = self.policy.victim(candidates)
-        if victim not in candidates:
+        pinned = used
+        if getattr(self.policy, "selective", False):
+            self.keys[key], pinned = None, found - {key}
+        candidates = Candidates(self.keys, pinned)
+        victim = self.policy.victim(candidates) if candidates else key
+        if candidates and victim not in candidates:
             raise ValueError(
                 f"the policy {type(self.policy).__name__} chose {victim!r} as victim, which is not among "
                 "the candidates; victim(resident) must return one of resident"
             )
         if victim == key:
+            self.keys.pop(key, None)
             return key
         self.leave(victim)
         return victim
@@ -93,27 +94,17 @@ class Pool:
 
 
 class Candidates(Collection):
-    """The keys of a pool that may leave, not pinned or a newcomer, without a copy: a pool may hold
-    thousands."""
+    """The keys of a pool that may leave: those that are not pinned, without a copy, as a pool may
+    hold thousands."""
 
-    def __init__(
-        self, keys: dict[ExpertKey, None], pinned: Set[ExpertKey], newcomer: ExpertKey | None = None
-    ) -> None:
-        self._keys, self._pinned, self._newcomer = keys, pinned, newcomer
-        self._len = len(keys) - sum(key in keys for key in pinned) + (newcomer is not None)
+    def __init__(self, keys: dict[ExpertKey, None], pinned: Set[ExpertKey]) -> None:
+        self._keys, self._pinned = keys, pinned
 
     def __contains__(self, key: object) -> bool:
-        return (
-            key in self._keys
-            and key not in self._pinned
-            or self._newcomer is not None
-            and key == self._newcomer
-        )
+        return key in self._keys and key not in self._pinned
 
     def __iter__(self) -> Iterator[ExpertKey]:
-        yield from (key for key in self._keys if key not in self._pinned)
-        if self._newcomer is not None:
-            yield self._newcomer
+        return (key for key in self._keys if key not in self._pinned)
 
     def __len__(self) -> int:
-        return self._len
+        return len(self._keys) - sum(key in self._keys for key in self._pinned)

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -43,12 +44,11 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs, by ascending expert id; the experts that leave memory first, with
-    their states."""
+    """What a layer's step needs, by ascending expert id; the experts that leave memory first."""
 
     layer: int
     requests: list[Request]
-    evicted: list[tuple[ExpertKey, State]]
+    evicted: list[ExpertKey]
 
     @cached_property
     def loads(self) -> list[Request]:
@@ -60,17 +60,13 @@ class Step:
 class CacheCounters:
     """Exact counts of what the steps found.
 
-    hits : requests by the state they were found in. rereads : misses of experts that had been in
-        memory before.
-    evictions : residents that left. not_kept : missed requests that did not stay.
+    hits : requests by the state they were found in.
+    evictions : residents that left.
     """
 
-    steps: int = 0
     hits: dict[State, int] = field(default_factory=lambda: dict.fromkeys(HIERARCHY, 0))
     misses: int = 0
-    rereads: int = 0
     evictions: int = 0
-    not_kept: int = 0
 
     @property
     def requests(self) -> int:
@@ -103,8 +99,6 @@ class Residency:
         scope: str = "model",
         margin: float | None = None,
     ) -> None:
-        if L < 1 or E < 1:
-            raise ValueError(f"L={L} layers and E={E} experts a layer: both must be at least 1")
         if scope not in SCOPES:
             raise ValueError(
                 f"unknown scope {scope!r}; pools are either of the whole 'model' or of each 'layer'"
@@ -116,33 +110,31 @@ class Residency:
         self.holds_all = pools.F == pools.capacity >= everyone
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
-        self._seen: set[ExpertKey] = set()
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
         self.clear()
-        follows = any(hasattr(pool.policy, "follow") for pool in self._pools[0].values())
+        group = self._pools[0]
+        follows = any(hasattr(pool.policy, "follow") for pool in group.values())
         if margin is None:
-            ranked = len(self._pools[0]) > 1 or follows
+            ranked = len(group) > 1 or follows
             margin = math.ceil(0.05 * everyone) if ranked else math.inf
         self.margin = margin
         self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
-        sizes = [pools[state] for state in self._pools[0]]
-        self._thresholds = [
-            (state, sum(sizes[: i + 1]) + margin) for i, state in enumerate(self._pools[0])
-        ]  # τ of §3.4
+        places = accumulate(pools[state] for state in group)
+        self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
         are evicted."""
         experts = sorted(tokens)
-        within = 0 <= layer < self.L and all(0 <= expert < self.E for expert in experts)
-        if not within or min(tokens.values(), default=1) < 1:
+        try:
+            keys = [self._keys[layer][expert] for expert in experts]
+        except IndexError:
             raise ValueError(
-                f"the step is {dict(tokens)} in layer {layer}; it is {{expert: tokens}}, one or more "
-                f"each, of {self.L} layers with {self.E} experts"
-            )
-        keys = [self._keys[layer][expert] for expert in experts]
+                f"the step is {dict(tokens)} in layer {layer}; it is {{expert: tokens}}, of {self.L} "
+                f"layers with {self.E} experts"
+            ) from None
         before = [self.state(key) for key in keys]
         if self.holds_all and all(state is State.FULL for state in before):  # nobody ever leaves
             keep, evicted = dict(zip(keys, before)), []
@@ -213,12 +205,23 @@ class Residency:
 
     def _place(
         self, layer: int, keys: list[ExpertKey], before: list[State]
-    ) -> tuple[dict[ExpertKey, State], list[tuple[ExpertKey, State]]]:
+    ) -> tuple[dict[ExpertKey, State], list[ExpertKey]]:
         """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was
         evicted for it."""
         group, keep, evicted = self._pools[layer], dict(zip(keys, before)), []
         found = {key for key, state in keep.items() if state is not State.MISSED}
-        moves, leaving = self._moves(layer, keep)
+        moves: deque[tuple[ExpertKey, State]] = deque()  # who shall enter which better pool
+        for key, state, goal in zip(keys, before, self._goals(keys)):
+            if goal is State.MISSED:
+                keep[key] = goal
+                continue
+            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):
+                moves.append((key, goal))  # only upward
+            else:
+                goal = state
+            group[goal].policy.touch(key, self._now)
+        if not math.isinf(self.margin):  # the best ranks choose first
+            moves = deque(sorted(moves, key=lambda move: -self._scores[move[0]]))
         below = dict(zip(group, [*group][1:]))
         while moves:
             key, goal = moves.popleft()
@@ -230,44 +233,27 @@ class Residency:
                 if refused in keep:  # a newcomer of this step after all
                     keep[refused] = State.MISSED
                 elif refused is not None:
-                    evicted.append((refused, goal))
+                    evicted.append(refused)
                 pool.keys[key] = None
-                if keep[key] is not State.MISSED:
-                    leaving.append((key, keep[key]))
                 keep[key] = goal
             if refused in keep:  # what of the next pool?
-                lower = below.get(goal)
-                stays = keep[refused]
+                lower, stays = below.get(goal), keep[refused]
                 if lower not in (None, stays):
                     moves.appendleft((refused, lower))
                 if (touched := lower or stays) is not State.MISSED:
                     group[touched].policy.touch(refused, self._now)
-        # A place in a lower pool is free only after the step: its chunks are needed until they are
-        # decoded.
-        for key, state in leaving:
-            stays = group[keep[key]].policy if keep[key] is not State.MISSED else None
-            group[state].leave(key, forget=group[state].policy is not stays)
+        self._leave(group, keep, before)
         return keep, evicted
 
-    def _moves(
-        self, layer: int, keep: dict[ExpertKey, State]
-    ) -> tuple[deque[tuple[ExpertKey, State]], list[tuple[ExpertKey, State]]]:
-        """Of a step's experts, which states are in `keep`: (who shall enter which better pool, who
-        shall leave which pool for none); all are touched where they shall be."""
-        moves, leaving = [], []
-        for (key, state), goal in zip(list(keep.items()), self._goals([*keep])):
-            if goal is State.MISSED:
-                if state is not State.MISSED:
-                    leaving.append((key, state))
-                keep[key] = goal
-                continue
-            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):
-                moves.append((key, goal))  # only upward
-                state = goal
-            self._pools[layer][state].policy.touch(key, self._now)
-        if not math.isinf(self.margin):
-            moves.sort(key=lambda move: -self._scores[move[0]])  # the best ranks choose first
-        return deque(moves), leaving
+    def _leave(
+        self, group: dict[State, Pool], keep: Mapping[ExpertKey, State], before: list[State]
+    ) -> None:
+        """Take the step's experts out of the pools that they leave. It comes last, as their chunks
+        are needed until they are decoded: these places are free for the next step only."""
+        for (key, now), state in zip(keep.items(), before):
+            if state is not State.MISSED and now is not state:
+                new = group[now].policy if now in group else None
+                group[state].leave(key, forget=group[state].policy is not new)
 
     def _goals(self, keys: list[ExpertKey]) -> list[State]:
         """The first pool whose threshold exceeds each expert's rank; MISSED beyond all of them."""
@@ -288,17 +274,13 @@ class Residency:
         keys: list[ExpertKey],
         before: list[State],
         keep: Mapping[ExpertKey, State],
-        evicted: list[tuple[ExpertKey, State]],
+        evicted: list[ExpertKey],
     ) -> None:
         counters = self.counters
-        counters.steps += 1
         counters.evictions += len(evicted)
         for key, state in zip(keys, before):
             if state is State.MISSED:
                 counters.misses += 1
-                counters.rereads += key in self._seen
-                counters.not_kept += keep[key] is State.MISSED
-                self._seen.add(key)
             else:
                 counters.hits[state] += 1
                 counters.evictions += keep[key] is State.MISSED

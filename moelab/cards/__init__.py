@@ -52,16 +52,10 @@ def load_model(name: str) -> MoESpec:
 def load_device(name: str | Path) -> DeviceSpec:
     """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there
     is none."""
-    return _spec(name, _parse(absolute(name))) if Path(name).suffix == ".toml" else _shipped(name)
-
-
-@cache
-def _shipped(name: str) -> DeviceSpec:
-    require("card", name, DEVICES)
-    return _spec(name, load_card(name))
-
-
-def _spec(name: str | Path, card: dict[str, Any]) -> DeviceSpec:
+    own = Path(name).suffix == ".toml"
+    if not own:
+        require("card", name, DEVICES)
+    card = _parse(absolute(name)) if own else load_card(name)
     with naming(name, "device card", "writing it as those in moelab/cards/devices"):
         found = typed(card, _DeviceCard)
         for key, figure in found["figures"].items():
@@ -87,7 +81,8 @@ def entries_of(kind: str, load: Any, describe: Any) -> dict[str, Entry]:
 
 
 def _describe_model(name: str) -> str:
-    spec, figures = load_model(name), load_card(name)["figures"]
+    spec = load_model(name)
+    figures = load_card(name)["figures"]
     sizes = ", ".join(
         f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
         for key, figure in figures.items()

@@ -12,9 +12,9 @@ message or a store."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,20 +30,18 @@ from moelab.checkpoint.config import blamed, load_config
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
-from moelab.models.guard import check_spec
-from moelab.models.identity import digest, of_tensors
-from moelab.progress import progress
+from moelab.models.experts import shapes
+from moelab.models.identity import of_tensors
 from moelab.specs import DTYPE_BYTES, MoESpec
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
-from moelab.store.layout import FILE_LIMIT, INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
-from moelab.store.reader import MEASURED
+from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
 SUFFIXES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 #: prefix of a source's file whose name a store uses itself
 BESIDE = "source."
 #: names of those without which there is no model; without others it only has no tokenizer
-NEEDED = re.compile(r"safetensors|^((generation|hf_quant)_config|index)\.json$")
+NEEDED = re.compile(r"safetensors|^(generation_config|index)\.json$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,35 +77,24 @@ class Checkpoint:
         store = source if isinstance(source, ExpertStore) else None
         name, folder = (store.folder.name, store.folder) if store else locate(source)
         _check_folder(folder)
-        if store is None and is_store(folder):
-            store = ExpertStore(folder)
+        if (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors")):
+            store = store or ExpertStore(folder)
         files, tensors = read_folder(folder)
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
         return cls(name, folder, tuple(files), tensors, store, stamps)
 
     @cached_property
     def config(self) -> Any:
-        """Its config, set to dequantise (`models.quantizers`) if some weights are quantised.
-
-        Tools that dequantise a checkpoint leave its quantization_config in config.json: where all
-        weights are plain, that does not count."""
-        from moelab.models import quantizers
-
-        config, store = load_config(self.folder), self.store
-        method = quantisation(config)
+        """Its config. Tools that dequantise a checkpoint leave its quantization_config in
+        config.json: where all weights are plain, that does not count."""
+        config = load_config(self.folder)
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
-        if store is not None:
-            plain = plain and DTYPE_BYTES[store.spec.dtype] >= 2
-        elif method and plain:
-            warnings.warn(
-                f"{self.folder} is said to be quantised with {method}, and all its weights are plain "
-                f"floating-point numbers: they are read as they are",
-                stacklevel=2,
-            )
-        if plain or not method:
+        if self.store is not None:
+            plain = plain and DTYPE_BYTES[self.store.spec.dtype] >= 2
+        if plain or not quantisation(config):
             for name in QUANTISATION:
                 vars(config).pop(name, None)
-        return quantizers.dequantising(config)
+        return config
 
     @cached_property
     def spec(self) -> MoESpec:
@@ -122,7 +109,13 @@ class Checkpoint:
         spec = self.spec
         with blamed(self.folder / "config.json", "no model can be made of it", passing=ValueError):
             plan = make_plan(self.folder, self.tensors, self.store, self.config)
-        check_spec(spec, plan.layers)
+        weights = sum(map(math.prod, shapes(plan.layers[0].experts).values()))
+        found = len(plan.layers), plan.layers[0].E, weights
+        if found != (said := (spec.L, spec.E, spec.expert_params)):
+            raise ValueError(
+                f"{self.folder}: MoE layers, experts a layer and weights an expert are {found}, and by "
+                f"its config {said}: moelab/configs.py reads {spec.model_type} wrongly"
+            )
         return plan
 
     @cached_property
@@ -136,33 +129,21 @@ class Checkpoint:
 
     @cached_property
     def content(self) -> str:
-        """32 hex digits of all files that a conversion reads, every byte, unlike those of
-        `identity`; of a store, its index, which has the checksums of the others."""
-        if self.store is not None:
-            return digest(self.folder / INDEX)
-        every = {
-            name: xxhash.xxh3_128_hexdigest(content)
-            for name, content in self.small_files()
-            if Path(name).suffix in SUFFIXES
-        }
-        for file in progress(self.files, "looking for changes", unit="file"):
-            every[file.name] = digest(file)
-        return xxhash.xxh3_128_hexdigest(repr(sorted(every.items())).encode())
+        """32 hex digits that are others when a file was changed that a conversion reads: of the
+        identity, the bytes of small files, and sizes and times of those that hold weights."""
+        small = [item for item in self.small_files() if Path(item[0]).suffix in SUFFIXES]
+        large = [(file.name, *self.stamps[file][2:]) for file in self.files]
+        return xxhash.xxh3_128_hexdigest(repr((self.identity, small, large)).encode())
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
         """(name in a store, content) of everything in the folder that is no weights; links, as far
         as they were found to stay inside."""
         for path in sorted(self.folder.iterdir()):
             name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
-            if name.startswith(".") or name == MEASURED or path.suffix in OTHER_WEIGHTS:
+            if name.startswith(".") or path.suffix in OTHER_WEIGHTS:
                 continue
             if foreign or not path.is_file():
                 continue
-            if path.stat().st_size > FILE_LIMIT:
-                raise ValueError(
-                    f"{path} has {path.stat().st_size:,} bytes, which no file beside the weights has; "
-                    f"move it elsewhere"
-                )
             taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
             yield BESIDE * taken + name, path.read_bytes()
 
@@ -196,11 +177,8 @@ class Checkpoint:
         Plain, since what is read of a mapped file would count as this process's memory; and at odd
         offsets CPU kernels take other, slower paths whose fp32 results differ in the last bit."""
         self.require_unchanged(stored.file)
-        tensor = stored.empty()
-        with open(stored.file, "rb") as f:
-            f.seek(stored.begin)
-            if f.readinto(tensor.reshape(-1).view(torch.uint8).numpy()) != stored.nbytes:
-                raise ValueError(f"{stored.file} became shorter while it was read")
+        tensor, raw = stored.empty(), stored.read(0, stored.nbytes)
+        tensor.reshape(-1).view(torch.uint8).numpy()[:] = raw
         return tensor
 
 
@@ -212,40 +190,25 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
     path, text = absolute(source), str(source)
     if path.exists():
         return path.name, path
-    if path.with_name(path.name + ".part").is_dir():
-        raise FileNotFoundError(
-            f"there is nothing at {path} yet: its conversion was cut off; run the same convert "
-            f"command again and it goes on"
-        )
     if card := registry.like("model", text):
-        hub = load_card(card).get("hub")
         raise ValueError(
-            f"{card} is a card, the geometry of a model without its weights: give "
-            + f"its hub id, {hub}, or " * bool(hub)
-            + f"a folder; `moelab synthesize FOLDER --model {card}` writes one with random weights"
+            f"{card} is a card, the geometry of a model without its weights: give its hub id "
+            f"({load_card(card).get('hub')}) or a folder; `moelab synthesize FOLDER --model {card}` "
+            f"writes one with random weights"
         )
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
     return text, from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
 
 
-def is_store(folder: Path) -> bool:
-    return (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors"))
-
-
 def _check_folder(folder: Path) -> None:
     """FileNotFoundError or ValueError unless it has a config, and no small file leads out of it."""
-    if folder.is_file():
-        raise ValueError(f"{folder} is a file; give the folder of a safetensors checkpoint")
     if not folder.is_dir():
         raise FileNotFoundError(f"there is no checkpoint folder at {folder}")
-    if folder.suffix == ".part" and Path(f"{folder}.jsonl").exists():
-        raise ValueError(
-            f"{folder} is an unfinished expert store; run its convert command again and it goes on"
-        )
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{folder} has no config.json, so it is no transformers checkpoint{other_weights(folder)}"
+            f"{folder} has no config.json, so it is no transformers checkpoint, or a conversion that "
+            f"was cut off{other_weights(folder)}"
         )
     home = folder.resolve()
     for path in read_by_name(folder):

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from moelab.checkpoint import deepseek
 from moelab.configs import quantisation
 from moelab.store.headers import read_json
 
@@ -28,7 +27,7 @@ def load_config(folder: Path) -> Any:
     fields = read_json(file)
     model_type = fields.get("model_type")
     if model_type == "deepseek":
-        deepseek.register()
+        import moelab.models.deepseek  # noqa: F401  (makes transformers know it)
     if not isinstance(model_type, str) or model_type not in transformers.CONFIG_MAPPING:
         own = ". It comes with code of its own (auto_map), which is never run here"
         raise ValueError(
@@ -45,10 +44,6 @@ def load_config(folder: Path) -> Any:
                 config.quantization_config = (
                     vars(inner).pop("quantization_config", None) or inner.quantization
                 )
-    beside = folder / "hf_quant_config.json"
-    if beside.is_file() and not quantisation(config):
-        said = _object(beside, read_json(beside), "quantization")
-        config.quantization_config = {"quant_method": "modelopt"} | said
     return config
 
 
@@ -56,26 +51,12 @@ def _check_fields(file: Path, fields: dict[str, Any]) -> None:
     """ValueError for what transformers would fetch from elsewhere, or build for hours."""
     for name in ("attn_implementation", "_attn_implementation", "transformers_weights"):
         if "/" in str(fields.get(name, "")):
-            raise ValueError(
-                f"{file} asks for {name} = {str(fields[name])[:80]!r}, from outside the folder; nothing "
-                f"of the kind is fetched. Remove that line"
-            )
+            raise ValueError(f"{file} asks for {name} from outside the folder; remove that line")
     for part in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
         for name, value in part.items():
             most = 2_000 if "layer" in name else 100_000
             if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < most:
                 raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
-
-
-def _object(file: Path, fields: dict[str, Any], name: str) -> dict[str, Any]:
-    """An object in a JSON file, {} if it is not there; ValueError for anything else of that
-    name."""
-    value = fields.get(name)
-    if not isinstance(value, dict | None):
-        raise ValueError(
-            f"{file} says {name} = {str(value)[:80]!r}, which is no object; correct it, or remove it"
-        )
-    return value or {}
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
 from moelab.store.headers import WEIGHT_MAP
-from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
@@ -70,25 +70,22 @@ def convert(
         fewbit.find_format(quantize)
     checkpoint, end = Checkpoint.at(source), time.monotonic() + seconds
     _require_convertible(checkpoint)
-    layers = store_layers(checkpoint.plan.layers)
+    plan, experts = checkpoint.plan, CheckpointExperts(checkpoint)
+    files, looked = _other_files(checkpoint, quantize)
+    others = {key: of for key, of in checkpoint.tensors.items() if key not in plan.expert_keys}
     writer = StoreWriter(
         destination,
         checkpoint.spec,
         checkpoint.identity,
-        layers,
+        store_layers(plan.layers),
         codec,
         shards,
         quantize,
         checkpoint.content,
     )
     with closing(writer):
-        _write_experts(checkpoint, writer, quantize, end)
-        others = {
-            key: tensor
-            for key, tensor in sorted(checkpoint.tensors.items())
-            if key not in checkpoint.plan.expert_keys
-        }
-        writer.finish(others, *_other_files(checkpoint, writer, quantize))
+        _write_experts(experts, writer, quantize, end)
+        writer.finish(dict(sorted(others.items())), files, looked)
         checkpoint.require_unchanged()
         verify(writer.folder)
         return ExpertStore(writer.publish())
@@ -110,45 +107,44 @@ def _require_convertible(checkpoint: Checkpoint) -> None:
                 )
 
 
+def _other_files(
+    checkpoint: Checkpoint, quantize: str | None
+) -> tuple[list[tuple[str, bytes]], dict[str, Any] | None]:
+    """(small files, what the source's files looked like) for `StoreWriter.finish`."""
+    if checkpoint.store is not None:
+        left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
+        names = [name for name in checkpoint.store.files if name not in left_out]
+        return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
+    headers = {}
+    for file in checkpoint.files:
+        with open(file, "rb") as f:
+            header = f.read(int.from_bytes(f.read(8), "little")).decode()
+        headers[file.name] = [file.stat().st_size, header]
+    return list(checkpoint.small_files()), {"files": headers, "checksum": CHECKSUM}
+
+
 def _write_experts(
-    checkpoint: Checkpoint, writer: StoreWriter, quantize: str | None, end: float
+    experts: CheckpointExperts, writer: StoreWriter, quantize: str | None, end: float
 ) -> None:
     """Read and write what is still missing, one expert at a time."""
-    experts, layers = CheckpointExperts(checkpoint), checkpoint.plan.layers
-    each = checkpoint.spec.expert_params * (4 if checkpoint.spec.dtype == "float32" else 2)
-    everything, done = sum(layer.E for layer in layers) * each, len(writer.records) * each
-    with progress(total=everything, desc="converting", unit="B", initial=done) as bar:
+    layers, done = experts.checkpoint.plan.layers, len(writer.records)
+    total = sum(layer.E for layer in layers)
+    with progress(total=total, desc="converting", unit="expert", initial=done) as bar:
         for layer, expert in writer.missing():
             if time.monotonic() > end:
                 raise TimeoutError(
-                    f"{checkpoint.folder} is half converted, and time is over; the same call goes on"
+                    f"{experts.checkpoint.folder} is half converted, and time is over; the same call "
+                    f"goes on"
                 )
             tensors, blobs, read = read_expert(experts, layer, expert)
             found = None
-            if read and not quantize:
-                found = places(read, pieces(tensors, blobs))
-            del read  # one expert at a time is in memory
             if quantize:
                 quantize_expert(quantize, tensors, blobs, layers[layer])
+            elif read:
+                found = places(read, pieces(tensors, blobs))
+            del read  # one expert at a time is in memory
             writer.add(layer, expert, tensors, found, blobs)
-            bar.update(sum(t.nbytes for t in tensors.values()))
-
-
-def _other_files(
-    checkpoint: Checkpoint, writer: StoreWriter, quantize: str | None
-) -> tuple[list[tuple[str, bytes]], dict[str, Any] | None]:
-    """(small files, what the source's files looked like) for `StoreWriter.finish`."""
-    if checkpoint.store is None:
-        headers = {}
-        for file in checkpoint.files:
-            with open(file, "rb") as f:
-                header = f.read(int.from_bytes(f.read(8), "little")).decode()
-            headers[file.name] = [file.stat().st_size, header]
-        looked = {"files": headers, "checksum": writer.head["checksum"]}
-        return list(checkpoint.small_files()), looked
-    left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
-    names = [name for name in checkpoint.store.files if name not in left_out]
-    return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
+            bar.update()
 
 
 def read_expert(
@@ -207,21 +203,12 @@ def kept_store(
         return store
     name = f"{checkpoint.name}-{checkpoint.content}.{form}".replace("/", "--")
     destination = cache_root() / name
-    try:
-        with _converting:
-            if destination.is_dir():
-                with suppress(StoreError):  # one that is damaged is made again
-                    return ExpertStore(destination)
-                shutil.rmtree(destination)
-            return convert(checkpoint, destination, codec, quantize=quantize, seconds=seconds)
-    except OSError as error:
-        if error.errno is None:  # not the disk's
-            raise
-        raise OSError(
-            f"{error}. The store of {checkpoint.folder} in {form} is kept in {destination.parent}: set "
-            f"MOELAB_CACHE to another folder, or `moelab convert` it to where there is room, and open "
-            f"that"
-        ) from error
+    with _converting:
+        if destination.is_dir():
+            with suppress(StoreError):  # one that is damaged is made again
+                return ExpertStore(destination)
+            shutil.rmtree(destination)
+        return convert(checkpoint, destination, codec, quantize=quantize, seconds=seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

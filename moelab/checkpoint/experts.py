@@ -16,20 +16,18 @@ reads past the page cache."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.plan import LoadingPlan
+from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
-from moelab.models.experts import Weights
-from moelab.models.seam import MoELayer, banks
+from moelab.models.experts import Weights, shapes
+from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import Plane
@@ -54,6 +52,11 @@ class ParameterSource:
     def nbytes(self) -> int:
         return sum(stored.nbytes for stored in self.stored.values())
 
+    @property
+    def kind(self) -> tuple:
+        """What it is made of: its name, and patterns, types and shapes of its tensors."""
+        return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
+
     def is_bytes_of(self, dtype: str, quantizer: Any) -> bool:
         """Whether the parameter in this type is just the bytes of its tensors, one after another."""
         same = all(stored.dtype == dtype for stored in self.stored.values())
@@ -63,8 +66,11 @@ class ParameterSource:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
     def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The parameter from its tensors by pattern, by transformers' own conversion."""
+        """The parameter from its tensors by pattern, by transformers' own conversion; what is
+        dequantised has the model's type."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
+        if plan.quantizer and any(of.dtype not in FLOATS for of in self.stored.values()):
+            made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
         return made if self.plan.single else made[0]
 
 
@@ -110,8 +116,7 @@ class CheckpointExperts:
         plan = self.checkpoint.plan
         for source in expert_sources(self.checkpoint, layer, expert):
             read = _read(self.checkpoint, source)
-            made = source.make(plan, read).to(plan.stored[layer][source.name])
-            yield source.name, made, source.pieces(read)
+            yield source.name, source.make(plan, read), source.pieces(read)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -129,13 +134,6 @@ def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
         (f"{layer.name}.experts", layer.E, not isinstance(layer.experts, torch.nn.ModuleDict))
         for layer in layers
     ]
-
-
-def expert_parameters(layer: MoELayer) -> dict[str, torch.Tensor]:
-    """Name → one expert's parameter of a stock model, without the axis E."""
-    if isinstance(layer.experts, torch.nn.ModuleDict):
-        return dict(layer.experts["expert_0"].named_parameters())
-    return {name: parameter[0] for name, parameter in banks(layer.experts).items()}
 
 
 def few_bits(
@@ -191,21 +189,17 @@ class CheckpointStore(ExpertFiles):
             (
                 source.nbytes + 2 * layer.experts[0][source.name].stored()
                 for i, layer in enumerate(self.layers)
-                for source in self.sources(i, 0)
+                for source in expert_sources(self.checkpoint, i, 0)
                 if not self._plain(source, layer.experts[0])
             ),
             default=0,
         )
 
-    def _type(self, parameter: torch.Tensor) -> torch.dtype:
-        return self.dtype if parameter.is_floating_point() else parameter.dtype
-
     def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
         """A layer whose experts' parameters are in few bits, by name, or as the model computes with
         them."""
-        entries, at = {}, 0
-        for name, parameter in expert_parameters(layer).items():
-            dtype, shape = NAMES[self._type(parameter)], tuple(parameter.shape)
+        entries, at, dtype = {}, 0, NAMES[self.dtype]
+        for name, shape in shapes(layer.experts).items():
             codec = forms.get(name, RAW)
             length = codec.nbytes(shape, dtype)
             entries[name] = TensorEntry(dtype, shape, "", ((codec, (Chunk(at, length, ""),)),))
@@ -216,22 +210,22 @@ class CheckpointStore(ExpertFiles):
     def _few_bits(self, index: int) -> dict[str, Codec]:
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
-        layer = self.checkpoint.plan.layers[index]
-        kinds: dict[str, set[tuple]] = defaultdict(set)
-        for expert in range(layer.E):
-            for source in self.sources(index, expert):
-                made_of = ((p, s.dtype, s.shape) for p, s in source.stored.items())
-                kinds[source.name].add((source.name, *made_of))
-        found = {}
-        for source in self.sources(index, 0):
-            (kind, *others) = kinds[source.name]
-            if others:
-                continue
-            if kind not in self._forms:
-                self._forms[kind] = self._form(source)
-            if self._forms[kind] is not RAW:
-                found[source.name] = self._forms[kind]
-        return found
+        experts = range(self.checkpoint.plan.layers[index].E)
+        alike = (
+            len(
+                {
+                    tuple(of.kind for of in expert_sources(self.checkpoint, index, e))
+                    for e in experts
+                }
+            )
+            == 1
+        )
+        forms = {}
+        for source in expert_sources(self.checkpoint, index, 0) if alike else ():
+            if source.kind not in self._forms:
+                self._forms[source.kind] = self._form(source)
+            forms[source.name] = self._forms[source.kind]
+        return forms
 
     def _form(self, source: ParameterSource) -> Codec:
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
@@ -242,31 +236,21 @@ class CheckpointStore(ExpertFiles):
         symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
         return few[0] if few and not symmetric else RAW
 
-    def sources(self, layer: int, expert: int) -> Iterator[ParameterSource]:
-        """What each parameter of an expert is made of."""
-        return expert_sources(self.checkpoint, layer, expert)
-
     def _plain(self, source: ParameterSource, entries: dict[str, TensorEntry]) -> bool:
         return source.is_bytes_of(entries[source.name].dtype, self.checkpoint.plan.quantizer)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
-        return 0 if part == "SM" else sum(source.nbytes for source in self.sources(layer, expert))
-
-    def paths(self, layer: int) -> list[Path]:
-        return sorted(
-            {
-                stored.file
-                for expert in range(len(self.layers[layer].experts))
-                for source in self.sources(layer, expert)
-                for stored in source.stored.values()
-            }
+        return (
+            0
+            if part == "SM"
+            else sum(source.nbytes for source in expert_sources(self.checkpoint, layer, expert))
         )
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
         chunks = parts[0]
-        for source in self.sources(chunks.layer, chunks.expert):
+        for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
             plain = self._plain(source, chunks.entries)
             yield from self._in_place(source, plane) if plain else self._made(source, plane)
@@ -291,7 +275,7 @@ class CheckpointStore(ExpertFiles):
             target[:] = blob_of(plan, plane.codec, source.pieces(read))
         else:
             made = source.make(plan, read)
-            torch.from_numpy(target).view(self._type(made)).view(made.shape).copy_(made)
+            torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
 
     @property
     def identity(self) -> str:

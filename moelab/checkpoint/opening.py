@@ -17,7 +17,7 @@ from moelab.checkpoint.experts import CheckpointExperts
 from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.identity import vouch
-from moelab.models.seam import banks, discover, leave_out, plug
+from moelab.models.seam import banks, leave_out, plug
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.layout import ExpertStore
@@ -67,12 +67,12 @@ def open_checkpoint(
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> Any:
     """The model of a checkpoint on the CPU; `external` : without its experts' weights."""
+    stored, wanted = checkpoint.store is not None, checkpoint.dtype(dtype)
     tokenizer = _tokenizer_or_warning(checkpoint.folder)
-    if checkpoint.store is not None:
+    if stored:
         check_weights(checkpoint.store)
-    model = _filled(checkpoint, checkpoint.dtype(dtype), external or checkpoint.store is not None)
-    model.generation_config = _generation_config(checkpoint.folder)
-    if checkpoint.store is not None and not external:
+    model = _filled(checkpoint, wanted, without_experts=external or stored)
+    if stored and not external:
         _take_in(model, checkpoint)
     _align(model)
     vouch(model, checkpoint)
@@ -80,15 +80,12 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
     return model.eval()
 
 
-def _filled(checkpoint: Checkpoint, dtype: torch.dtype, external: bool) -> Any:
-    """The model with the checkpoint's tensors, but those of experts if they are `external`."""
+def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool) -> Any:
+    """The model with the checkpoint's tensors, or all but its experts'."""
     from safetensors import safe_open
-    from transformers.utils import logging
-
-    from moelab.models.quantizers import readable
 
     plan, folder = checkpoint.plan, checkpoint.folder
-    left_out = plan.ignored | (plan.expert_keys if external else set())
+    left_out = plan.ignored | (plan.expert_keys if without_experts else set())
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
     tensors = {
         key: files[entry.file].get_slice(key)
@@ -96,22 +93,16 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, external: bool) -> Any:
         if key not in left_out
     }
     same = plan.twin.config.dtype == dtype
-    model = deepcopy(plan.twin) if same else compat.meta_twin(plan.twin.config, dtype)
-    if external:
-        leave_out(model)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with blamed(folder / "config.json", "no model can be made of its checkpoint"):
-            report = compat.fill(model, readable(checkpoint.config), tensors)
-            if wrong := {kind: sorted(map(str, keys))[:3] for kind, keys in report.items() if keys}:
-                raise ValueError(f"transformers reports {wrong}")
-    finally:
-        if bars:
-            logging.enable_progress_bar()
-    compat.named_after(model, str(folder))
-    if plan.quantizer is not None:
-        compat.cast_as_computed(model, plan.twin, dtype)
+    with blamed(folder, "no model can be made of its files"):
+        model = deepcopy(plan.twin) if same else compat.meta_twin(plan.twin.config, dtype)
+        if without_experts:
+            leave_out(model)
+        report = compat.fill(model, plan.config, tensors)
+        if wrong := {kind: sorted(map(str, keys))[:3] for kind, keys in report.items() if keys}:
+            raise ValueError(f"transformers reports {wrong}")
+        if plan.quantizer is not None:
+            compat.cast_as_computed(model, plan.twin, dtype)
+        compat.describe(model, folder)
     return model
 
 
@@ -119,21 +110,18 @@ def _take_in(model: Any, checkpoint: Checkpoint) -> None:
     """Give a model that was built without its experts resident ones, read one by one from its
     store."""
     source = CheckpointExperts(checkpoint, model.dtype)
-    for layer, stock in zip(discover(model), checkpoint.plan.layers):
-        experts = deepcopy(stock.experts)
-        tensors = {
-            name: torch.empty(p.shape, dtype=model.dtype) for name, p in banks(experts).items()
-        }
+    for stock in checkpoint.plan.layers:
+        block = model.get_submodule(stock.name)
+        experts = deepcopy(stock.experts).to(model.dtype).to_empty(device="cpu")
+        own = banks(experts)
         for expert in range(stock.E):
-            for name, tensor in source(layer.index, expert).items():
-                if name in tensors:
-                    tensors[name][expert].copy_(tensor)
-                else:
-                    tensors[f"expert_{expert}.{name}"].copy_(tensor)
-        experts.load_state_dict(tensors | dict(layer.experts.named_parameters()), assign=True)
+            for name, tensor in source(stock.index, expert).items():
+                bank = own[name][expert] if name in own else own[f"expert_{expert}.{name}"]
+                bank.data.copy_(tensor)
+        experts.load_state_dict(block.experts.state_dict(), strict=False)  # what all share
         if hasattr(experts, "config"):
-            experts.config = layer.experts.config
-        layer.block.experts = experts
+            experts.config = block.experts.config
+        block.experts = experts
 
 
 def _align(model: torch.nn.Module) -> None:
@@ -143,11 +131,6 @@ def _align(model: torch.nn.Module) -> None:
     for weight in model.parameters():
         if weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.data_ptr() % 64:
             weight.data = weight.data.clone()
-
-
-def _generation_config(folder: Path) -> Any:
-    with blamed(folder / "generation_config.json", "no generation config can be read of it"):
-        return compat.generation_config(folder)
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:
@@ -189,16 +172,8 @@ def load_tokenizer(folder: Path) -> Any:
     settings = folder / "tokenizer_config.json"
     said = read_json(settings) if settings.is_file() else {}
     if re.search(r"[/\\]", str(said.get("fast_tokenizer_files", ""))):
-        raise ValueError(
-            f"{settings} names files outside the folder; nothing of the kind is read. Remove "
-            f"fast_tokenizer_files"
-        )
+        raise ValueError(f"{settings} names files outside the folder: remove fast_tokenizer_files")
     why = "its tokenizer cannot be read, so the model takes token ids only"
-    if "auto_map" in said and not (folder / "tokenizer.json").exists():
-        raise ValueError(
-            f"{folder}: {why}: it is code of its own (auto_map), which is never run here; put a "
-            f"tokenizer.json there"
-        )
     with blamed(folder, why):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False

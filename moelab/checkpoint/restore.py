@@ -11,15 +11,13 @@ A tensor that is stored in a few-bit format counts as two, its codes and its sca
 `down_proj.codes` …
 
 A store has no `layout.json` if its source's bytes are not in it (fp8 in blocks of another size is
-dequantised) or if it was synthesized. It is then restored to other files of the same model. Files
-in subfolders and weights in other formats are not kept, and of weights that were rounded nothing is
-restored."""
+dequantised) or if it was synthesized; it is not restored, nor is one whose weights were rounded.
+Files in subfolders and weights in other formats are not kept."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,13 +29,7 @@ from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
 from moelab.checkpoint.config import blamed
 from moelab.files import atomic, vacant
 from moelab.store.codec import Codec
-from moelab.store.headers import (
-    DTYPES,
-    WEIGHT_MAP,
-    header_bytes,
-    nbytes,
-    read_header,
-)
+from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
 from moelab.store.layout import (
     PIECE,
     SOURCE_LAYOUT,
@@ -119,21 +111,8 @@ def _views(t: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
     interleaved."""
     k = t.numel() // max(n, 1)
     if n * k != t.numel() or not n:
-        if t.numel() == n == 0:
-            yield t
         return
-    parts = (
-        [t]
-        if k == 1
-        else (
-            part
-            for dim in range(t.dim())
-            if t.shape[dim] % k == 0
-            for i, chunk in enumerate(t.chunk(k, dim))
-            for part in (chunk, t[(slice(None),) * dim + (slice(i, None, k),)])
-        )
-    )
-    for part in parts:
+    for part in [t] if k == 1 else _parts(t, k):
         yield part
         if part.dim() > 1:
             yield part.transpose(-1, -2)
@@ -141,6 +120,15 @@ def _views(t: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
         if t.shape[dim] % 2 == 0:
             yield t.unflatten(dim, (2, -1)).transpose(dim, dim + 1)
             yield t.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
+
+
+def _parts(t: torch.Tensor, k: int) -> Iterator[torch.Tensor]:
+    """The k equal parts of a tensor along each axis, and of each axis every k-th."""
+    for dim in range(t.dim()):
+        if t.shape[dim] % k == 0:
+            for i, chunk in enumerate(t.chunk(k, dim)):
+                yield chunk
+                yield t[(slice(None),) * dim + (slice(i, None, k),)]
 
 
 def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
@@ -153,20 +141,19 @@ def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
 
 
 def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
-    """Write the checkpoint that a store was made from; returns its folder.
+    """Write the checkpoint that a store was made from, all files byte for byte; returns its folder.
 
-    All its files are the source's, byte for byte; of a store without `layout.json` the tensors are
-    those that transformers computes with, one file a MoE layer. What is read is checked; one expert
-    at a time is in memory.
+    What is read is checked; one expert at a time is in memory.
 
     Raises FileExistsError: the destination exists. StoreError: the store is damaged, or does not
-    give what it says that it was made from; its weights were rounded."""
+    hold what it says that it was made from; its weights were dequantised or rounded."""
     store = source if isinstance(source, ExpertStore) else ExpertStore(source)
     destination = vacant(destination)
-    if store.quantized:
+    if store.quantized or SOURCE_LAYOUT not in store.files:
         raise StoreError(
-            f"{store.folder} was quantised to {store.quantized}, so the checkpoint that it was made from "
-            f"is not in it; convert it without quantize= for a store that can be restored"
+            f"{store.folder} does not hold the bytes of the checkpoint that it was made from "
+            f"({f'it was quantised to {store.quantized}' if store.quantized else 'no ' + SOURCE_LAYOUT}), "
+            f"so that cannot be restored; convert the checkpoint without quantize="
         )
     with atomic(destination) as folder:
         folder.mkdir()
@@ -174,14 +161,12 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
-        if SOURCE_LAYOUT not in store.files:
-            where = _write(store, folder, _model_layout(store))
-            index = {"metadata": {}, "weight_map": where}
-            (folder / WEIGHT_MAP).write_text(json.dumps(index, indent=1))
-            return destination
         layout, wrong = store.folder / SOURCE_LAYOUT, "it does not describe what is in this store"
         with blamed(layout, wrong, passing=StoreError, raising=StoreError):
-            _write(store, folder, json.loads(layout.read_bytes()))
+            said = json.loads(layout.read_bytes())
+            targets = _empty_files(folder, said["files"])
+            _write_weights(store, targets)
+            _write_experts(store, said["experts"], targets)
             made = Checkpoint.at(folder).identity
         if made != store.identity:
             raise StoreError(
@@ -191,102 +176,53 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
     return destination
 
 
-def _write(store: ExpertStore, folder: Path, layout: dict[str, Any]) -> dict[str, str]:
-    """Write the safetensors files of a layout into a folder; returns key → file. ValueError and the
-    like if impossible."""
-    headers = {
-        plain_name(name): (size, header.encode())
-        for name, (size, header) in layout["files"].items()
-    }
-    expected = store.weights_bytes + sum(
-        entry.nbytes
-        for layer in store.layers
-        for entries in layer.experts
-        for entry in entries.values()
-    )
-    if sum(size - 8 - len(header) for size, header in headers.values()) > expected:
-        raise ValueError(f"its files have more than the {expected:,} bytes of tensors in the store")
+def _empty_files(folder: Path, files: dict[str, list]) -> dict[str, Stored]:
+    """Make the source's safetensors files, headers and no weights; returns their tensors by key."""
     targets = {}
-    for name, (size, header) in headers.items():
-        with open(folder / name, "xb") as f:
+    for name, (size, header) in files.items():
+        file, header = folder / plain_name(name), header.encode()
+        with open(file, "xb") as f:
             f.write(len(header).to_bytes(8, "little") + header)
             f.truncate(size)
-        targets |= read_header(folder / name)
-    _check_layout(store, layout["experts"], targets)
+        targets |= read_header(file)
+    return targets
 
-    def write(key: str, at: int, data: Any) -> None:
-        with open(
-            targets[key].file, "r+b"
-        ) as file:  # opened each time: there may be more than may be open
-            file.seek(targets[key].begin + at)
-            file.write(data)
 
+def _write(target: Stored, at: int, data: Any) -> None:
+    """Write bytes of a tensor; its file is opened each time, as there may be more than may be
+    open."""
+    with open(target.file, "r+b") as file:
+        file.seek(target.begin + at)
+        file.write(data)
+
+
+def _write_weights(store: ExpertStore, targets: dict[str, Stored]) -> None:
     with open(store.folder / WEIGHTS, "rb") as weights:
         for key, (_, _, offset, size, _) in store.weights.items():
             weights.seek(offset)
             for i in range(0, size, PIECE):
-                write(key, i, weights.read(min(PIECE, size - i)))
-    for i, (chunks, tensors) in enumerate(checked_experts(store, "restoring")):
+                _write(targets[key], i, weights.read(min(PIECE, size - i)))
+
+
+def _write_experts(
+    store: ExpertStore, experts: list[list[list]], targets: dict[str, Stored]
+) -> None:
+    """Write what `places` has recorded of each expert."""
+    for records, (chunks, tensors) in zip(
+        experts, checked_experts(store, "restoring"), strict=True
+    ):
         bits = {name: _bits(tensor) for name, tensor in pieces(tensors, blobs_of(chunks)).items()}
-        for key, start, name, shape, offset, strides, check in layout["experts"][i]:
+        for key, start, name, shape, offset, strides, check in records:
             data = bits[name].as_strided(shape, strides, offset).contiguous()
-            if check is not None and checksum(data) != check:
+            if checksum(data) != check:
                 raise StoreError(
                     f"{name} of expert {chunks.expert} of MoE layer {chunks.layer} in {store.folder} "
                     f"does not give {key} of the source; convert the model again"
                 )
             if (dtype := DTYPES[targets[key].dtype]).itemsize != data.element_size():
                 data = data.view(torch.float32).to(dtype)  # scales, which had been widened
-            write(key, start * data.element_size(), data.view(-1).view(torch.uint8).numpy())
-    return {key: target.file.name for key, target in targets.items()}
-
-
-def _check_layout(store: ExpertStore, experts: list[list[list]], targets: dict[str, Any]) -> None:
-    """Every tensor of the source's files is one of the store's, or made of pieces of experts'
-    without a gap; of which types and shapes they are, and where in an expert the pieces lie, shows
-    when they are written and identified."""
-    filled = {key: [(0, math.prod(shape))] for key, (_, shape, *_) in store.weights.items()}
-    for records in experts:
-        for key, start, _, shape, *_ in records:
-            filled.setdefault(key, []).append((start, start + math.prod(shape)))
-    for key, pieces in filled.items():
-        begins, ends = zip(*sorted(pieces))
-        if begins != (0, *ends[:-1]) or ends[-1] != math.prod(targets[key].shape):
-            raise ValueError(f"{key} is not whole")
-    if odd := targets.keys() ^ filled.keys():
-        raise ValueError(f"{min(odd)} is not in both")
-
-
-def _model_layout(store: ExpertStore) -> dict[str, Any]:
-    """The layout of a checkpoint as transformers would hold it: the other weights, and a file for
-    each MoE layer."""
-    groups, experts = [{key: entry[:2] for key, entry in store.weights.items()}], []
-    for layer in store.layers:
-        tensors: dict[str, tuple[str, list[int]]] = {}
-        E = len(layer.experts)
-        for expert, entries in enumerate(layer.experts):
-            places = []
-            for name, entry in entries.items():
-                if layer.stacked:
-                    key, shape, start = (
-                        f"{layer.module}.{name}",
-                        [E, *entry.shape],
-                        expert * entry.n,
-                    )
-                else:
-                    key = f"{layer.module}.expert_{expert}.{name}"
-                    shape, start = [*entry.shape], 0
-                tensors[key] = entry.dtype, shape
-                places.append([key, start, name, [entry.n], 0, [1], None])
-            experts.append(places)
-        groups.append(tensors)
-    files = {}
-    for i, tensors in enumerate(groups):
-        header = header_bytes(tensors)
-        size = len(header) + sum(nbytes(*tensor) for tensor in tensors.values())
-        name = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
-        files[name] = [size, header[8:].decode()]
-    return {"files": files, "experts": experts}
+            at = start * data.element_size()
+            _write(targets[key], at, data.view(-1).view(torch.uint8).numpy())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

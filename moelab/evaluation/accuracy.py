@@ -27,10 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from moelab import datasets
-from moelab.datasets import Prompt
-from moelab.evaluation import scores
-from moelab.intervals import standard_error, t95
+from moelab.evaluation import questions, scores
+from moelab.evaluation.intervals import standard_error, t95
+from moelab.evaluation.questions import Prompt
+from moelab.library import token_count
 from moelab.records import Numbers, Record, Records
 from moelab.table import text_table
 
@@ -43,7 +43,7 @@ TASKS: dict[str, tuple[str, ...]] = {
     "lookup": ("lookup",),
     "yesno": ("yesno",),
     "completion": ("code", "prose"),
-    **{name: (name,) for name in datasets.REMEMBERED},
+    **{name: (name,) for name in questions.REMEMBERED},
 }
 
 #: name of a mode → what makes the context manager under which the model runs in that mode
@@ -175,9 +175,9 @@ def compare_dropping(
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:
     """`n` prompts of a task; a task of several sources takes them in turn."""
-    count = datasets.token_count(tokenizer)
+    count = token_count(tokenizer)
     sources = [
-        datasets.prompts(source, -(-n // len(TASKS[task])), tokens=tokens, seed=seed, count=count)
+        questions.prompts(source, -(-n // len(TASKS[task])), tokens=tokens, seed=seed, count=count)
         for source in TASKS[task]
     ]
     return [prompt for turn in zip(*sources) for prompt in turn][:n]

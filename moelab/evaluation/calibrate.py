@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moelab import datasets, open_model
+from moelab import open_model
 from moelab.arguments import one_of, several, whole
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.opening import require_tokenizer
+from moelab.evaluation import questions
 from moelab.files import writable
+from moelab.library import token_count
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 
@@ -37,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--sources",
-        type=several(one_of(datasets.SOURCES)),
+        type=several(one_of(questions.SOURCES)),
         default=list(SOURCES),
-        help=f"of {', '.join(datasets.SOURCES)} (default: {','.join(SOURCES)})",
+        help=f"of {', '.join(questions.SOURCES)} (default: {','.join(SOURCES)})",
     )
     parser.add_argument(
         "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
@@ -98,13 +100,13 @@ def calibration(
     seed: int = 0,
 ) -> Calibration:
     """Calibrate a model on n prompts of each source; ValueError without a tokenizer."""
-    asked = datasets.prompts(
+    asked = questions.prompts(
         sources,
         n,
         tokens=tokens,
         seed=seed,
         split="train",
-        count=datasets.token_count(getattr(model, "tokenizer", None)),
+        count=token_count(getattr(model, "tokenizer", None)),
     )
     trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")

@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import moelab
-from moelab import datasets, registry
+from moelab import registry
 from moelab.api import make_executor
 from moelab.arguments import output, whole
-from moelab.evaluation import accuracy
+from moelab.evaluation import accuracy, questions
 from moelab.evaluation.calibrate import SOURCES
 from moelab.files import results_root, writable, write_json
+from moelab.library import token_count
 from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
 from moelab.records import Record
@@ -249,7 +250,7 @@ def parse_mode(text: str) -> tuple[str, str]:
     if predictor == "oracle":
         raise ValueError(
             f"{text!r}: an oracle must be given what these very prompts choose: see "
-            f"moelab.speculate.scoring"
+            f"moelab.evaluation.predictors"
         )
     registry.require("predictor", predictor, [name for name in PREDICTORS if name != "oracle"])
     if mode == "router-free" and predictor != "estimator":
@@ -306,15 +307,15 @@ class Ingredients:
         return {name: getattr(self, name) for name in takes(predictor)}
 
     @cached_property
-    def prompts(self) -> list[datasets.Prompt]:
+    def prompts(self) -> list[questions.Prompt]:
         """Prompts of the training split."""
-        return datasets.prompts(
+        return questions.prompts(
             SOURCES,
             max(1, self.args.calibration // len(SOURCES)),
             tokens=self.args.tokens,
             seed=self.seed,
             split="train",
-            count=datasets.token_count(self.model.tokenizer),
+            count=token_count(self.model.tokenizer),
         )
 
     @cached_property
@@ -336,8 +337,8 @@ class Ingredients:
     @cached_property
     def choice(self) -> Any:
         """Which signal predicts each layer best, on `prompts`."""
+        from moelab.evaluation.predictors import choose
         from moelab.recording import record
-        from moelab.speculate.scoring import choose
 
         trace = record(self.model, self.prompts, hidden=True, batch_size=self.args.batch)
         return choose(trace, self.model, self.vectors, self.estimator)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from moelab import datasets
-from moelab.datasets import Prompt
+from moelab.evaluation.questions import Prompt
+from moelab.library import library
 from moelab.progress import progress
 
 
@@ -78,7 +78,7 @@ def right_answers(
 
 def text_windows(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0) -> torch.Tensor:
     """`n` random windows of library text (code and manual, by length) as token ids [n, tokens]."""
-    texts = [text for kind in ("code", "prose") for text in datasets.library(kind, split)]
+    texts = [text for kind in ("code", "prose") for text in library(kind, split)]
     rng = random.Random(seed)
     picked = rng.choices(texts, weights=[len(text) for text in texts], k=4 * n)
     windows = []

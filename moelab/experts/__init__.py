@@ -1,4 +1,4 @@
-"""Executors of routed experts, static shapes and quantization. Here: the registry of executors.
+"""Executors of routed experts. Here: the registry of executors.
 
 Adding an executor is a subclass of `moelab.experts.executor.Executor` and a line in `EXECUTORS`.
 """

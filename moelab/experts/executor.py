@@ -16,17 +16,14 @@ the expert's input). Executors that go past `weighted` need an expert that is `p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from moelab.models import compat
 from moelab.models.experts import SeamExperts, eager
 from moelab.models.unchanged import Unchanged
 
@@ -75,28 +72,6 @@ class Executor(ABC):
     def count(self, routed: int, executed: int, slots: int) -> None:
         self.tally.add(routed, executed, slots)
 
-    # layers of a single token in one call, see `moelab.fast.layers`
-
-    @contextmanager
-    def token(self, experts: list[Any], dtype: torch.dtype) -> Iterator[tuple]:
-        """While layers are computed whose modules hold their weights: (their `banks`, what is to be
-        called with the `moelab.fast.layers.Computed`); the banks are None where the layers are to be
-        run one by one."""
-        yield self.banks(experts, dtype), self.count_layers
-
-    def banks(
-        self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
-    ) -> tuple[Any, Any] | None:
-        """`moelab.kernels.products.Matrices` of up and of down of SiLU-gated experts of each layer,
-        rows [L, E, 4], 0 for experts that are not resident; all are, by default. On a GPU lists of
-        `moelab.experts.gemv_triton.Bank`. None if there are no such kernels for these."""
-        return None
-
-    def count_layers(self, found: Any) -> None:
-        """Count what was `Computed` of layers in one call."""
-        n = found.layers * found.ids.shape[1]
-        self.count(n, n, n)
-
 
 class Exact(Executor):
     """transformers' eager arithmetic, bit for bit (`moelab.models.eager`)."""
@@ -117,7 +92,8 @@ class Sorted(Executor):
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         order = dispatch(ids, experts.num_experts)
         self.count(len(order), len(order), len(order))
-        rows, w = x[order.tokens], weights[order.tokens, order.choices]
+        rows = x[order.tokens]
+        w = weights[order.tokens, order.choices]
         parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
         return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)
 
@@ -145,16 +121,13 @@ def dispatch(ids: Tensor, E: int) -> Dispatch:
     id beyond it."""
     T, K = ids.shape
     flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)  # token-major, so ties stay in token order
-    counts = torch.bincount(
-        flat.clamp(-1, E + 1) + 1, minlength=E + 3
-    )  # of −1 and less, 0 … E, E + 1 and more
-    if counts[0] or counts[-1]:
+    if len(flat) and (flat.min() < 0 or flat.max() > E):
         raise ValueError(
             f"there are experts' ids from {int(flat.min())} to {int(flat.max())}; with {E} experts they "
             f"must be 0 to {E - 1}, or {E} for no expert"
         )
-    counts = counts[1 : E + 1]
+    order = torch.argsort(flat, stable=True)  # token-major, so ties stay in token order
+    counts = torch.bincount(flat, minlength=E + 1)[:E]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     order = order[: int(offsets[-1])]
     return Dispatch(order // K, order % K, counts, offsets)
@@ -194,27 +167,19 @@ def names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-#: experts modules → (their settings and parts, what says whether these are as they were, whether
-#: that is silu · up)
-_SILU: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
-#: attributes that no activation depends on, torch's and ours: kept there, they would keep the model
-_APART = {*vars(nn.Module()), "forward", "seam"}
-
-
 def silu_gated(experts: Any) -> bool:
     """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures
-    clamp at 7 or 10."""
-    now = (
-        [value for name, value in vars(experts.module).items() if name not in _APART],
-        dict(compat.children_of(experts.module)),
-    )
-    if (found := _SILU.get(experts)) is None or found[0] != now:
-        far = torch.logspace(-2, 6, 25)
-        gate, up = torch.meshgrid(
-            *[torch.cat([-far, torch.linspace(-9, 9, 19), far])] * 2, indexing="ij"
-        )
-        silu = experts.has_gate and torch.allclose(
-            experts.activate(torch.cat([gate, up], -1)), F.silu(gate) * up, atol=1e-6
-        )
-        found = _SILU[experts] = now, Unchanged([*experts.module.modules()][1:]), silu
-    return found[2] and found[1].listeners() is not None
+    clamp at 7 or 10. Probed again once anything of the module is changed."""
+    known = getattr(experts, "silu", None)  # there, as a table of ours would keep the model
+    if known is None or known[0].listeners() is None:
+        parts = Unchanged([*experts.module.modules()][1:], called=[experts.module])
+        known = experts.silu = parts, experts.has_gate and _gates_by_silu(experts)
+    return known[1] and known[0].listeners() is not None
+
+
+def _gates_by_silu(experts: Any) -> bool:
+    far = torch.logspace(-2, 6, 25)
+    values = torch.cat([-far, torch.linspace(-9, 9, 19), far])
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    found = experts.activate(torch.cat([gate, up], -1))
+    return torch.allclose(found, F.silu(gate) * up, atol=1e-6)

@@ -1,7 +1,7 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is
 measured on this machine.
 
-The first time that a shape of experts has several tokens an expert, both compute one expert with 8,
+The first time in a process that a kind of experts has several tokens an expert, both compute one expert with 8,
 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both
 are lossless, so the choice changes no result beyond rounding."""
 
@@ -10,26 +10,20 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted
+from moelab.experts.executor import Sorted, plain
 from moelab.experts.gemv import GEMV
+from moelab.experts.located import locate
 from moelab.kernels.products import crossover
 
 PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
 class Fast(GEMV):
-    """`GEMV` up to so many tokens an expert, then `Sorted`.
-
-    few : tokens an expert that is hit, on average, up to which GEMV is used; None measures it.
-    """
-
-    def __init__(self, few: float | None = None) -> None:
-        super().__init__()
-        #: (weights' shapes, dtype, layout, threads) → few
-        self.few, self.measured = few, {}
+    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
@@ -38,21 +32,20 @@ class Fast(GEMV):
 
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
-        if self.few is not None:
-            return self.few
-        expert = next((e for e in ids.flatten().tolist() if e < experts.num_experts), None)
-        if expert is None or x.device.type != "cpu":
+        expert = int(ids.min())
+        if expert >= experts.num_experts or not x.is_cpu or not plain(experts):
             return 0
-        shapes = tuple(map(tuple, experts.shapes.values()))
-        key = shapes, x.dtype, experts.is_transposed, torch.get_num_threads()
-        if key not in self.measured:
-            before = vars(self.tally).copy()
+        before = vars(self.tally).copy()
 
-            def run(way: type[Sorted], size: int) -> Tensor:
-                rows = x[torch.arange(size) % len(x)]
-                alone, ones = torch.full((size, 1), expert), x.new_ones(size, 1)
-                return way.run(self, rows, alone, ones, experts)
+        def run(way: type[Sorted], size: int) -> Tensor:
+            rows = x[torch.arange(size) % len(x)]
+            alone = torch.full((size, 1), expert)
+            ones = x.new_ones(size, 1)
+            return way.run(self, rows, alone, ones, experts)
 
-            self.measured[key] = crossover(partial(run, GEMV), partial(run, Sorted))
-            vars(self.tally).update(before)  # what was computed for measuring is not counted
-        return self.measured[key]
+        found = locate(experts, np.array([expert]), x.dtype)
+        kinds = found and tuple((of.kind, of.transposed) for of in found)
+        what = "experts", kinds, *experts.shapes.values(), x.dtype, torch.get_num_threads()
+        few = crossover(what, partial(run, GEMV), partial(run, Sorted))
+        vars(self.tally).update(before)  # what was computed for measuring is not counted
+        return few

@@ -60,21 +60,26 @@ class GEMV(Sorted):
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A token's experts in a few launches; None where the kernels are not for them."""
         kernels = _triton()
+        chosen = ids[0].cpu().numpy()
         if kernels is None or x.dtype != torch.bfloat16 or not _fusable(experts):
             return None
-        chosen = ids[0].tolist()
-        hit = [k for k, expert in enumerate(chosen) if expert < experts.num_experts]
-        found = hit and locate(experts, np.array([chosen[k] for k in hit]), x.dtype, "cuda")
-        if not found or not all(map(kernels.multiplies, found)):
+        if (chosen >= experts.num_experts).any():
+            return None
+        found = locate(experts, chosen, x.dtype, "cuda")
+        if found is None or not all(map(kernels.multiplies, found)):
             return None
         tables = torch.from_numpy(np.stack([of.rows for of in found]))
         up, down = map(kernels.bank, found, tables.to(x.device, non_blocking=True))
-        self.count(len(hit), len(hit), len(hit))
-        w = weights[0] if len(hit) == len(chosen) else weights[0, hit]
-        return kernels.feed_forward(up, down, x, _first(len(hit), x.device), w)
+        self.count(len(chosen), len(chosen), len(chosen))
+        return kernels.feed_forward(up, down, x, _first(len(chosen), x.device), weights[0])
+
+    # layers of a single token in one call, see `moelab.fast.layers`
 
     @contextmanager
     def token(self, experts: list[Any], dtype: torch.dtype) -> Iterator[tuple]:
+        """While layers are computed whose modules hold their weights: (their `banks`, what is to be
+        called with the `moelab.fast.layers.Computed`); the banks are None where the layers are to be
+        run one by one."""
         parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
         of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         state = dtype, of
@@ -82,58 +87,58 @@ class GEMV(Sorted):
             self._banks[experts[0]] = known = state, self.banks(experts, dtype)
         yield known[1], self.count_layers
 
+    def count_layers(self, found: Any) -> None:
+        """Count what was `Computed` of layers in one call."""
+        n = found.layers * found.ids.shape[1]
+        self.count(n, n, n)
+
     def banks(
         self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
     ) -> tuple[Any, Any] | None:
-        if not all(
-            plain(of) and silu_gated(of) and (of.source is None) == (resident is None)
-            for of in experts
-        ):
+        """`Matrices` of up and of down of SiLU-gated experts of each layer, rows [L, E, 4], 0 for
+        experts that are not resident; all are, by default. On a GPU lists of `gemv_triton.Bank`.
+        None if there are no such kernels for these."""
+        if any((of.source is None) != (resident is None) or not _fusable(of) for of in experts):
             return None
-        held = next(experts[0].module.parameters(), None) if resident is None else None
-        device = torch.device("cpu") if held is None else held.device
-        if device.type not in GPUS:
-            return _in_one(experts, dtype, resident) if device.type == "cpu" else None
-        if (kernels := _triton()) is None:
-            return None
-        if (found := _in_one(experts, dtype, resident, device.type)) is None:
-            return None
-        if any(of.transposed or not kernels.multiplies(of) for of in found):
+        held = next(experts[0].module.parameters(), None)
+        device = "cpu" if held is None else held.device.type
+        found = _in_one(experts, dtype, resident, device)
+        if found is None or device not in GPUS:
+            return found if device == "cpu" else None
+        kernels = _triton()
+        if kernels is None or not all(map(kernels.multiplies, found)):
             return None
         return tuple(
             [
                 kernels.bank(of._replace(rows=rows), table)
-                for rows, table in zip(of.rows, torch.from_numpy(of.rows).to(device))
+                for rows, table in zip(of.rows, torch.from_numpy(of.rows).to(held.device))
             ]
             for of in found
         )
 
 
 def _in_one(
-    experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None, device: str = "cpu"
+    experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None, device: str
 ) -> tuple[Matrices, Matrices] | None:
     """Matrices of up and of down of all layers, rows [L, E, 4], which are 0 where an expert is
-    elsewhere; None if they are not alike."""
-    E, found = experts[0].num_experts, []
+    elsewhere; None if they are not alike, or a layer has none yet."""
+    E = experts[0].num_experts
     tables = np.zeros((2, len(experts), E, 4), np.int64)
-    for i, of in enumerate(experts):
-        chosen = np.arange(E) if resident is None else np.array(resident[i], np.int64)
-        if not len(chosen):
-            continue
-        if (one := locate(of, chosen, dtype, device)) is None:
+    alike = set()
+    for layer, of in enumerate(experts):
+        chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
+        if not len(chosen) or (found := locate(of, chosen, dtype, device)) is None:
             return None
-        for table, of_layer in zip(tables, one):
-            table[i, chosen] = of_layer.rows
-        found.append([of_layer._replace(rows=None, owner=None) for of_layer in one])
-    if not found or any(one != found[0] for one in found):
+        for table, one in zip(tables, found):
+            table[layer, chosen] = one.rows
+        alike.add(tuple((one.kind, one.R, one.transposed) for one in found))
+    if len(alike) > 1:
         return None
-    return tuple(of._replace(rows=table) for of, table in zip(found[0], tables))
+    return tuple(one._replace(rows=table, owner=None) for one, table in zip(found, tables))
 
 
 def _fusable(experts: Any) -> bool:
-    return (
-        plain(experts) and silu_gated(experts) and not (experts.has_bias or experts.is_transposed)
-    )
+    return plain(experts) and silu_gated(experts)
 
 
 def _triton() -> Any:

@@ -13,14 +13,19 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store.bf12_triton import high_bytes, quarters
-from moelab.store.bits_triton import tl, triton
 
-ROWS, COLUMNS, ESCAPES = 4, 512, 256  # of a matrix, that a program takes at a time
-CODECS = {KINDS[torch.bfloat16]: "raw", PACKED["bf12"]: "bf12"}
+#: of a matrix, that a program takes at a time
+ROWS = 4
+COLUMNS = 512
+ESCAPES = 256
+BFLOAT16 = KINDS[torch.bfloat16]
+BF12 = PACKED["bf12"]
 
 
 @triton.jit
@@ -48,7 +53,8 @@ def _multiply_kernel(
 ):
     """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights
     32 apart."""
-    k, r = tl.program_id(1).to(tl.int64), tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1).to(tl.int64)
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     table += 4 * tl.load(ids + k)
     address = tl.load(table)
     row = r[:, None].to(tl.int64) * C
@@ -83,9 +89,12 @@ def _escapes_kernel(
 ):
     """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in
     its place."""
-    k, i = tl.program_id(1).to(tl.int64), tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
+    k = tl.program_id(1).to(tl.int64)
+    i = tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
     table += 4 * tl.load(ids + k)
-    low, codes, count = tl.load(table), tl.load(table + 1), tl.load(table + 3)
+    low = tl.load(table)
+    codes = tl.load(table + 1)
+    count = tl.load(table + 3)
     indices = (codes + (codes - low) // 2).to(tl.pointer_type(tl.uint32))
     values = (indices + count).to(tl.pointer_type(tl.bfloat16))
     at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
@@ -98,23 +107,23 @@ def _escapes_kernel(
 
 
 class Bank(NamedTuple):
-    """Matrices of E experts: "raw" or "bf12", of R rows, at int64 [E, 4] addresses on the GPU, as
-    `moelab.kernels.products.Matrices` has them; `escapes` is the most that one of them has."""
+    """Matrices of E experts, bf16 or `packed` as bf12, of R rows, at int64 [E, 4] addresses on the
+    GPU, as `moelab.kernels.products.Matrices` has them; `escapes` is the most that one of them has."""
 
-    codec: str
+    packed: bool
     table: Tensor
     R: int
     escapes: int
 
 
 def multiplies(of: Matrices) -> bool:
-    """Whether matrices are multiplied here: bf16 or bf12 without biases."""
-    return of.kind in CODECS and not of.rows[..., 2].any()
+    """Whether matrices are multiplied here: bf16 or bf12, in rows, without biases."""
+    return of.kind in (BFLOAT16, BF12) and not of.transposed and not of.rows[..., 2].any()
 
 
 def bank(of: Matrices, table: Tensor) -> Bank:
     """Of matrices whose rows `table` has on the GPU."""
-    return Bank(CODECS[of.kind], table, of.R, int(of.rows[:, 3].max()))
+    return Bank(of.kind is BF12, table, of.R, int(of.rows[:, 3].max()))
 
 
 def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
@@ -125,13 +134,13 @@ def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Ten
 
 
 def _multiply(of: Bank, x: Tensor, ids: Tensor, C: int, gated: bool) -> Tensor:
-    R, K, packed = of.R, len(ids), of.codec == "bf12"
-    y = torch.empty(K, R, dtype=torch.float32, device=x.device)
-    _multiply_kernel[(triton.cdiv(R, ROWS), K)](
-        x, ids, of.table, y, R, C, packed, gated, ROWS, COLUMNS, num_warps=4
-    )
-    if packed and of.escapes:
-        _escapes_kernel[(triton.cdiv(of.escapes, ESCAPES), K)](
-            x, ids, of.table, y, R, C, gated, ESCAPES
-        )
+    K = len(ids)
+    given = (x, ids, of.table)
+    sizes = (of.R, C)
+    y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
+    grid = triton.cdiv(of.R, ROWS), K
+    _multiply_kernel[grid](*given, y, *sizes, of.packed, gated, ROWS, COLUMNS, num_warps=4)
+    if of.escapes:
+        grid = triton.cdiv(of.escapes, ESCAPES), K
+        _escapes_kernel[grid](*given, y, *sizes, gated, ESCAPES)
     return y

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 #: parameters that lead from H to I, and back
-UP, DOWN = ("gate_up_proj", "up_proj", "wi.weight"), ("down_proj", "wo.weight")
+UP = ("gate_up_proj", "up_proj", "wi.weight")
+DOWN = ("down_proj", "wo.weight")
 Weights = dict[str, Tensor]
 
 
@@ -27,7 +28,8 @@ def share(n: int, parts: int) -> list[int]:
 def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weights:
     """One of `parts` parts of an expert along "H" or "I"; a bias that cannot be cut is with part 0,
     and else zero."""
-    transposed, made = experts.is_transposed, {}
+    transposed = experts.is_transposed
+    made = {}
     for name, tensor in weights.items():
         matrix = name.removesuffix("_bias")
         if matrix not in UP + DOWN:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from moelab.fast.dense import Pack, fits, matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
-from moelab.kernels.products import KINDS, Matrices, plan_of
-from moelab.kernels.threads import TEAM
+from moelab.kernels.products import KINDS, plan_of
+from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -47,8 +47,11 @@ class SingleToken(FusedModule):
     def __init__(self, module: nn.Module, copied: bool = False) -> None:
         super().__init__(module, Unchanged([*module.modules()][1:], [module], copied=copied))
         weight = module.k_proj.weight
-        self.D, self.dtype, self.device = module.head_dim, weight.dtype, weight.device
-        self.kv_heads, self.config = len(weight) // self.D, module.config
+        self.D = module.head_dim
+        self.dtype = weight.dtype
+        self.device = weight.device
+        self.kv_heads = len(weight) // self.D
+        self.config = module.config
         #: of caches' layers
         self.memories: weakref.WeakKeyDictionary[Any, CacheMemory] = weakref.WeakKeyDictionary()
 
@@ -62,15 +65,16 @@ class SingleToken(FusedModule):
         **_: Any,
     ) -> tuple | None:
         """x, its (cos, sin) and the cache; None if this is no single token without a mask."""
-        x, cache = hidden_states, past_key_values
+        x = hidden_states
+        cache = past_key_values
         if args or attention_mask is not None or cache is None or position_embeddings is None:
             return None
         cos, sin = position_embeddings
         if (
             x.numel() != x.shape[-1]
-            or not cos.numel() == sin.numel() == self.D
-            or not x.device == cos.device == sin.device == self.device
-            or not x.dtype == cos.dtype == sin.dtype == self.dtype
+            or cos.numel() != self.D
+            or not x.device == cos.device == self.device
+            or not x.dtype == cos.dtype == self.dtype
             or not (x.is_contiguous() and cos.is_contiguous() and sin.is_contiguous())
             or watched()
             or not compat.is_sdpa(self.config)
@@ -88,52 +92,42 @@ class SingleToken(FusedModule):
         layer = layers[self.module.layer_idx]
         memory = self.memories.get(layer)
         if memory is None or not memory.is_current(layer):
-            if not self._grows(layer):
+            if type(layer).__name__ not in GROWING or not layer.is_initialized:
+                return None
+            if (layer.keys.dtype, layer.keys.device) != (self.dtype, self.device):
                 return None
             self.memories[layer] = memory = CacheMemory(layer)
         if layer.is_sliding and memory.where[2] >= layer.sliding_window:  # from here on it forgets
             return None
         return memory
 
-    def _grows(self, layer: Any) -> bool:
-        return (
-            type(layer).__name__ in GROWING
-            and layer.is_initialized
-            and layer.keys.ndim == 4
-            and layer.keys.dtype == self.dtype
-            and layer.keys.device == self.device
-            and layer.keys.shape[:3] == layer.values.shape[:3]
-        )
-
 
 class DecodeAttention(SingleToken):
     """The forward of one layer's attention; the module's own for everything but a single token.
 
-    pack : how its weights are packed, if they are; all of q, k and v or none.
+    pack : how its weights are packed, if they are; all or none.
     plan, weights : of `moelab.kernels.attention.attend`.
     """
 
     def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
         super().__init__(module, copied=pack is not None)
-        before = self._heads(pack)
-        if len({one.kind for one in before}) > 1:
-            before = self._heads(None)
+        linears = linears_of(module)
+        matrices = [matrices_of(of.weight, of.bias, pack) for of in linears]
+        if len({one.kind for one in matrices}) > 1:
+            matrices = [matrices_of(of.weight, of.bias) for of in linears]
+        self._alive = matrices
         kind = KINDS[self.dtype]
-        after = matrices_of(module.o_proj.weight, module.o_proj.bias, 1, pack)
-        self._alive = before, after
-        norms, width = norms_of(module), (self.D, self.D, 0.0)
+        packed = matrices[0].kind
+        norms = norms_of(module)
+        width = (self.D, self.D, 0.0)
         if norms:
             width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
-        plans = plan_of(before[0].kind, x=kind), plan_of(after.kind)
-        self.plan = kind.tag, self.D, self.kv_heads, width, heads_work(kind), *plans
+        heads = matrices[0].R // self.D
+        plans = (plan_of(packed, x=kind), plan_of(packed))
+        self.plan = kind.tag, self.D, heads, self.kv_heads, width, heads_work(kind), *plans
         first = np.zeros((1, 4), np.int64)
         first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
-        self.weights = np.concatenate([first, *(one.rows for one in before), after.rows])
-
-    def _heads(self, pack: Pack | None) -> list[Matrices]:
-        """q, k and v, a matrix for each head."""
-        linears = linears_of(self.module)[:3]
-        return [matrices_of(of.weight, of.bias, of.out_features // self.D, pack) for of in linears]
+        self.weights = np.concatenate([first, *(one.rows for one in matrices)])
 
     @classmethod
     @torch.inference_mode()
@@ -165,8 +159,7 @@ class DecodeAttention(SingleToken):
         if (found := super().call(*args, **kwargs)) is None:
             return None
         x, (cos, sin), cache = found
-        team = TEAM, torch.get_num_threads()
-        return x, (cos.data_ptr(), sin.data_ptr(), self.module.scaling, team), cache
+        return x, (cos.data_ptr(), sin.data_ptr(), self.module.scaling, team()), cache
 
 
 class CacheMemory:
@@ -180,7 +173,8 @@ class CacheMemory:
     """
 
     def __init__(self, layer: Any) -> None:
-        self.layer, self.given = weakref.ref(layer), (layer.keys, layer.values)
+        self.layer = weakref.ref(layer)
+        self.given = (layer.keys, layer.values)
         S = layer.keys.shape[2]
         self.size = S + GROWTH
         self.memory = [t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in self.given]
@@ -196,7 +190,8 @@ class CacheMemory:
 
     def grow(self) -> None:
         """Let the layer have one token more of what is in memory."""
-        layer, S = self.layer(), int(self.where[2])
+        layer = self.layer()
+        S = int(self.where[2])
         if layer.is_sliding:
             layer.cumulative_length += 1
         layer.keys, layer.values = self.given = tuple(t.narrow(2, 0, S) for t in self.memory)
@@ -226,24 +221,22 @@ def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
     token and angle."""
     from transformers import DynamicCache
 
-    rng, dtype = torch.Generator().manual_seed(0), attention.dtype
+    rng = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=rng).to(attention.device, dtype)
+        random = torch.randn(1, *shape, generator=rng)
+        return random.to(attention.device, attention.dtype)
 
-    angle = torch.rand(1, 1, attention.D // 2, generator=rng).repeat(1, 1, 2) * 6
-    x, *past = drawn(1, H), *(drawn(attention.kv_heads, 3, attention.D) for _ in range(2))
+    x = drawn(1, H)
+    past = [drawn(attention.kv_heads, 3, attention.D) for _ in range(2)]
+    angle = 3 * drawn(1, attention.D // 2).repeat(1, 1, 2)
+    given = {"position_embeddings": (angle.cos(), angle.sin()), "attention_mask": None}
     found = []
     for forward in (theirs, ours):
         cache = DynamicCache()
         cache.update(*past, attention.module.layer_idx)
-        y = forward(
-            x,
-            position_embeddings=(angle.cos().to(x), angle.sin().to(x)),
-            attention_mask=None,
-            past_key_values=cache,
-        )
+        y = forward(x, **given, past_key_values=cache)
         found.append((y[0] if isinstance(y, tuple) else y).float())
     wanted, got = found
-    largest = TOLERANCE[dtype] * wanted.abs().max()
-    return got.shape == wanted.shape and bool((got - wanted).abs().max() <= largest)
+    within = float(TOLERANCE[attention.dtype] * wanted.abs().max())
+    return got.shape == wanted.shape and torch.allclose(got, wanted, rtol=0, atol=within)

@@ -12,9 +12,9 @@ them is good for every cache and token.
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
-
-from moelab.store.bits_triton import tl, triton
 
 KEYS = 64  # that a program takes at a time
 PROGRAMS = 128  # about as many as a GPU has processors

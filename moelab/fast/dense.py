@@ -1,5 +1,4 @@
-"""Dense weights as the kernels of products take them: as they lie, or packed in memory, whole or
-cut into parts."""
+"""Dense weights as the kernels of products take them: as they lie, or packed in memory."""
 
 from __future__ import annotations
 
@@ -11,27 +10,20 @@ from torch import Tensor
 
 from moelab.kernels.products import KINDS, Matrices, multiply
 
-#: (weight, number of parts) → the weight packed; None where that is not possible or does not pay
-Pack = Callable[[Tensor, int], Matrices | None]
+#: a weight → that packed; None where that is not possible or does not pay
+Pack = Callable[[Tensor], Matrices | None]
 
 
-def matrices_of(
-    weight: Tensor, bias: Tensor | None, parts: int = 1, pack: Pack | None = None
-) -> Matrices:
-    """One weight [parts · R, n] and its bias, cut into parts: as they lie or, if the weight is bf16
-    and `pack` does that, packed. Valid while this, the weight and the bias live."""
-    found = pack(weight, parts) if pack and weight.dtype == torch.bfloat16 else None
+def matrices_of(weight: Tensor, bias: Tensor | None, pack: Pack | None = None) -> Matrices:
+    """A weight [R, n] and its bias: as they lie or, if the weight is bf16 and `pack` does that,
+    packed. Valid while this, the weight and the bias live."""
+    found = pack(weight) if pack and weight.dtype == torch.bfloat16 else None
     if found is None:
-        rows = np.zeros((parts, 4), np.int64)
-        rows[:, 0] = _addresses(weight, parts)
-        found = Matrices(KINDS[weight.dtype], rows, len(weight) // parts)
+        row = np.array([[weight.data_ptr(), 0, 0, 0]])
+        found = Matrices(KINDS[weight.dtype], row, len(weight))
     if bias is not None:
-        found.rows[:, 2] = _addresses(bias, parts)
+        found.rows[0, 2] = bias.data_ptr()
     return found
-
-
-def _addresses(tensor: Tensor, parts: int) -> np.ndarray:
-    return tensor.data_ptr() + np.arange(parts) * (tensor.nbytes // parts)
 
 
 def linear(
@@ -42,7 +34,8 @@ def linear(
 
     matrices : `matrices_of` the same weight and bias.
     """
-    matrices, rows = matrices or matrices_of(weight, bias), x.reshape(-1, weight.shape[1])
+    matrices = matrices or matrices_of(weight, bias)
+    rows = x.reshape(-1, weight.shape[1])
     y = multiply(matrices, np.array([0, len(rows)]), rows, None, x.dtype)
     return y.view(*x.shape[:-1], len(weight))
 

@@ -7,32 +7,24 @@ tolerance, not bit for bit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moelab.fast.attention import DecodeAttention
+from moelab.fast.dense import Pack
 from moelab.fast.graphs import GraphLayer, GraphStretch
 from moelab.fast.layers import DecodeLayer, DecodeStretch, stretches
-from moelab.fast.modules import Linear, Norm, Router, Rows
+from moelab.fast.modules import Linear, Norm, Router
 from moelab.fast.packing import on_huge_pages, packer
-from moelab.kernels.products import Matrices
 from moelab.models.patches import Patches, bare
 from moelab.models.unchanged import FusedModule
 from moelab.store.layout import checksum
 
-#: what `FastDecode` replaces, in this order: probes of what is made of others use theirs
-KERNELS = {
-    "norms": Norm,
-    "routers": Router,
-    "attentions": DecodeAttention,
-    "layers": DecodeLayer,
-    "graphs": GraphLayer,
-    "linears": Linear,
-}
+#: what `FastDecode` puts in place of forwards, in this order: probes of what is made of others use
+#: theirs
+KERNELS = Norm, Router, DecodeAttention, DecodeLayer, GraphLayer, Linear
 STRETCHES = {DecodeLayer: DecodeStretch, GraphLayer: GraphStretch}
 ROUTERS = "gate", "router"  # linear layers of these names choose experts
 
@@ -47,25 +39,27 @@ class FastDecode(Patches):
         the order of sums only. The others round, prompts included; embeddings stay. Inputs must be
         a multiple of 64; ValueError if no layer's are. A weight that is replaced is used as it then
         is; of one that was edited in place the next prompt is a ValueError.
-    fused : what of `KERNELS` → the modules with another forward; one that had another is left
-        alone, a router within a graph is that graph's. stretches : of layers that are one call for
-        a token (`moelab.fast.layers`).
+    fused : the forwards of `KERNELS` that were put on modules; one that had another is left alone,
+        a router within a graph is that graph's. stretches : of layers that are one call for a token
+        (`moelab.fast.layers`).
     """
 
     def __init__(
         self, model: nn.Module, rows: float | None = None, dense: str | None = None
     ) -> None:
         super().__init__()
-        self.model, self.dense, self.rows = model, dense, Rows(rows)
-        self.fused: dict[str, list[FusedModule]] = {}
-        self.copied: dict[Tensor, tuple[int, str]] = {}  # weight → (address, checksum)
+        self.model = model
+        self.rows = rows
+        self.dense = dense
+        self.fused: list[FusedModule] = []
         try:
             for weight in model.parameters():
                 if weight.requires_grad:  # kernels record nothing
                     self.callback(weight.requires_grad_, True)
                     weight.requires_grad_(False)
-            for what in KERNELS:
-                self.fused[what] = self._fuse(what, packer(dense) if dense else None)
+            pack = packer(dense) if dense else None
+            for kind in KERNELS:
+                self._fuse(kind, pack)
             for weight in model.parameters():
                 on_huge_pages(weight.data_ptr(), weight.nbytes if weight.is_cpu else 0)
             self.stretches = [one for part in model.modules() for one in stretches(part, STRETCHES)]
@@ -75,34 +69,30 @@ class FastDecode(Patches):
             self.close()
             raise
 
-    def _fuse(self, what: str, pack: Callable | None) -> list[FusedModule]:
-        """Replace the forwards of all modules of a kind."""
-        found = []
+    def _fuse(self, kind: Any, pack: Pack | None) -> None:
+        """Replace the forwards of all modules that a kernel is for."""
         for name, module in self.model.named_modules():
-            options: dict[str, Any] = {"rows": self.rows} if what == "linears" else {}
-            if pack and what in ("attentions", "linears") and not name.endswith(ROUTERS):
-                options["pack"] = partial(self._packed, pack)
-            if bare(module) and (fused := KERNELS[what].of(module, **options)) is not None:
+            options: dict[str, Any] = {"rows": self.rows} if kind is Linear else {}
+            if kind in (DecodeAttention, Linear) and not name.endswith(ROUTERS):
+                options["pack"] = pack
+            if bare(module) and (fused := kind.of(module, **options)) is not None:
                 for one in (fused, *fused.inner):
                     if bare(one.module):
                         self.put(one.module, "forward", one)
-                found.append(fused)
-        for fused in (*sum(self.fused.values(), []), *found):  # their parts have other forwards now
+                self.fused.append(fused)
+        for fused in self.fused:  # their parts have other forwards now
             for one in (fused, *fused.inner):
                 one.parts.seal()
-        return found
-
-    def _packed(self, pack: Callable, weight: Tensor, parts: int) -> Matrices | None:
-        if found := pack(weight, parts):
-            self.copied[weight] = weight.data_ptr(), _checksum(weight)
-        return found
 
     def _guard_copies(self) -> None:
-        if not self.copied:
+        linears = [one for one in self.fused if isinstance(one, Linear) and one.packed]
+        if not linears:
             raise ValueError(
                 f"dense is {self.dense!r}, and no linear layer of this model can be: their weights must be "
                 f"bf16 on the CPU, their inputs a multiple of 64"
             )
+        weights = [one.module.weight for one in linears]
+        self.copied = {weight: (weight.data_ptr(), _checksum(weight)) for weight in weights}
         base = getattr(self.model, "base_model", self.model)
         self.hook(base.register_forward_pre_hook, self._check_copies, with_kwargs=True)
 

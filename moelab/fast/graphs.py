@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.fast.attention import CacheMemory, SingleToken, agree, linears_of, norms_of
-from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch, with_parts
+from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch
 from moelab.fast.modules import Router, epsilon
 from moelab.kernels.products import KINDS
 from moelab.models import compat
@@ -39,7 +39,8 @@ class Graph:
     `in_turn`."""
 
     def __init__(self, function: Callable[[], Any], device: torch.device) -> None:
-        self.function, self.graph = function, None
+        self.function = function
+        self.graph = None
         if device.type == "cuda":
             with LOCK:
                 self._capture(device)
@@ -53,7 +54,8 @@ class Graph:
     def _capture(self, device: torch.device) -> None:
         in_turn(device)
         stream, others = _capturing(device)
-        graph, was = torch.cuda.CUDAGraph(), gc.isenabled()
+        graph = torch.cuda.CUDAGraph()
+        was = gc.isenabled()
         with torch.cuda.device(device):
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -106,14 +108,14 @@ class GraphLayer(OneTokenLayer):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, SingleToken(module.self_attn))
-        attention, weight = self.attention, module.input_layernorm.weight
-        self.eps, H = [epsilon(getattr(module, PARTS[i])) for i in (0, 2)], len(weight)
-        self.shape = (attention.dtype, attention.kv_heads, attention.D), H, self.eps
-        sizes = H, attention.D, attention.D
-        self.inputs = [weight.new_zeros(1, 1, n) for n in sizes]  # x, cos and sin
-        self.where, self.placed = torch.zeros(4, dtype=torch.int64, device=weight.device), []
+        attention = self.attention
+        weight = self.norms[0].weight
+        self.shape = H, D, heads, _ = len(weight), attention.D, attention.kv_heads, weight.dtype
+        self.inputs = [weight.new_zeros(1, 1, n) for n in (H, D, D)]  # x, cos and sin
+        self.where = torch.zeros(4, dtype=torch.int64, device=weight.device)
+        self.placed = []
         #: a cache of no generation, to be captured with
-        self._nowhere = weight.new_zeros(2, attention.kv_heads, 8, attention.D)
+        self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
         self.router = GraphRouter(gate) if _is_router(gate) else None
         self.inner = [self.router] if self.router else []
@@ -130,7 +132,7 @@ class GraphLayer(OneTokenLayer):
             from moelab.fast import attention_triton  # noqa: F401
         except ImportError:  # no Triton: the layer's own forward does
             return None
-        twin = with_parts(module, mlp=nn.Identity())
+        twin = compat.with_children(module, {"mlp": nn.Identity()})
         try:
             # Tensors of inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
@@ -162,19 +164,20 @@ class GraphLayer(OneTokenLayer):
         """x + attention(norm(x)), the norm of that, and what the router makes of it."""
         from moelab.fast import attention_triton
 
-        attn, D = self.attention.module, self.attention.D
-        first, *_, second = self.modules
-        h = F.rms_norm(x, x.shape[-1:], first.weight, self.eps[0])
+        attn = self.attention.module
+        D = self.attention.D
+        first, second = self.norms
+        h = _normed(first, x)
         *qkv, o = linears_of(attn)
         q, k, v = (F.linear(h, of.weight, of.bias) for of in qkv)
         if norms := norms_of(attn):
             q, k = map(_normed, norms, (q, k))
         heads = (each.view(-1, D) for each in (q, k, v))
-        y = attention_triton.attend(*heads, cos, sin, self.where, attn.scaling)
+        mixed = attention_triton.attend(*heads, cos, sin, self.where, attn.scaling)
         self.where[2:3].add_(1)
-        y = x + F.linear(y.view(1, 1, -1), o.weight, o.bias)
-        normed = F.rms_norm(y, y.shape[-1:], second.weight, self.eps[1])
-        return y, normed, self.router and self.router.own(normed.view(1, -1))
+        y = x + F.linear(mixed.view(1, 1, -1), o.weight, o.bias)
+        normed = _normed(second, y)
+        return y, normed.view_as(y), self.router and self.router.own(normed)
 
     def fill(self, x: Tensor, token: tuple) -> None:
         """Copy the graph's inputs."""
@@ -186,7 +189,8 @@ class GraphLayer(OneTokenLayer):
             self.fill(x, token)
             self.place(memory)
             y, normed, routed = self.graph()
-            y, normed = y.clone(), normed.clone()
+            y = y.clone()
+            normed = normed.clone()
             if self.router:
                 self.router.made = normed, [made.clone() for made in routed]
             return y, normed
@@ -198,43 +202,26 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor:
 
 
 def _fits(module: nn.Module) -> bool:
-    """Whether a module is a decoder layer on a GPU of the parts that graphs have."""
+    """Whether a module is a decoder layer on a GPU of the parts that graphs have; a probe says
+    whether they compute the same."""
     attn = getattr(module, PARTS[1], None)
     linears = linears_of(attn)
     if not linears or linears[0].weight.device.type not in GPUS:
         return False
-    norms = [getattr(module, PARTS[0], None), getattr(module, PARTS[2], None), *norms_of(attn)]
-    return (
-        isinstance(getattr(module, "mlp", None), nn.Module)
-        and attn.head_dim % 8 == 0
-        and linears[0].weight.dtype.itemsize < 8
-        and all(_is_rms_norm(norm, linears[0].weight) for norm in norms)
+    dtype = linears[0].weight.dtype
+    norms = [*norms_of(attn)]
+    norms += [getattr(module, name) for name in (PARTS[0], PARTS[2])]
+    known = all(
+        type(norm).__name__.endswith("RMSNorm") and norm.weight.dtype == dtype for norm in norms
     )
-
-
-def _is_rms_norm(norm: Any, like: Tensor) -> bool:
-    weight = getattr(norm, "weight", None)
-    return (
-        type(norm).__name__.endswith("RMSNorm")
-        and epsilon(norm) is not None
-        and isinstance(weight, Tensor)
-        and weight.is_contiguous()
-        and (weight.dtype, weight.device) == (like.dtype, like.device)
-    )
+    return known and dtype in KINDS and attn.head_dim % 8 == 0
 
 
 def _is_router(gate: Any) -> bool:
     """Whether a router's own forward makes logits, weights and ids of one token, and its weight
     alone says which."""
-    return (
-        isinstance(gate, nn.Module)
-        and type(gate).__name__.endswith("Router")
-        and [name for name, _ in gate.named_parameters()] == ["weight"]
-        and gate.weight.device.type in GPUS
-        and isinstance(getattr(gate, "top_k", None), int)
-        and gate.weight.dtype in KINDS
-        and not list(gate.buffers())
-    )
+    state = () if gate is None else gate.state_dict()
+    return type(gate).__name__.endswith("Router") and [*state] == ["weight"]
 
 
 class GraphRouter(Router):
@@ -266,7 +253,8 @@ class GraphStretch(Stretch):
 
     def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
         super().__init__(model, layers)
-        self.of, self.graph = (None, None), None
+        self.of = (None, None)
+        self.graph = None
 
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], up: list, down: list

@@ -32,8 +32,9 @@ from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
-#: transformers' models that do nothing between their layers
-MODELS = "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Qwen3MoeModel"
+#: transformers' families whose models do nothing between their layers, and whose blocks of experts
+#: give these the router's choice, and back what they give
+FAMILIES = "Mixtral", "Olmoe", "Qwen3Moe"
 
 
 class Computed(NamedTuple):
@@ -57,11 +58,13 @@ class OneTokenLayer(FusedModule):
     shape: tuple
 
     def __init__(self, module: nn.Module, attention: SingleToken) -> None:
-        first, _, second = (getattr(module, name) for name in PARTS)
+        self.norms = first, second = module.input_layernorm, module.post_attention_layernorm
         self.modules = [first, *attention.module.modules(), second]
         copied = attention.parts.copied
         super().__init__(module, Unchanged(self.modules[:-1], [module], [second], copied))
-        self.attention, self.stretch, self.position = attention, None, 0
+        self.attention = attention
+        self.stretch = None
+        self.position = 0
 
     def fused(self, *args: Any, **kwargs: Any) -> Tensor | None:
         stretch = self.stretch
@@ -100,47 +103,44 @@ class DecodeLayer(OneTokenLayer):
     def of(cls, module: nn.Module) -> DecodeLayer | None:
         """For this layer if its parts have kernels of ours and, with an identity for experts, a
         probe on a random token gives what its own forward gives."""
-        parts = [getattr(module, name, None) for name in PARTS]
-        parts = [forward(part) if isinstance(part, nn.Module) else None for part in parts]
-        known = [type(part) for part in parts] == [Norm, DecodeAttention, Norm]
-        if not known or not isinstance(module.mlp, nn.Module):
+        children = compat.children_of(module)
+        parts = [forward(children[name]) for name in PARTS if name in children]
+        if [type(part) for part in parts] != [Norm, DecodeAttention, Norm]:
             return None
-        twin = with_parts(module, mlp=nn.Identity())
+        twin = compat.with_children(module, {"mlp": nn.Identity()})
         same = agree(twin, cls(twin, parts), parts[1], parts[0].H)
         return cls(module, parts) if same else None
 
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
-        y, normed = torch.empty_like(x), torch.empty_like(x)
+        y = torch.empty_like(x)
+        normed = torch.empty_like(x)
         out = y.data_ptr(), normed.data_ptr()
         to_experts(self.shape, self.weights, token, memory.where, x.data_ptr(), *out)
         return y, normed
 
 
-def with_parts(module: nn.Module, **parts: Any) -> nn.Module:
-    """A module that shares all but some of its children with this one."""
-    return compat.with_children(module, parts)
-
-
 class Stretch:
     """Layers alike, one after the other, each with a router and experts; the first one calls it.
 
-    An executor of experts says where these lie: `token` of `moelab.experts.executor.Executor`.
+    An executor of experts says where these lie: `token` of `moelab.experts.gemv.GEMV`.
     `compute(x, token, memories, up, down)` of a subclass gives x after as many layers as can be
     computed, their weights [L, K], and what was `Computed`."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
-        self.model, self.layers, self.all = model, layers, compat.children_of(model)["layers"]
+        self.model = model
+        self.layers = layers
+        self.all = model.layers
         #: of each thread: x after the last call, and how many layers it computed
         self.last = threading.local()
-        blocks = [compat.children_of(layer.module)["mlp"] for layer in layers]
-        self.experts = [compat.children_of(block)["experts"] for block in blocks]
-        gates = [compat.children_of(block)["gate"] for block in blocks]
-        self.routers = [forward(gate) for gate in gates]
+        blocks = [layer.module.mlp for layer in layers]
+        self.experts = [block.experts for block in blocks]
+        self.routers = [forward(block.gate) for block in blocks]
         silent = [self.all, *blocks]
-        for i, (layer, experts) in enumerate(zip(layers, self.experts)):
-            layer.stretch, layer.position = self, i
-            silent += [layer.module, *layer.modules, *experts.children()]
-        heard = [module for both in zip(gates, self.experts) for module in both]
+        for position, layer in enumerate(layers):
+            layer.stretch = self
+            layer.position = position
+            silent += [layer.module, *layer.modules, *layer.module.mlp.experts.children()]
+        heard = [module for block in blocks for module in (block.gate, block.experts)]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
 
     def has_computed(self, position: int, x: Tensor) -> bool:
@@ -171,7 +171,8 @@ class Stretch:
         for i, hear in heard:  # two modules of each layer
             if i // 2 < found.layers:
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])
-        self.last.x, self.last.layers = y, found.layers
+        self.last.x = y
+        self.last.layers = found.layers
         return y
 
 
@@ -186,63 +187,51 @@ class DecodeStretch(Stretch):
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], up: Matrices, down: Matrices
     ) -> tuple[Tensor, Tensor, Computed]:
-        router, L, y, H = self.routers[0], len(self.layers), x.clone(), x.shape[-1]
+        router = self.routers[0]
+        y = x.clone()
+        H = x.shape[-1]
+        L = len(self.layers)
         K = router.module.top_k
-        w, ids = torch.empty(L, K, dtype=router.dtype), np.full((L, K), -1)
-        times, memory = (
-            np.zeros((L, 2), np.int64),
-            np.empty((4, max(H, up.rows.shape[1])), np.float32),
-        )
+        E = up.rows.shape[1]
+        w = torch.empty(L, K, dtype=router.dtype)
+        ids = np.full((L, K), -1)
+        times = np.zeros((L, 2), np.int64)
+        memory = np.empty((4, max(H, E)), np.float32)
         plan = self.layers[0].shape, router.plan(), plans(up, down, KINDS[x.dtype])
-        matrices = self.weights, self.gates, (up.rows, down.rows)
         where = np.array([memory.where for memory in memories])
-        chosen = w.data_ptr(), ids, times
-        given = plan, *matrices, token, where, y.data_ptr(), chosen, CLOCK, memory
+        given = plan, self.weights, self.gates, (up.rows, down.rows), token, where, y.data_ptr()
+        made = (w.data_ptr(), ids, times), CLOCK, memory
         since = time.perf_counter() - time.clock_gettime_ns(CLOCK[1]) / 1e9
-        done = decode_layers(*given, 0)
+        done = decode_layers(*given, *made, 0)
         while done < L and ids[done, 0] < 0:  # the router's own code decides
             normed = torch.from_numpy(memory[1]).view(x.dtype)[:H]
             _, w[done], ids[done] = self.routers[done].own(normed[None])
-            done = decode_layers(*given, done)
+            done = decode_layers(*given, *made, done)
         return y, w, Computed(done, ids, since + times / 1e9)
 
 
-@torch.inference_mode()
 def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
     """A model's stretches: layers that have our forwards, each with a router of ours and experts in
-    a block that does nothing else, as a probe shows.
+    a block that does nothing else.
 
     kinds : class of layers → of their stretches."""
-    if type(model).__name__ not in MODELS or not CLOCK[0]:
+    family = type(model).__name__.removesuffix("Model")
+    if family not in FAMILIES or not CLOCK[0]:
         return []
-    runs = groupby([forward(module) for module in compat.children_of(model)["layers"]], _alike)
+    layers = [forward(module) for module in compat.children_of(model)["layers"]]
+    runs = groupby(layers, lambda layer: _alike(layer, f"{family}SparseMoeBlock"))
     return [kinds[alike[0]](model, [*run]) for alike, run in runs if alike]
 
 
-def _alike(layer: Any) -> tuple | None:
+def _alike(layer: Any, block_class: str) -> tuple | None:
     """What layers of a stretch have in common; None for one that can be in none."""
-    if not isinstance(layer, OneTokenLayer) or not _only_experts(layer):
+    if not isinstance(layer, OneTokenLayer):
         return None
-    attention, router = layer.attention.module, forward(layer.module.mlp.gate)
+    block = layer.module.mlp
+    attention = layer.attention.module
+    if type(block).__name__ != block_class or forward(block) or forward(block.experts):
+        return None
+    if not isinstance(router := forward(block.gate), Router):
+        return None
     chosen = router.normalised, router.dtype, router.module.top_k, router.module.weight.shape
     return type(layer), repr(layer.shape), attention.scaling, id(attention.config), *chosen
-
-
-def _only_experts(layer: OneTokenLayer) -> bool:
-    """Whether a layer's block gives its experts the router's choice of a random token, and back
-    what they give."""
-    block, attention = layer.module.mlp, layer.attention
-    if (
-        compat.children_of(block).keys() != {"gate", "experts"}
-        or not isinstance(router := forward(block.gate), Router)
-        or forward(block)
-        or forward(block.experts)
-        or Unchanged([block]).listeners() is None
-    ):
-        return False
-    x, given = torch.randn(1, 1, layer.shape[1], generator=torch.Generator().manual_seed(0)), []
-    x = x.to(attention.device, attention.dtype)
-    twin = with_parts(block, experts=lambda *what: given.extend(what) or what[0].roll(1, -1))
-    y, (_, weights, ids) = twin(x), router(x[0])
-    pairs = zip((y, *given), (x.roll(1, -1), x, ids, weights), strict=True)
-    return isinstance(y, Tensor) and all(torch.equal(a.flatten(), b.flatten()) for a, b in pairs)

@@ -16,19 +16,17 @@ the modules' own forwards.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.fast.dense import Pack, fits, linear, matrices_of
-from moelab.fast.packing import Rounded
+from moelab.fast.packing import Copy
 from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import KINDS, Matrices, crossover, plan_of
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -42,7 +40,7 @@ def epsilon(norm: nn.Module) -> float | None:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
-def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
+def _weight_of(module: nn.Module, kind: str) -> Tensor | None:
     """The weight of a module of a class named so, whose forward takes one tensor and nothing else;
     None if there is none that kernels read."""
     weight = compat.parameters_of(module).get("weight")
@@ -50,7 +48,6 @@ def _weight_of(module: nn.Module, kind: str, dims: int) -> Tensor | None:
         not type(module).__name__.endswith(kind)
         or len(inspect.signature(type(module).forward).parameters) != 2
         or weight is None
-        or weight.ndim != dims
         or not fits(weight)
     ):
         return None
@@ -62,27 +59,34 @@ class Norm(FusedModule):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, Unchanged(called=[module]))
-        self.eps, self.dtype, self.H = epsilon(module), module.weight.dtype, len(module.weight)
+        self.eps = epsilon(module)
+        self.dtype = module.weight.dtype
+        self.H = len(module.weight)
 
     @classmethod
     @torch.inference_mode()
     def of(cls, module: nn.Module) -> Norm | None:
         """For this module if the kernel gives what it gives, on random rows of very different
         sizes."""
-        w = _weight_of(module, "RMSNorm", 1)
+        w = _weight_of(module, "RMSNorm")
         if w is None or epsilon(module) is None:
             return None
         x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0))
-        x, ours = (x * torch.tensor([[1e-3], [1.0], [30.0]])).to(w.dtype), cls(module)
-        wanted, got = module(x), ours(x)
+        x = (x * torch.tensor([[1e-3], [1.0], [30.0]])).to(w.dtype)
+        ours = cls(module)
+        wanted = module(x)
+        got = ours(x)
         close = torch.allclose(got.float(), wanted.float(), rtol=2**-7, atol=1e-6)
         return ours if got.dtype == wanted.dtype and close else None
 
     def fused(self, x: Tensor) -> Tensor | None:
-        n, fitting = x.numel(), x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
+        n = x.numel()
+        fitting = x.dtype == self.dtype and x.is_cpu and x.is_contiguous()
         if n > LARGEST_NORM or not fitting or not self.free():
             return None
-        out, w, kind = torch.empty_like(x), self.module.weight, KINDS[self.dtype].tag
+        out = torch.empty_like(x)
+        w = self.module.weight
+        kind = KINDS[self.dtype].tag
         rows = n // self.H
         rms_norm(kind, x.data_ptr(), kind, w.data_ptr(), rows, self.H, self.eps, out.data_ptr())
         return out
@@ -94,13 +98,15 @@ class Router(FusedModule):
 
     def __init__(self, module: nn.Module, normalised: bool, dtype: torch.dtype) -> None:
         super().__init__(module, Unchanged(called=[module]))
-        self.normalised, self.dtype = normalised, dtype
+        self.normalised = normalised
+        self.dtype = dtype
 
     @classmethod
     @torch.inference_mode()
     def of(cls, module: nn.Module) -> Router | None:
         """For this module if the kernel chooses as it does, on random tokens."""
-        w, K = _weight_of(module, "Router", 2), getattr(module, "top_k", None)
+        w = _weight_of(module, "Router")
+        K = getattr(module, "top_k", None)
         others = [*module.parameters(), *module.buffers()][1:]
         if w is None or not isinstance(K, int) or others:
             return None
@@ -108,11 +114,10 @@ class Router(FusedModule):
         tokens[::2] /= w.float().norm(dim=1).mean()  # logits of about 1: no saturated softmax
         tokens = tokens.to(w.dtype)
         wanted = [module(x) for x in tokens]
-        if any(
-            len(out) != 3 or out[1].shape != (1, K) or out[1].dtype not in KINDS for out in wanted
-        ):
+        if len(wanted[0]) != 3 or wanted[0][1].shape != (1, K) or wanted[0][1].dtype not in KINDS:
             return None
-        for ours in (cls(module, normalised, wanted[0][1].dtype) for normalised in (False, True)):
+        for normalised in (False, True):
+            ours = cls(module, normalised, wanted[0][1].dtype)
             if all(_same_choice(found, ours(x)) for found, x in zip(wanted, tokens)):
                 return ours
         return None
@@ -123,15 +128,18 @@ class Router(FusedModule):
         return kind.tag, KINDS[self.dtype].tag, plan_of(kind, x=kind), self.normalised
 
     def fused(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:
-        x, w = hidden_states, self.parts.weights[0]
+        x = hidden_states
+        w = self.parts.weights[0]
         E, H = w.shape
         if x.numel() != H or x.dtype != w.dtype or not x.is_cpu or not self.free():
             return None
-        x, K = x.contiguous(), self.module.top_k
-        logits, scores = x.new_empty(1, E), torch.empty(1, K, dtype=self.dtype)
-        ids, out = torch.empty(1, K, dtype=torch.int64), (logits.data_ptr(), scores.data_ptr())
-        team = TEAM, torch.get_num_threads()
-        if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team):
+        x = x.contiguous()
+        K = self.module.top_k
+        logits = x.new_empty(1, E)
+        scores = torch.empty(1, K, dtype=self.dtype)
+        ids = torch.empty(1, K, dtype=torch.int64)
+        out = (logits.data_ptr(), scores.data_ptr())
+        if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team()):
             return logits, scores, ids
         return None
 
@@ -142,54 +150,48 @@ def _same_choice(wanted: tuple, got: tuple) -> bool:
     return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-6) for a, b in pairs)
 
 
-@dataclass
-class Rows:
-    """Up to how many rows linear layers use the kernels; measured for each type unless `given`."""
-
-    given: float | None = None
-    found: dict[Any, float] = field(default_factory=dict)  # dtype, or that and a kind → how many
-
-    @torch.inference_mode()
-    def of(self, module: nn.Linear, packed: Matrices | None) -> float:
-        """torch, for its products, has to make a weight that was rounded."""
-        rounded = _rounded(packed)
-        w, b, packed = module.weight, module.bias, packed if rounded else None
-        key = (w.dtype, packed.kind) if packed else w.dtype
-        if key not in self.found and self.given is None:
-            x = torch.ones(128, w.shape[1], dtype=w.dtype)
-            measured = crossover(
-                lambda n: linear(x[:n], w, b, packed),
-                lambda n: F.linear(x[:n], rounded.tensor() if rounded else w, b),
-            )
-            self.found[key] = max(measured, 1)
-        return self.found.setdefault(key, self.given)
+@torch.inference_mode()
+def measured_rows(module: nn.Linear, packed: Matrices | None) -> float:
+    """Up to how many rows the kernel is faster than torch, which for its products has to make a
+    weight that was rounded."""
+    w = module.weight
+    b = module.bias
+    rounded = _rounded(packed)
+    return crossover(
+        ("linear", w.dtype, packed.kind if rounded else None, torch.get_num_threads()),
+        lambda n: linear(w.new_ones(n, w.shape[1]), w, b, packed if rounded else None),
+        lambda n: F.linear(w.new_ones(n, w.shape[1]), rounded.tensor() if rounded else w, b),
+    )
 
 
 class Linear(FusedModule):
     """The forward of a linear layer.
 
-    packed : of its weight, used until anything of the module is changed. One that is rounded is so
-        for any number of rows.
+    rows : up to how many the kernel multiplies. packed : of its weight, used until anything of the
+        module is changed. One that is rounded is so for any number of rows.
     """
 
     def __init__(self, module: nn.Linear, rows: float, packed: Matrices | None = None) -> None:
         super().__init__(module, Unchanged(called=[module], copied=True) if packed else Unchanged())
-        self.rows, self.packed = rows, packed
+        self.rows = rows
+        self.packed = packed
 
     @classmethod
-    def of(cls, module: nn.Module, rows: Rows, pack: Pack | None = None) -> Linear | None:
-        """None where the module's own forward is as good, or another."""
-        if (
-            type(module) is not nn.Linear
-            or not fits(module.weight, module.bias)
-            or (module.weight.numel() < LARGE and pack is None)
-        ):
+    def of(
+        cls, module: nn.Module, pack: Pack | None = None, rows: float | None = None
+    ) -> Linear | None:
+        """None where the module's own forward is as good, or another; rows None measures them."""
+        if type(module) is not nn.Linear or not fits(module.weight, module.bias):
             return None
-        packed = matrices_of(module.weight, module.bias, pack=pack) if pack else None
-        return cls(module, rows.of(module, packed), packed)
+        if module.weight.numel() < LARGE and pack is None:
+            return None
+        found = matrices_of(module.weight, module.bias, pack)
+        packed = found if found.owner else None
+        return cls(module, measured_rows(module, packed) if rows is None else rows, packed)
 
     def fused(self, x: Tensor) -> Tensor | None:
-        w, b = self.module.weight, self.module.bias  # they may be replaced or moved
+        w = self.module.weight  # it may be replaced or moved
+        b = self.module.bias
         trained = torch.is_grad_enabled() and w.requires_grad
         unchanged = self.packed and not trained and self.parts.listeners() is not None
         packed = self.packed if unchanged else None
@@ -200,6 +202,6 @@ class Linear(FusedModule):
         return F.linear(x, rounded.tensor(), b) if rounded else None
 
 
-def _rounded(packed: Matrices | None) -> Rounded | None:
+def _rounded(packed: Matrices | None) -> Copy | None:
     """What was rounded of a weight; None for one that is the very same."""
-    return packed.owner if packed and isinstance(packed.owner, Rounded) else None
+    return packed.owner if packed and packed.owner.codec.few_bits else None

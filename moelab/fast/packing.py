@@ -14,65 +14,50 @@ from torch import Tensor
 from moelab.fast.dense import Pack
 from moelab.kernels.products import PACKED, Matrices
 from moelab.store import bf12, fewbit
+from moelab.store.codec import Codec
 from moelab.store.reader import aligned_buffer
 
 #: what linear layers can be multiplied in; the last three round
 DENSE = "bf12", "int8", "int4", "mxfp4"
-HUGE, COLLAPSE = 1 << 21, 25  # bytes of a page; Linux's MADV_COLLAPSE
+HUGE = 1 << 21  # bytes of a page
+COLLAPSE = 25  # Linux's MADV_COLLAPSE
 
 
 def packer(name: str) -> Pack:
-    """What packs weights as one of `DENSE`."""
-    return as_bf12 if name == "bf12" else Rounding(name)
+    """What packs weights as one of `DENSE`, each once."""
+    codec = bf12.CODEC if name == "bf12" else fewbit.find_format(name)
+    packed: dict[int, Matrices | None] = {}  # by address
+
+    def pack(weight: Tensor) -> Matrices | None:
+        address = weight.data_ptr()
+        if address not in packed:
+            packed[address] = packed_as(codec, weight)
+        return packed[address]
+
+    return pack
 
 
-def as_bf12(weight: Tensor, parts: int = 1) -> Matrices | None:
-    """A weight as bf12 in memory (`Pack`)."""
-    memory, rows = [], []
-    for part in weight.chunk(parts):
-        blob = bf12.CODEC.compress(part) if bf12.CODEC.kernel("BF16", part.shape) else None
-        if blob is None:
-            return None
-        memory.append(_aligned(blob))
-        rows.append(bf12.CODEC.row(memory[-1].ctypes.data, len(blob), part.shape))
-    return Matrices(PACKED["bf12"], np.array(rows), len(weight) // parts, owner=memory)
+def packed_as(codec: Codec, weight: Tensor) -> Matrices | None:
+    """A bf16 weight [R, n] as a codec's blob in memory; None if kernels do not multiply it so."""
+    shape = tuple(weight.shape)
+    kind = codec.kernel("BF16", shape)
+    if not kind or (blob := codec.compress(weight)) is None:
+        return None
+    memory = _aligned(blob)
+    row = codec.row(memory.ctypes.data, len(memory), shape)
+    return Matrices(PACKED[kind], np.array([row]), shape[0], owner=Copy(codec, memory, shape))
 
 
-class Rounding:
-    """Rounds weights to a few-bit format in groups of 32, each weight once (`Pack`)."""
+class Copy(NamedTuple):
+    """A weight that is packed."""
 
-    def __init__(self, name: str) -> None:
-        self.form, self.blobs = fewbit.find_format(name), {}  # address → blob
-
-    def __call__(self, weight: Tensor, parts: int = 1) -> Matrices | None:
-        shape, address = tuple(weight.shape), weight.data_ptr()
-        if shape[1] % 64 or shape[0] % parts:
-            return None
-        if address not in self.blobs:
-            blob = self.form.compress(weight)
-            self.blobs[address] = None if blob is None else _aligned(blob)
-        if (blob := self.blobs[address]) is None:
-            return None
-        codes, scales, *rest = self.form.row(blob.ctypes.data, len(blob), shape)
-        end = blob.ctypes.data + len(blob)
-        rows = [
-            [codes + i * ((scales - codes) // parts), scales + i * ((end - scales) // parts), *rest]
-            for i in range(parts)
-        ]
-        owner = Rounded(self.form, blob, shape)
-        return Matrices(PACKED[self.form.name], np.array(rows), shape[0] // parts, owner=owner)
-
-
-class Rounded(NamedTuple):
-    """A weight that was rounded to a few-bit format."""
-
-    form: fewbit.Format
+    codec: Codec
     blob: np.ndarray
     shape: tuple[int, ...]
 
     def tensor(self) -> Tensor:
         """The weight that this stands for."""
-        self.form.decompress(self.blob, out := torch.empty(self.shape, dtype=torch.bfloat16))
+        self.codec.decompress(self.blob, out := torch.empty(self.shape, dtype=torch.bfloat16))
         return out
 
 
@@ -88,5 +73,6 @@ def on_huge_pages(address: int, nbytes: int) -> None:
     a page the hardware stops reading ahead and looks the next one up. What is far smaller than such
     a page stays."""
     if sys.platform == "linux" and nbytes >= HUGE // 4:
-        begin, end = address // HUGE * HUGE, -(-(address + nbytes) // HUGE) * HUGE
+        begin = address // HUGE * HUGE
+        end = -(-(address + nbytes) // HUGE) * HUGE
         ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), COLLAPSE)

@@ -4,12 +4,12 @@ slower, so a class that transformers has renamed is not noticed otherwise."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from moelab.fast.attention import DecodeAttention
-from moelab.fast.graphs import GraphLayer
 from moelab.fast.layers import OneTokenLayer
 from moelab.fast.modules import Linear, Norm, Router
 from moelab.kernels.instructions import INSTRUCTIONS
@@ -32,11 +32,12 @@ def machine_paths() -> dict[str, str]:
     kinds: dict[str, list[str]] = {}
     for kind, instruction in INSTRUCTIONS.items():
         kinds.setdefault(type(instruction).__name__.lower(), []).append(type(kind).__name__.lower())
+    has_triton = find_spec("triton") is not None and torch.cuda.is_available()
     return {
         "vectors": f"{WIDTH} numbers of fp32",
         "products": "; ".join(f"in {by} of {', '.join(of)}" for by, of in kinds.items()),
         "threads": "Python's, as no OpenMP is loaded" if TEAM == PYTHON_TEAM else "OpenMP's",
-        "GPU": "CUDA graphs, Triton" if _has_triton() else "none without CUDA and Triton",
+        "GPU": "CUDA graphs, Triton" if has_triton else "none without CUDA and Triton",
     }
 
 
@@ -50,11 +51,7 @@ def fast_paths(model: nn.Module) -> dict[str, tuple[int, int]]:
         found[what] = sum(isinstance(fused, kind) for fused in mine), len(mine)
     layers = [fused for _, fused in modules if isinstance(fused, OneTokenLayer)]
     in_one = sum(layer.stretch is not None for layer in layers)
-    graphs = sum(isinstance(layer, GraphLayer) for layer in layers)
-    return found | {
-        "layers in one call": (in_one, found["layers"][1]),
-        "graphs": (graphs, len(layers)),
-    }
+    return found | {"layers in one call": (in_one, found["layers"][1])}
 
 
 def described(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -62,11 +59,3 @@ def described(model: nn.Module) -> Iterator[tuple[str, str]]:
     yield from machine_paths().items()
     for what, (n, of) in fast_paths(model).items():
         yield what, f"{n} of {of}"
-
-
-def _has_triton() -> bool:
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return torch.cuda.is_available()

@@ -17,7 +17,7 @@ from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, exponential, kept, pointer, take, together
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import F32, multiply_one
-from moelab.kernels.tiles import add_rows, dots, place, span, spread, weight, write
+from moelab.kernels.tiles import ROWS, add_rows, dots, place, span, spread, weight, write
 from moelab.kernels.vectors import STEP, Kind
 
 #: what threads share of one call of `attend`: how many key heads are taken, of `kv_heads`, each with a
@@ -32,37 +32,33 @@ HEADS = np.dtype([(field, np.int64) for field in FIELDS])
 def attend(plan, weights, token, room, x, H, out):
     """Write attention's output [H] for x [H], which may be the same memory.
 
-    plan : (kind of x and the cache, D, kv heads, norms, address of `_heads`, plans of q, k, v and of the
-        output); norms : widths of q's and of k's, and what they add to mean squares.
-    weights : int64 [2 + heads of q, k and v, 4]: addresses of q's and k's norms, 0 for none; a matrix
-        for each head; the output's.
-    token : (addresses of cos and sin [D], scaling, team). room : int64 [4], where the cache is: keys,
-        values, S with the new token, numbers from one head to the next.
+    plan : (kind of x and the cache, D, heads, key heads, norms, address of `_heads`, plans of q, k and
+        v, and of the output); norms : widths of q's and of k's, and what they add to mean squares.
+    weights : int64 [5, 4]: addresses of q's and k's norms, 0 for none; the matrices of q, k, v and of
+        the output.
+    token : (addresses of cos and sin [D], whose halves are alike, scaling, team). room : int64 [4],
+        where the cache is: keys, values, S with the new token, numbers from one head to the next.
     """
-    kind, D, kv_heads, norms, work, before, after = plan
-    team, rows = token[3], weights[1:-1]
-    heads = len(rows) - 2 * kv_heads
-    y, q, mixed = (
-        np.empty((len(rows), D), np.float32),
-        np.empty(heads * D, np.float32),
-        np.empty(heads * D, np.float32),
-    )
-    multiply_one(before, rows, kind, x, H, D, address(y), team)
+    kind, D, heads, kv_heads, norms, work, before, after = plan
+    team = token[3]
+    y = np.empty((heads + 2 * kv_heads, D), np.float32)
+    q = np.empty(heads * D, np.float32)
+    mixed = np.empty(heads * D, np.float32)
+    q_at = address(y)
+    k_at = address(y) + 4 * heads * D
+    multiply_one(before, weights[1:2], kind, x, H, heads * D, q_at, team)
+    multiply_one(before, weights[2:4], kind, x, H, kv_heads * D, k_at, team)
     if weights[0, 0] != 0:
         q_width, k_width, eps = norms
-        at = address(y) + 4 * heads * D
-        rms_norm(
-            F32, address(y), kind, weights[0, 0], heads * D // q_width, q_width, eps, address(y)
-        )
-        rms_norm(F32, at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, at)
+        rms_norm(F32, q_at, kind, weights[0, 0], heads * D // q_width, q_width, eps, q_at)
+        rms_norm(F32, k_at, kind, weights[0, 1], kv_heads * D // k_width, k_width, eps, k_at)
     _turn(kind, token, room, y, heads, kv_heads, D, q)
-    jobs = np.empty(1, HEADS)
-    job = jobs[0]
-    job.taken, job.kv_heads, job.group, job.S, job.D = 0, kv_heads, heads // kv_heads, room[2], D
-    job.stride, job.q, job.mixed = span(kind, room[3]), address(q), address(mixed)
-    job.keys, job.values = room[0], room[1]
-    together(team[0], work, team[1], address(jobs))
-    kept(jobs)
+    stride = span(kind, room[3])
+    group = heads // kv_heads
+    where = address(q), room[0], room[1], address(mixed)
+    job = np.array((0, kv_heads, group, room[2], D, stride) + where)
+    together(team[0], work, team[1], address(job))
+    kept(job)
     kept(q)
     total = np.empty(H, np.float32)
     multiply_one(after, weights[-1:], F32, address(mixed), heads * D, H, address(total), team)
@@ -75,13 +71,21 @@ def attend(plan, weights, token, room, x, H, out):
 def _turn(kind, token, room, y, heads, kv_heads, D, q):
     """Rotate the heads of y; q's are scaled and put in the order of `place`, k and v in the cache."""
     cos, sin, scaling, _ = token
-    keys, values, S, stride = room[0], room[1], room[2], room[3]
-    half, whole, turned = D // 2, D - D % STEP, np.empty(D, np.float32)
+    keys = room[0]
+    values = room[1]
+    S = room[2]
+    stride = room[3]
+    half = D // 2
+    whole = D - D % STEP
+    turned = np.empty(D, np.float32)
     for m in range(heads + kv_heads):
         for i in range(half):
-            a, b = y[m, i], y[m, i + half]
-            turned[i] = a * weight(kind, cos, i) - b * weight(kind, sin, i)
-            turned[i + half] = b * weight(kind, cos, i + half) + a * weight(kind, sin, i + half)
+            a = y[m, i]
+            b = y[m, i + half]
+            c = weight(kind, cos, i)
+            s = weight(kind, sin, i)
+            turned[i] = a * c - b * s
+            turned[i + half] = b * c + a * s
         if m < heads:
             for i in range(D):
                 turned[i] *= np.float32(scaling)
@@ -99,15 +103,18 @@ def _turn(kind, token, room, y, heads, kv_heads, D, q):
 def _heads(kind, at):
     """One key head after the other, with the query heads that share it, until none is left."""
     job = carray(pointer(at), 1, HEADS)[0]
-    D, whole = job.D, job.D - job.D % STEP
-    scores, sums = np.empty(job.S, np.float32), np.empty(D, np.float32)
+    D = job.D
+    whole = job.D - job.D % STEP
+    scores = np.empty(job.S, np.float32)
+    sums = np.empty(D, np.float32)
     while True:
         h = take(at)
         if h >= job.kv_heads:
             return
         for head in range(h * job.group, (h + 1) * job.group):
             _score(kind, job.q + 4 * head * D, job.keys + h * job.stride, D, scores)
-            largest, total = scores.max(), np.float32(0)
+            largest = scores.max()
+            total = np.float32(0)
             for s in range(len(scores)):
                 scores[s] = exponential(scores[s] - largest)
             for s in range(len(scores)):
@@ -121,12 +128,16 @@ def _heads(kind, at):
 @kernel
 def _score(kind, q, keys, D, scores):
     """Scores [S] of the keys [S, D] for a query head."""
-    S, whole, row, inputs = len(scores), D - D % STEP, span(kind, D), np.full(1, q)
-    x, to = address(inputs), address(scores)
+    S = len(scores)
+    whole = D - D % STEP
+    row = span(kind, D)
+    inputs = np.full(1, q)
+    x = address(inputs)
+    to = address(scores)
     for s in range(0, S - 3, 4):
-        dots(1, 4, F32, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+        dots(1, 4, F32, kind, x, keys + s * row, 0, 0, D, to + 4 * s, S, 16 * row)
     for s in range(S - S % 4, S):
-        dots(1, 1, F32, kind, x, keys + s * row, 0, 0, D, whole, to + 4 * s, S, 16 * row)
+        dots(1, 1, F32, kind, x, keys + s * row, 0, 0, D, to + 4 * s, S, 16 * row)
     kept(inputs)
     for s in range(S if whole < D else 0):
         for i in range(whole, D):
@@ -136,13 +147,16 @@ def _score(kind, q, keys, D, scores):
 @kernel
 def _mix(kind, scores, values, sums):
     """sums [D], in the order of `place`: the values [S, D] times their scores."""
-    S, D = len(scores), len(sums)
-    whole, row, to = D - D % STEP, span(kind, D), address(sums)
+    S = len(scores)
+    D = len(sums)
+    whole = D - D % STEP
+    row = span(kind, D)
+    to = address(sums)
     sums[:] = 0
-    for s in range(0, S - 3, 4):
-        add_rows(4, kind, address(scores) + 4 * s, values + s * row, 0, 0, D, whole, to)
-    for s in range(S - S % 4, S):
-        add_rows(1, kind, address(scores) + 4 * s, values + s * row, 0, 0, D, whole, to)
+    for s in range(0, S, ROWS):
+        x = address(scores) + 4 * s
+        rows = min(ROWS, S - s)
+        add_rows(kind, x, rows, values + s * row, 0, 0, D, whole, to)
     for i in range(whole, D):
         for s in range(S):
             sums[i] += scores[s] * weight(kind, values, s * D + i)

@@ -3,8 +3,8 @@
 What has to be compiled takes seconds a kernel, so a process says so, once.
 
 numba takes a kernel from its cache as long as its own file has not changed, but a kernel contains
-those that it calls, from other files too. So here the key is the content of this folder's files, of
-those beside its own and of those beside kernels that it names. A cache that is damaged, full or not
+those that it calls, from other files too. So here the key is the content of this folder's files and
+of those beside its own: a kernel calls none of a third folder. A cache that is damaged, full or not
 to be written costs the time of compiling, and no more."""
 
 from __future__ import annotations
@@ -24,27 +24,22 @@ from numba import types
 from numba.core import caching, event
 from numba.core.ccallback import CFunc
 
-from moelab.progress import Notice
-
 _OURS: set[str] = set()  # files that have kernels
 _ALIVE: list[Any] = []  # compiled functions, which would take their code with them
 
 
 class _Announcing(event.Listener):
-    """Says that kernels are being compiled, while one is that numba's cache lacks."""
+    """Says once that kernels are being compiled, when one is that numba's cache lacks."""
 
-    depth = 0  # one is compiled within another
-    notice = Notice("compiling kernels (the first time only) …")
+    said = False
 
     def on_start(self, begun: event.Event) -> None:
-        self.depth += 1
-        if begun.data["dispatcher"].py_func.__code__.co_filename in _OURS:
-            self.notice.begin()
+        if not self.said and begun.data["dispatcher"].py_func.__code__.co_filename in _OURS:
+            print("compiling kernels (the first time only) …", file=sys.stderr, flush=True)
+            self.said = True
 
     def on_end(self, ended: event.Event) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self.notice.end()
+        pass
 
 
 event.register("numba:compile", _Announcing())
@@ -63,9 +58,8 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
 @cache
 def c_function(function: Callable) -> int:
     """The address of a function of one int64, compiled as one of C."""
-    compiled = CFunc(
-        function, ((types.int64,), types.void), locals={}, options={}
-    )  # as numba.cfunc makes it
+    signature = (types.int64,), types.void
+    compiled = CFunc(function, signature, locals={}, options={})  # as numba.cfunc makes it
     compiled._cache = _cache_of(function)
     compiled.compile()
     _ALIVE.append(compiled)
@@ -115,13 +109,9 @@ def _cache_of(function: Callable) -> Any:
 
 
 def _sources(function: Callable) -> str:
-    """A digest of the files that a function may call kernels of."""
-    named = [value.py_func for value in function.__globals__.values() if hasattr(value, "py_func")]
-    folders = {
-        Path(__file__).parent,
-        *(Path(of.__code__.co_filename).parent for of in (function, *named)),
-    }
-    return sha256("".join(sorted(map(_folder_digest, folders))).encode()).hexdigest()
+    """A digest of the files that have the kernels that a function may call."""
+    folders = Path(__file__).parent, Path(function.__code__.co_filename).parent
+    return "".join(map(_folder_digest, folders))
 
 
 @cache

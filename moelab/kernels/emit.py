@@ -18,7 +18,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
-F16, F32, VOID = ir.HalfType(), ir.FloatType(), ir.VoidType()
+F16 = ir.HalfType()
+F32 = ir.FloatType()
+VOID = ir.VoidType()
 #: numba's type of a tag → the kind of weights (`moelab.kernels.vectors`) that it stands for
 TAGS: dict[types.Type, Any] = {}
 
@@ -39,16 +41,20 @@ class Value:
     have no sign."""
 
     def __init__(self, builder: ir.IRBuilder, llvm: Any) -> None:
-        self.builder, self.llvm, self.type = builder, llvm, llvm.type
+        self.builder = builder
+        self.llvm = llvm
+        self.type = llvm.type
         self.scalar = getattr(self.type, "element", self.type)
 
-    __add__, __sub__, __mul__ = (
-        _operator("add", "fadd"),
-        _operator("sub", "fsub"),
-        _operator("mul", "fmul"),
-    )
-    __truediv__, __and__, __or__ = _operator("", "fdiv"), _operator("and_"), _operator("or_")
-    __lshift__, __rshift__, __floordiv__ = _operator("shl"), _operator("lshr"), _operator("udiv")
+    __add__ = _operator("add", "fadd")
+    __sub__ = _operator("sub", "fsub")
+    __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("", "fdiv")
+    __and__ = _operator("and_")
+    __or__ = _operator("or_")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")
+    __floordiv__ = _operator("udiv")
 
     def made(self, instruction: str, *others: Any) -> Value:
         """What the builder's instruction of this name gives, of values, plain numbers and types."""
@@ -141,7 +147,8 @@ def emitted(result: types.Type = types.void) -> Callable:
 
             return result(*taken), code
 
-        typed.__name__, typed.__doc__ = function.__name__, function.__doc__
+        typed.__name__ = function.__name__
+        typed.__doc__ = function.__doc__
         typed.__signature__ = own.replace(
             parameters=[inspect.Parameter("typing", 1), *own.parameters.values()]
         )
@@ -205,7 +212,8 @@ def together(team, function, threads, job):
     """Call the C function at an address with that of the array `job` in so many threads, by
     OpenMP's GOMP_parallel at the address `team`; once, in this thread, where that is 0 or threads
     1."""
-    b, body = team.builder, ir.FunctionType(VOID, [I64])
+    b = team.builder
+    body = ir.FunctionType(VOID, [I64])
     run = ir.FunctionType(VOID, [body.as_pointer(), I64, I32, I32])
     several = b.and_(b.icmp_unsigned("!=", team.llvm, fill(I64, 0)), threads.is_(">", 1).llvm)
     with b.if_else(several) as (then, otherwise):
@@ -221,7 +229,8 @@ def together(team, function, threads, job):
 @emitted(types.int64)
 def now(function, clock):
     """Nanoseconds of a clock, by the C library's clock_gettime at an address."""
-    b, time = function.builder, cgutils.alloca_once(function.builder, ir.ArrayType(I64, 2))
+    b = function.builder
+    time = cgutils.alloca_once(function.builder, ir.ArrayType(I64, 2))
     b.call(function.at(ir.FunctionType(I32, [I32, time.type])), [clock.to(I32, "trunc").llvm, time])
     seconds, rest = (Value(b, b.load(cgutils.gep_inbounds(b, time, 0, i))) for i in (0, 1))
     return seconds * 1_000_000_000 + rest

@@ -16,7 +16,7 @@ from torch import Tensor
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import address, exponential, kept
 from moelab.kernels.products import F32, KINDS, Matrices, multiply_into
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.kernels.tiles import weight, write
 from moelab.kernels.vectors import FLOAT32, Kind
 
@@ -26,7 +26,8 @@ def arrange(ids, E):
     """Choices int64 [T, K] sorted by expert: experts hit [M], bounds of their choices [M + 1],
     tokens [n] of these, and the row of each choice [T, K], −1 for "no expert" (E)."""
     T, K = ids.shape
-    places, rows = np.zeros(E + 1, np.int64), np.full((T, K), -1)
+    places = np.zeros(E + 1, np.int64)
+    rows = np.full((T, K), -1)
     for t in range(T):
         for k in range(K):
             if ids[t, k] < 0 or ids[t, k] > E:  # a kernel would write past the end of its memory
@@ -35,14 +36,18 @@ def arrange(ids, E):
                     "0 to E - 1, or E for no expert"
                 )
             places[ids[t, k]] += 1
-    M, n = 0, 0
-    hit, bounds = np.empty(E, np.int64), np.empty(E + 1, np.int64)
+    M = 0
+    n = 0
+    hit = np.empty(E, np.int64)
+    bounds = np.empty(E + 1, np.int64)
     for e in range(E):
         if places[e] > 0:
-            hit[M], bounds[M] = e, n
+            hit[M] = e
+            bounds[M] = n
             M += 1
         n, places[e] = n + places[e], n
-    bounds[M], tokens = n, np.empty(n, np.int64)
+    bounds[M] = n
+    tokens = np.empty(n, np.int64)
     for t in range(T):
         for k in range(K):
             e = ids[t, k]
@@ -55,7 +60,8 @@ def arrange(ids, E):
 def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tensor:
     """[T, H]: for each token, the sum of its rows [T, K] of y fp32 [n, H] (−1 for none) times its
     weights w [T, K]."""
-    out, w = torch.empty(len(rows), y.shape[1], dtype=dtype), _readable(w)
+    out = torch.empty(len(rows), y.shape[1], dtype=dtype)
+    w = _readable(w)
     kinds = KINDS[w.dtype].tag, KINDS[dtype].tag
     _combine(*kinds, y.numpy(), rows, w.data_ptr(), out.data_ptr())
     return out
@@ -71,11 +77,14 @@ def feed_forward(
     w: Tensor,
 ) -> Tensor:
     """Weighted experts down(silu(gate) · up), [T, H], in one call; up has gates first."""
-    x, w, kind = x.contiguous(), _readable(w), KINDS[x.dtype]
-    out, team = torch.empty(len(x), down.R, dtype=x.dtype), (TEAM, torch.get_num_threads())
-    inputs, weights = (kind.tag, x.data_ptr(), *x.shape), (KINDS[w.dtype].tag, w.data_ptr())
+    x = x.contiguous()
+    w = _readable(w)
+    kind = KINDS[x.dtype]
+    out = torch.empty(len(x), down.R, dtype=x.dtype)
+    inputs = (kind.tag, x.data_ptr(), *x.shape)
+    weights = (KINDS[w.dtype].tag, w.data_ptr())
     both = plans(up, down, kind), up.rows, down.rows
-    gated(*both, bounds, *inputs, tokens, rows, *weights, out.data_ptr(), team)
+    gated(*both, bounds, *inputs, tokens, rows, *weights, out.data_ptr(), team())
     return out
 
 
@@ -97,7 +106,8 @@ def _combine(w_kind, kind, y, rows, w, out):
         total[:] = 0
         for k in range(K):
             if rows[t, k] >= 0:
-                factor, row = weight(w_kind, w, t * K + k), y[rows[t, k]]
+                factor = weight(w_kind, w, t * K + k)
+                row = y[rows[t, k]]
                 for h in range(len(total)):
                     total[h] += factor * row[h]
         for h in range(len(total)):
@@ -109,8 +119,10 @@ def _combine(w_kind, kind, y, rows, w, out):
 def gated(plans, up, down, bounds, kind, x, T, n, tokens, rows, w_kind, w, out, team):
     """`feed_forward`, of matrices [M, 4] each."""
     up_plan, down_plan, two_I, H = plans
-    N, I = bounds[-1], two_I // 2
-    h, a = np.empty((N, two_I), np.float32), np.empty((N, I), np.float32)
+    N = bounds[-1]
+    I = two_I // 2
+    h = np.empty((N, two_I), np.float32)
+    a = np.empty((N, I), np.float32)
     y = np.empty((N, H), np.float32)
     multiply_into(up_plan, up, bounds, kind, x, T, n, tokens, two_I, address(h), team)
     for j in range(N):

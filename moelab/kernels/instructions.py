@@ -41,7 +41,8 @@ class Floats:
     """Products in fp32."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind, self.order = kind, kind.order
+        self.kind = kind
+        self.order = kind.order
 
     def prepared(self, inputs: list[Value]) -> list[Value]:
         return inputs
@@ -68,7 +69,8 @@ class Pairs(Floats):
     """Products of pairs of bf16, summed in fp32."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind, self.order = kind, kind.pair_order
+        self.kind = kind
+        self.order = kind.pair_order
 
     def prepared(self, inputs):
         """Pairs of the inputs' upper halves, then of what these lack, which is exact to 2⁻¹⁷; an
@@ -84,7 +86,8 @@ class Pairs(Floats):
     def weights(self, x_kind, at):
         """Once for the upper halves of inputs, and again for the lower ones, which bf16 does not
         have."""
-        groups, pairs = [lane % 8 // 4 for lane in range(WIDTH)], self.kind.pairs(*at)
+        groups = [lane % 8 // 4 for lane in range(WIDTH)]
+        pairs = self.kind.pairs(*at)
         scales = self.kind.scales(at[1], groups) if self.kind.scaled else None
         return [(scales, pairs if x_kind is BFLOAT16 else pairs * 2)]
 
@@ -93,7 +96,8 @@ class Bytes(Floats):
     """Products of codes as bytes and inputs in fixed point, summed in whole numbers."""
 
     def __init__(self, kind: Kind) -> None:
-        self.kind, self.order = kind, kind.byte_order
+        self.kind = kind
+        self.order = kind.byte_order
 
     def prepared(self, inputs):
         """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the

@@ -36,8 +36,10 @@ def route(routing, x, w, E, H, logits, scores, ids, team):
     Whether these are the only ones: False where another expert is as good as the last of them, or
     is not a number."""
     kind, score_kind, plan, normalised = routing
-    K, matrix = ids.shape[1], np.zeros((1, 4), np.int64)
-    p, chosen = np.empty(E, np.float32), np.empty(K, np.float32)
+    K = ids.shape[1]
+    matrix = np.zeros((1, 4), np.int64)
+    p = np.empty(E, np.float32)
+    chosen = np.empty(K, np.float32)
     matrix[0, 0] = w
     multiply_one(plan, matrix, kind, x, H, E, address(p), team)
     for e in range(E):
@@ -62,7 +64,8 @@ def to_experts(shape, weights, token, room, x, y, normed):
     shape : (plan of `attend`, H, what the norms add to mean squares). weights : those of `attend`;
     weights[0] has the addresses of the norms' weights, too."""
     plan, H, (first_eps, second_eps) = shape
-    kind, inside = plan[0], np.empty(span(plan[0], H), np.uint8)
+    kind = plan[0]
+    inside = np.empty(span(plan[0], H), np.uint8)
     at = address(inside)
     rms_norm(kind, x, kind, weights[0, 2], 1, H, first_eps, at)
     attend(plan, weights, token, room, at, H, at)
@@ -86,24 +89,30 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
     memory : fp32 [4, max(H, E)].
     """
     (shape, routing, plans), (ups, downs), (w, ids, times) = plan, experts, chosen
-    kind, score_kind, H, team = routing[0], routing[1], shape[1], token[3]
+    kind = routing[0]
+    score_kind = routing[1]
+    H = shape[1]
+    team = token[3]
     (L, K), E = ids.shape, ups.shape[1]
-    up, down, bounds = np.empty((K, 4), np.int64), np.empty((K, 4), np.int64), np.arange(K + 1)
-    tokens, rows = np.zeros(K, np.int64), np.arange(K).reshape(1, K)
-    y, normed = address(memory[0]), address(memory[1])
-    out, logits = address(memory[2]), address(memory[3])
+    bounds = np.arange(K + 1)
+    tokens = np.zeros(K, np.int64)
+    rows = np.arange(K).reshape(1, K)
+    y = address(memory[0])
+    normed = address(memory[1])
+    out = address(memory[2])
+    logits = address(memory[3])
     for i in range(first, L):
-        at, mine = w + span(score_kind, i * K), ids[i : i + 1]
+        at = w + span(score_kind, i * K)
+        mine = ids[i : i + 1]
         if ids[i, 0] < 0:
             to_experts(shape, weights[i], token, rooms[i], x, y, normed)
             if not route(routing, normed, routers[i], E, H, logits, at, mine, team):
                 ids[i, 0] = -1
                 return i
-        for k in range(K):
-            for j in range(4):
-                up[k, j], down[k, j] = ups[i, ids[i, k], j], downs[i, ids[i, k], j]
-            if up[k, 0] == 0:
-                return i
+        up = ups[i][ids[i]]
+        down = downs[i][ids[i]]
+        if not np.all(up[:, 0]):
+            return i
         times[i, 0] = now(*clock)
         gated(plans, up, down, bounds, kind, normed, 1, H, tokens, rows, score_kind, at, out, team)
         times[i, 1] = now(*clock)

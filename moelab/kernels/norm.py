@@ -13,10 +13,12 @@ from moelab.kernels.tiles import span, write
 @kernel(fastmath={"reassoc", "contract"})  # sums in any order, so that they are vectors
 def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
     """Norms of rows [H] at x, times the weight at w; `out` may be x."""
-    row, scale = np.empty(H, np.float32), np.empty(H, np.float32)
+    row = np.empty(H, np.float32)
+    scale = np.empty(H, np.float32)
     widen(w_kind, F32, w, H, address(scale))
     for r in range(rows):
-        at, to = x + span(kind, r * H), out + span(kind, r * H)
+        at = x + span(kind, r * H)
+        to = out + span(kind, r * H)
         widen(kind, F32, at, H, address(row))
         total = np.float32(0)
         for i in range(H):

@@ -25,8 +25,9 @@ from torch import Tensor
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, kept, pointer, take, together
 from moelab.kernels.instructions import INSTRUCTIONS, Pairs
-from moelab.kernels.threads import TEAM
+from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
+    ROWS,
     add_rows,
     beside,
     dots,
@@ -44,7 +45,9 @@ from moelab.kernels.vectors import BF12, BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, 
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 #: how weights are packed, see `moelab.store.bf12` and `fewbit` → kinds
 PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
-F32, BF16 = FLOAT32.tag, BFLOAT16.tag  # as kernels have them
+#: as kernels have them
+F32 = FLOAT32.tag
+BF16 = BFLOAT16.tag
 
 #: what threads share of one call of `multiply_into`: how many pieces are taken, of `pieces` for each of
 #: M matrices [R, n], each of so many `outputs`; and addresses: of matrices int64 [M, 4], of bounds
@@ -60,6 +63,7 @@ OUTPUTS = 512  # the most, and what it takes of the transposed layout, whose sum
 AHEAD = 4096  # bytes to ask for before they are needed; the hardware stops at the end of a page
 SIZES = (8, 32, 128)  # tokens of one expert, or rows of a layer, that `crossover` tries
 REPEATS = 3  # the best of so many counts: the others were disturbed
+_MEASURED: dict[tuple, float] = {}
 
 
 class Matrices(NamedTuple):
@@ -96,41 +100,38 @@ def multiply(
     x : [T, n]. tokens : int64 [N], the row of x of each row of the result; None for one after the
         other.
     """
-    x, y, kind = x.contiguous(), torch.empty(int(bounds[-1]), of.R, dtype=dtype), KINDS[x.dtype]
+    x = x.contiguous()
+    y = torch.empty(int(bounds[-1]), of.R)
+    kind = KINDS[x.dtype]
     inputs = kind.tag, x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
-    team = TEAM, torch.get_num_threads()
-    _multiply(of.plan(kind), of.rows, bounds, *inputs, of.R, KINDS[dtype].tag, y.data_ptr(), team)
-    return y
+    multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team())
+    return y.to(dtype)
 
 
-def crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
+def crossover(what: tuple, first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
     """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the
-    `SIZES`, or infinity."""
+    `SIZES`, or infinity. Measured once in a process for each `what`."""
+    if what not in _MEASURED:
+        _MEASURED[what] = _measured_crossover(first, second)
+    return _MEASURED[what]
+
+
+def _measured_crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
     last = 0
     for size in SIZES:
-        seconds: list[list[float]] = [[], []]
-        for _ in range(1 + REPEATS):  # the first ones compile, pack, fill caches
-            # In turn: what disturbs one disturbs the other.
-            for function, runs in zip((first, second), seconds):
-                start = time.perf_counter()
-                function(size)
-                runs.append(time.perf_counter() - start)
-        if min(seconds[0][1:]) > min(seconds[1][1:]):
+        # In turn: what disturbs one disturbs the other. The first ones compile, pack, fill caches.
+        runs = [(_seconds(first, size), _seconds(second, size)) for _ in range(1 + REPEATS)]
+        ours, theirs = map(min, zip(*runs[1:]))
+        if ours > theirs:
             return (last + size) // 2 if last else 1
         last = size
     return inf
 
 
-@kernel
-def _multiply(plan, matrices, bounds, kind, x, T, n, tokens, R, out_kind, out, team):
-    """`multiply_into` with results of any plain kind."""
-    if span(out_kind, 1) == 4:
-        multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, out, team)
-        return
-    y = np.empty(bounds[-1] * R, np.float32)
-    multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, address(y), team)
-    for i in range(len(y)):
-        write(out_kind, out, i, y[i])
+def _seconds(function: Callable[[int], Any], size: int) -> float:
+    start = time.perf_counter()
+    function(size)
+    return time.perf_counter() - start
 
 
 @kernel
@@ -154,25 +155,20 @@ def multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, y, team):
     M, N, (run, threads) = len(matrices), bounds[-1], team
     while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
         outputs *= 2
-    wide, inputs, jobs = np.empty(T * n + 16, np.float32), np.empty(N, np.int64), np.empty(1, JOB)
+    wide = np.empty(T * n + 16, np.float32)
+    inputs = np.empty(N, np.int64)
     begin = (address(wide) + 63) // 64 * 64  # no vector lies across two cache lines
     for t in range(T):
         widen(kind, order, x + span(kind, t * n), n, begin + 4 * n * t)
     for j in range(N):
         inputs[j] = begin + 4 * n * (tokens[j] if len(tokens) > 0 else j)
-    job = jobs[0]
-    job.taken, job.M, job.n, job.R, job.outputs = 0, M, n, R, outputs
-    job.pieces = (R + outputs - 1) // outputs
-    job.matrices, job.bounds, job.inputs, job.y = (
-        address(matrices),
-        address(bounds),
-        address(inputs),
-        y,
-    )
-    together(run, work, min(threads, M * job.pieces), address(jobs))
+    pieces = (R + outputs - 1) // outputs
+    where = address(matrices), address(bounds), address(inputs), y
+    job = np.array((0, M, n, R, pieces, outputs) + where)  # in the order of `FIELDS`
+    together(run, work, min(threads, M * pieces), address(job))
     kept(wide)
     kept(inputs)
-    kept(jobs)
+    kept(job)
 
 
 @kernel
@@ -204,7 +200,8 @@ def _rows(x_kind, kind, at):
         piece = take(at)
         if piece >= job.M * job.pieces:
             return
-        m, begin = piece // job.pieces, piece % job.pieces * job.outputs
+        m = piece // job.pieces
+        begin = piece % job.pieces * job.outputs
         end = min(begin + job.outputs, job.R)
         for group in range(bounds[m], bounds[m + 1], GROUP):
             group_end = min(group + GROUP, bounds[m + 1])
@@ -212,35 +209,40 @@ def _rows(x_kind, kind, at):
                 x_kind, kind, job, matrices[m], address(inputs), group, group_end, begin, end
             )
         if matrices[m, 3] > 0:
-            _add_escapes(
-                kind, job, matrices[m], inputs[bounds[m] : bounds[m + 1]], bounds[m], begin, end
-            )
+            mine = inputs[bounds[m] : bounds[m + 1]]
+            _add_escapes(kind, kind, False, job, matrices[m], mine, bounds[m], begin, end)
 
 
 @kernel
 def _rows_of_group(x_kind, kind, job, matrix, inputs, first, last, begin, end):
     """Rows begin…end of a matrix times the tokens first…last, by tiles."""
     n, R, (w, other, bias) = job.n, job.R, (matrix[0], matrix[1], matrix[2])
-    whole, table, r = n - n % step(kind), w - 16, begin
+    whole = n - n % step(kind)
+    table = w - 16
+    r = begin
     near = AHEAD if span(kind, 2) < 4 else AHEAD // 2  # plain kinds the hardware follows, too
     several = last - first > 2 or span(kind, 2) == 1  # or rows in turn
     while r < end:
         rows = TILE if r + TILE <= end else 1
-        at, second, tile = w + span(kind, r * n), other + beside(kind, r, n), span(kind, rows * n)
+        at = w + span(kind, r * n)
+        second = other + beside(kind, r, n)
+        tile = span(kind, rows * n)
         ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else near
         token = first
         while token < last:
-            left = last - token if rows > 1 else 1  # few matrices have rows beyond whole tiles
-            tokens = TILE if left >= TILE else 2 if left >= 2 else 1
-            x, to = inputs + 8 * token, job.y + 4 * (token * R + r)
-            if rows == 1:
-                dots(1, 1, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
-            elif tokens == TILE:
-                dots(TILE, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
-            elif tokens == 2:
-                dots(2, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
+            x = inputs + 8 * token
+            to = job.y + 4 * (token * R + r)
+            tokens = 1
+            if rows == 1:  # few matrices have rows beyond whole tiles
+                dots(1, 1, x_kind, kind, x, at, second, table, n, to, R, ahead)
+            elif last - token >= TILE:
+                tokens = TILE
+                dots(TILE, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
+            elif last - token >= 2:
+                tokens = 2
+                dots(2, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
             else:
-                dots(1, TILE, x_kind, kind, x, at, second, table, n, whole, to, R, ahead)
+                dots(1, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
             if whole < n or bias != 0:
                 _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
             token += tokens
@@ -262,29 +264,32 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
 
 
 @kernel
-def _escapes_of(kind, job, matrix):
-    """Where among a matrix's weights its escapes are."""
-    return carray(pointer(matrix[1] + span(kind, job.R * job.n) // 2), matrix[3], np.uint32)
+def _add_escapes(order, kind, transposed, job, matrix, inputs, first, begin, end):
+    """Add to the outputs begin…end of all tokens what the weights of escapes lack to their true
+    values: their codes are 0, which is the first of the table.
 
-
-@kernel
-def _missing(matrix, escapes, i):
-    """What an escape's weight lacks to its true value: its codes are 0, which is the first of the
-    table."""
-    true = weight(BF16, address(escapes) + 4 * len(escapes), i)
-    return true - weight(BF16, matrix[0] - 17, 0)
-
-
-@kernel
-def _add_escapes(kind, job, matrix, inputs, first, begin, end):
-    """Add to the rows begin…end of all tokens what escapes lack."""
-    escapes, n = _escapes_of(kind, job, matrix), job.n
-    for i in range(np.searchsorted(escapes, begin * n), np.searchsorted(escapes, end * n)):
-        r, c, missing = escapes[i] // n, escapes[i] % n, _missing(matrix, escapes, i)
-        for t in range(len(inputs)):
-            total = weight(F32, job.y, (first + t) * job.R + r)
-            total += missing * given(kind, inputs[t], c)
-            write(F32, job.y, (first + t) * job.R + r, total)
+    order : the kind for which inputs are in order."""
+    n = job.n
+    R = job.R
+    count = matrix[3]
+    lowest = 0
+    highest = matrix[3]
+    escapes = carray(pointer(matrix[1] + span(kind, R * n) // 2), count, np.uint32)
+    values = address(escapes) + 4 * count
+    instead = weight(BF16, matrix[0] - 17, 0)
+    if not transposed:  # they are sorted
+        lowest = np.searchsorted(escapes, begin * n)
+        highest = np.searchsorted(escapes, end * n)
+    width = R if transposed else n
+    for i in range(lowest, highest):
+        row = escapes[i] // width
+        column = escapes[i] % width
+        r = column if transposed else row
+        c = row if transposed else column
+        missing = weight(BF16, values, i) - instead
+        for t in range(len(inputs) if begin <= r < end else 0):
+            total = weight(F32, job.y, (first + t) * R + r)
+            write(F32, job.y, (first + t) * R + r, total + missing * given(order, inputs[t], c))
 
 
 @kernel
@@ -292,68 +297,64 @@ def _columns(kind, at):
     """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights
     are read."""
     jobs, matrices, bounds, inputs = _job_at(at)
-    job, sums = jobs[0], np.empty((8, OUTPUTS), np.float32)
+    job = jobs[0]
+    sums = np.empty((8, OUTPUTS), np.float32)
     while True:
         piece = take(at)
         if piece >= job.M * job.pieces:
             return
-        m, begin = piece // job.pieces, piece % job.pieces * OUTPUTS
-        columns = min(OUTPUTS, job.R - begin)
+        m = piece // job.pieces
+        begin = piece % job.pieces * OUTPUTS
+        end = min(begin + OUTPUTS, job.R)
+        whole = (end - begin) // step(kind) * step(kind)
         for token in range(bounds[m], bounds[m + 1], len(sums)):
             mine = inputs[token : min(token + len(sums), bounds[m + 1])]
             sums[:] = 0
-            _sum_columns(kind, job, matrices[m], mine, begin, columns, sums)
-            _add_escapes_of_columns(kind, job, matrices[m], mine, begin, columns, sums)
-            _store_columns(kind, job, matrices[m], token, len(mine), begin, columns, sums)
+            _sum_columns(kind, job, matrices[m], mine, begin, whole, sums)
+            _store_columns(kind, job, matrices[m], mine, token, begin, end, whole, sums)
+            if matrices[m, 3] > 0:
+                _add_escapes(F32, kind, True, job, matrices[m], mine, token, begin, end)
 
 
 @kernel
-def _sum_columns(kind, job, matrix, inputs, begin, columns, sums):
-    """Add to sums [tokens, columns] all rows of weights, four at a time."""
-    n, R, whole, table = job.n, job.R, columns - columns % step(kind), matrix[0] - 16
-    w, other = matrix[0] + span(kind, begin), matrix[1] + span(kind, begin) // 2
-    for i in range(0, n - 3, 4):
-        at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
+def _sum_columns(kind, job, matrix, inputs, begin, whole, sums):
+    """Add to sums [tokens, whole] all rows of weights."""
+    n = job.n
+    R = job.R
+    table = matrix[0] - 16
+    w = matrix[0] + span(kind, begin)
+    other = matrix[1] + span(kind, begin) // 2
+    for i in range(0, n, ROWS):
+        at = w + span(kind, i * R)
+        second = other + span(kind, i * R) // 2
         for t in range(len(inputs)):
-            x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
-            add_rows(4, kind, x, at, second, table, R, whole, to)
-    for i in range(n - n % 4, n):
-        at, second = w + span(kind, i * R), other + span(kind, i * R) // 2
-        for t in range(len(inputs)):
-            x, to = inputs[t] + 4 * i, address(sums) + 4 * OUTPUTS * t
-            add_rows(1, kind, x, at, second, table, R, whole, to)
-    for i in range(n if whole < columns else 0):
-        for t in range(len(inputs)):
-            value = weight(F32, inputs[t], i)
-            for c in range(whole, columns):
-                sums[t, c] += value * weight(kind, w + span(kind, i * R), c)
+            x = inputs[t] + 4 * i
+            to = address(sums) + 4 * OUTPUTS * t
+            add_rows(kind, x, min(ROWS, n - i), at, second, table, R, whole, to)
 
 
 @kernel
-def _add_escapes_of_columns(kind, job, matrix, inputs, begin, columns, sums):
-    escapes = _escapes_of(kind, job, matrix)
-    for i in range(len(escapes)):
-        r, c = escapes[i] // job.R, escapes[i] % job.R - begin
-        for t in range(len(inputs) if 0 <= c < columns else 0):
-            sums[t, place(kind, c)] += _missing(matrix, escapes, i) * weight(F32, inputs[t], r)
-
-
-@kernel
-def _store_columns(kind, job, matrix, token, tokens, begin, columns, sums):
-    whole, bias = columns - columns % step(kind), matrix[2]
-    for t in range(tokens):
-        for c in range(columns):
-            total = sums[t, place(kind, c) if c < whole else c]
+def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
+    """Write the sums of the `whole` first outputs, those of the others, and biases."""
+    w = matrix[0]
+    bias = matrix[2]
+    R = job.R
+    for t in range(len(inputs)):
+        for r in range(begin, end):
+            total = sums[t, place(kind, r - begin)] if r < begin + whole else np.float32(0)
+            for i in range(job.n if r >= begin + whole else 0):
+                total += weight(F32, inputs[t], i) * weight(kind, w + span(kind, i * R), r)
             if bias != 0:
-                total += weight(kind, bias, begin + c)
-            write(F32, job.y, (token + t) * job.R + begin + c, total)
+                total += weight(kind, bias, r)
+            write(F32, job.y, (token + t) * R + r, total)
 
 
 @cache
 def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
     """Of `multiply_into`, for weights of a kind and inputs x."""
     in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
-    tag, x_tag = kind.tag, x.tag if in_pairs else F32
+    tag = kind.tag
+    x_tag = x.tag if in_pairs else F32
 
     def rows(at):
         _rows(x_tag, tag, at)

@@ -10,6 +10,8 @@ import ctypes
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 
+import torch
+
 from moelab.forks import in_children
 from moelab.kernels.compile import c_library, kernel
 from moelab.kernels.emit import together
@@ -31,6 +33,11 @@ def _parallel(function: int, job: int, threads: int, _: int) -> None:
 
 PYTHON_TEAM = ctypes.cast(_parallel, ctypes.c_void_p).value
 TEAM = c_library("GOMP_parallel") or PYTHON_TEAM
+
+
+def team() -> tuple[int, int]:
+    """That of a call now."""
+    return TEAM, torch.get_num_threads()
 
 
 @kernel

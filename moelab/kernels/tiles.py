@@ -24,12 +24,13 @@ from moelab.kernels.vectors import (
     FLOAT16,
     FLOAT32,
     FLOATS,
-    FP8,
     STEP,
     WIDTH,
     Kind,
     joined,
 )
+
+ROWS = 4  # at most, that `add_rows` adds: their sums are loaded and stored once
 
 
 @emitted()
@@ -42,21 +43,22 @@ def dots(
     w,
     other,
     table,
-    stride,
     n,
     out,
     apart,
     ahead,
 ):
-    """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, a
-    multiple of `step`.
+    """Write fp32 [tokens, rows] at `out`, tokens `apart` numbers apart: sums over n inputs, but for
+    those beyond the whole steps.
 
     x : where the addresses of the tokens' rows lie, as `spread` writes them, from `x_kind`. w,
-    other, table : addresses of the first row of weights, `stride` weights apart; the last two only
-    of packed kinds. What lies `ahead` bytes behind a weight is prefetched with it: asked for in
-    bursts, memory and arithmetic would wait for each other."""
-    inputs, table = [(x + 8 * t).load(I64) for t in range(tokens)], kind.table(table)
-    matrix = [_row(kind, w, other, stride * r) for r in range(rows)]
+    other, table : addresses of the first row of n weights; the last two only of packed kinds. What
+    lies `ahead` bytes behind a weight is prefetched with it: asked for in bursts, memory and
+    arithmetic would wait for each other."""
+    inputs = [(x + 8 * t).load(I64) for t in range(tokens)]
+    table = kind.table(table)
+    before = [(kind.span(n * r), kind.beside_rows(n.of(r), n)) for r in range(rows)]
+    matrix = [(w + first, other + second) for first, second in before]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
     # computes too much.
     in_turn = tokens <= 2 and kind.size >= BLOCK
@@ -64,11 +66,12 @@ def dots(
     chains = 4 if tokens * len(turns[0]) == 1 else 1
     sums = [[_Sum(x.builder, chains) for _ in range(rows)] for _ in range(tokens)]
     for turn in turns:
-        with n.steps(kind.step) as i:
+        with (n & -kind.step).steps(kind.step) as i:
             places = range(0, kind.step, WIDTH)
             values = [[(p + i * 4 + 4 * at).load(FLOATS) for at in places] for p in inputs]
             for r in turn:
-                here, beside = matrix[r][0] + kind.span(i), matrix[r][1] + kind.beside(i)
+                here = matrix[r][0] + kind.span(i)
+                beside = matrix[r][1] + kind.beside(i)
                 _fetch_ahead(kind, here, beside, ahead)
                 weights = INSTRUCTIONS[kind].weights(x_kind, (here, beside, table))
                 _add_products(kind, [of[r] for of in sums], values, weights)
@@ -76,17 +79,12 @@ def dots(
         _store_sums(out + apart * t * 4, [one.total() for one in sums[t]])
 
 
-def _row(kind: Kind, w: Value, other: Value, skip: Value) -> tuple[Value, Value]:
-    """Both addresses of a row of a tile, which is `skip` weights behind the first."""
-    # Scales of fp8 are those of 128 rows, which a tile lies within.
-    return w + kind.span(skip), other if kind is FP8 else other + kind.beside(skip)
-
-
 class _Sum:
     """A vector of sums in a register, or in several, as one would wait for itself."""
 
     def __init__(self, builder: ir.IRBuilder, chains: int) -> None:
-        self.builder, zeros = builder, fill(FLOATS, 0.0)
+        self.builder = builder
+        zeros = fill(FLOATS, 0.0)
         self.chains = [cgutils.alloca_once_value(builder, zeros) for _ in range(chains)]
 
     def add(self, number: int, x: Value, weights: Value) -> None:
@@ -121,20 +119,27 @@ def _store_sums(to: Value, found: list[Value]) -> None:
         to.store(_four_sums(*found))
         return
     for r, vector in enumerate(found):
-        name, zero = f"vector.reduce.fadd.v{WIDTH}f32", vector.of(0.0, F32)
+        name = f"vector.reduce.fadd.v{WIDTH}f32"
+        zero = vector.of(0.0, F32)
         (to + 4 * r).store(zero.call(name, vector, fastmath=("reassoc",)))
 
 
 @emitted()
-def add_rows(rows: int, kind: Kind, x, w, other, table, stride, n, sums):
-    """Add to n fp32 sums, a multiple of `step`, rows of weights times one input each: the
-    transposed layout.
+def add_rows(kind: Kind, x, rows, w, other, table, stride, n, sums):
+    """Add to n fp32 sums, a multiple of `step`, up to `ROWS` rows of weights times one input each:
+    the transposed layout.
 
     x : where the inputs lie, fp32 [rows]. Sums come in the order of `place`.
     """
-    skip, table = [stride * r for r in range(rows)], kind.table(table)
-    matrix = [(w + kind.span(s), other + kind.beside(s)) for s in skip]
-    inputs = [(x + 4 * r).load(F32).everywhere(WIDTH) for r in range(rows)]
+    table = kind.table(table)
+    inputs = []
+    matrix = []
+    for r in range(ROWS):  # one that there is not is the first, times 0
+        there = rows.is_(">", r)
+        row = there.made("select", rows.of(r), rows.of(0))
+        one = (x + row * 4).load(F32)
+        inputs.append(there.made("select", one, one.of(0.0)).everywhere(WIDTH))
+        matrix.append((w + kind.span(stride * row), other + kind.beside(stride * row)))
     with n.steps(kind.step) as i:
         places = [sums + i * 4 + 4 * at for at in range(0, kind.step, WIDTH)]
         values = [place.load(FLOATS) for place in places]
@@ -149,13 +154,15 @@ def add_rows(rows: int, kind: Kind, x, w, other, table, stride, n, sums):
 def spread(kind: Kind, order: Kind, x, n, out):
     """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights
     of `order`, as these are multiplied."""
-    size, wanted = order.step, INSTRUCTIONS[order].order
+    size = order.step
+    wanted = INSTRUCTIONS[order].order
     begins = range(0, size, STEP)
     given = [begin + number for begin in begins for number in kind.order]
     with n.steps(size) as i:
         parts = [part for at in begins for part in kind.vectors(x + kind.span(i + at), x, None)]
         if wanted != given:
-            where, whole = [given.index(number) for number in wanted], joined(parts)
+            where = [given.index(number) for number in wanted]
+            whole = joined(parts)
             parts = [whole.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
         for at, vector in enumerate(INSTRUCTIONS[order].prepared(parts)):
             (out + i * 4 + 4 * WIDTH * at).store(vector)
@@ -184,7 +191,8 @@ def _place(kind: Kind, i: Value) -> Value:
         return i
     places = [fill(I64, order.index(number)) for number in range(kind.step)]
     values = ir.ArrayType(I64, kind.step)(places)
-    b, inside = i.builder, i & kind.step - 1
+    b = i.builder
+    inside = i & kind.step - 1
     known = cgutils.global_constant(b, f"moelab_place_{type(kind).__name__}", values)
     return i - inside + Value(b, b.load(b.gep(known, [fill(I32, 0), inside.llvm])))
 
@@ -223,7 +231,7 @@ def span(kind: Kind, count):
 @emitted(types.int64)
 def beside(kind: Kind, row, n):
     """Bytes before a row of n weights at their other address."""
-    return (row >> 7) * (n + 127 >> 7) * 4 if kind is FP8 else kind.beside(row * n)
+    return kind.beside_rows(row, n)
 
 
 def _fetch(address: Value) -> None:

@@ -28,7 +28,8 @@ WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4
 STEP = 2 * WIDTH  # weights that a loop takes at a time of plain kinds
 BLOCK = 64  # and of packed ones
 GROUP = 32  # weights that share a scale, but of fp8
-FLOATS, WORDS = ir.VectorType(F32, WIDTH), ir.VectorType(I32, WIDTH)
+FLOATS = ir.VectorType(F32, WIDTH)
+WORDS = ir.VectorType(I32, WIDTH)
 BYTES = ir.VectorType(I8, 4 * WIDTH)
 #: whether bytes are looked up in tables of 64 and 128, by their low bits
 LOOKS_UP_BYTES = bool(_FEATURES.get("avx512vbmi"))
@@ -36,14 +37,11 @@ HAS_PAIRS = WIDTH == 16 and LOOKS_UP_BYTES and bool(_FEATURES.get("avx512bf16"))
 HAS_BYTE_SUMS = WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {
-    ("x86_64", 64): "x86.avx512.pshuf.b.512",
+    ("x86_64", 64): f"x86.avx512.{'permvar.qi' if LOOKS_UP_BYTES else 'pshuf.b'}.512",
     ("x86_64", 32): "x86.avx2.pshuf.b",
+    ("x86_64", 16): "x86.ssse3.pshuf.b.128",
     ("aarch64", 16): "aarch64.neon.tbl1.v16i8",
 }
-if _FEATURES.get("ssse3"):
-    _LOOK_UPS["x86_64", 16] = "x86.ssse3.pshuf.b.128"
-if LOOKS_UP_BYTES:
-    _LOOK_UPS["x86_64", 64] = "x86.avx512.permvar.qi.512"
 _PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
@@ -72,8 +70,11 @@ class Kind:
     each `offset` larger than `factor` times its value, in `byte_order`.
     """
 
-    size, other, scaled = 128, 0, False
-    step, order = STEP, list(range(STEP))
+    size = 128
+    other = 0
+    scaled = False
+    step = STEP
+    order = list(range(STEP))
 
     def __init__(self, tag: type) -> None:
         self.tag = tag(0)
@@ -84,8 +85,12 @@ class Kind:
         return _portion(count, self.size)
 
     def beside(self, count: Value) -> Value:
-        """Bytes at the other address of so many weights of a row, or of whole blocks of rows."""
+        """Bytes at the other address of so many weights of a row."""
         return _portion(count, self.other)
+
+    def beside_rows(self, rows: Value, n: Value) -> Value:
+        """Bytes at the other address of so many rows of n weights."""
+        return self.beside(rows * n)
 
     def table(self, address: Value) -> Value | None:
         """What all weights of a matrix are looked up in, from its address."""
@@ -135,7 +140,9 @@ class BFloat16(Kind):
 
 
 class Bf12(Kind):
-    size, other, step = 64, 32, BLOCK
+    size = 64
+    other = 32
+    step = BLOCK
     order = pair_order = UNPACKED
 
     def table(self, address):
@@ -167,8 +174,11 @@ class FewBits(Kind):
     `codes(weights, other)` yields the vectors of scales of a block, each with the vectors of fp32
     codes that it multiplies."""
 
-    size, other, scaled = 32, 4, True
-    step, order = BLOCK, list(range(BLOCK))
+    size = 32
+    other = 4
+    scaled = True
+    step = BLOCK
+    order = list(range(BLOCK))
 
     def vectors(self, weights, other, table):
         parts = self.codes(weights, other)
@@ -187,7 +197,9 @@ class FewBits(Kind):
 
 
 class Int8(FewBits):
-    size, offset, factor = 64, 128, 1.0
+    size = 64
+    offset = 128
+    factor = 1.0
     byte_order = FewBits.order
 
     def codes(self, weights, other):
@@ -245,7 +257,9 @@ class FourBits(FewBits):
 
 
 class Int4(FourBits):
-    offset, values, factor = 8, [*range(-8, 8)], 1.0
+    offset = 8
+    values = [*range(-8, 8)]
+    factor = 1.0
 
     def bytes(self, weights):
         codes = weights.load(ir.VectorType(I8, BLOCK // 2))
@@ -255,7 +269,9 @@ class Int4(FourBits):
 class Mxfp4(FourBits):
     """e2m1 times e8m0, a byte for each 32 weights."""
 
-    other, offset, factor = 2, 12, 2.0
+    other = 2
+    offset = 12
+    factor = 2.0
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
     def usable(self, scales: Value) -> Value:  # 2⁻¹²⁷ is a subnormal, which products may take for 0
@@ -274,10 +290,15 @@ class Mxfp4(FourBits):
 class Fp8(FewBits):
     """e4m3, fp32 scales for 128 rows × 128 inputs, of which a block is half a row."""
 
-    size, other, pair_order = 64, 2, UNPACKED
+    size = 64
+    other = 2
+    pair_order = UNPACKED
 
     def beside(self, count):
         return count >> 7 << 2
+
+    def beside_rows(self, rows, n):
+        return (rows >> 7) * (n + 127 >> 7) * 4
 
     def codes(self, weights, other):
         found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
@@ -296,7 +317,8 @@ class Fp8(FewBits):
         return _unpacked(low, high | codes & 128)
 
     def _of_128(self, codes: Value, table: list[int]) -> Value:
-        first, second = codes.of(table[:64]), codes.of(table[64:])
+        first = codes.of(table[:64])
+        second = codes.of(table[64:])
         return first.call("x86.avx512.vpermi2var.qi.512", codes, second)
 
 
@@ -333,13 +355,9 @@ def _widened(words: Value) -> list[Value]:
 def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
-    if name := _LOOK_UPS.get((_PROCESSOR, n)):
-        table = table.shuffled([i % 16 for i in range(n)])
-        return table.call(name, codes if LOOKS_UP_BYTES and n == 64 else codes & 15)
-    found = codes.of(0)
-    for code in range(16):
-        found = (codes & 15).is_("==", code).made("select", table.shuffled([code] * n), found)
-    return found
+    table = table.shuffled([i % 16 for i in range(n)])
+    ignores_others = LOOKS_UP_BYTES and n == 64
+    return table.call(_LOOK_UPS[_PROCESSOR, n], codes if ignores_others else codes & 15)
 
 
 def joined(parts: list[Value]) -> Value:
@@ -355,6 +373,11 @@ def _in_bf16(value: float) -> int:
     return unpack("<I", pack("<f", value))[0] >> 16
 
 
-FLOAT32, FLOAT16, BFLOAT16 = Float32(np.float32), Float16(np.int16), BFloat16(np.uint16)
-BF12, INT8, INT4 = Bf12(np.int8), Int8(np.uint8), Int4(np.uint32)
-MXFP4, FP8 = Mxfp4(np.int32), Fp8(np.uint64)
+FLOAT32 = Float32(np.float32)
+FLOAT16 = Float16(np.int16)
+BFLOAT16 = BFloat16(np.uint16)
+BF12 = Bf12(np.int8)
+INT8 = Int8(np.uint8)
+INT4 = Int4(np.uint32)
+MXFP4 = Mxfp4(np.int32)
+FP8 = Fp8(np.uint64)

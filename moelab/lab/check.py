@@ -16,10 +16,10 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.comparison import are_numbers, finished_runs, is_named
+from moelab.comparison import MetricsFile, are_numbers, finished_runs, is_named
 from moelab.files import read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
-from moelab.records import MetricsFile, Record
+from moelab.records import Record
 from moelab.registry import require
 from moelab.table import text_table
 

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from moelab import claims
-from moelab.comparison import finished_runs
+from moelab.comparison import FigureFile, KeptMetric, MetricsFile, RunFile, finished_runs
 from moelab.files import read_json, results_root, write_text
-from moelab.records import FigureFile, Metric, MetricsFile, RunFile
 from moelab.table import format_value
 
 STYLE = """
@@ -133,7 +132,7 @@ def _section(name: str, run: Path, answered: list[claims.Row]) -> str:
     return "\n".join(part for part in parts if part) + "</section>"
 
 
-def _metrics_table(metrics: dict[str, Metric]) -> str:
+def _metrics_table(metrics: dict[str, KeptMetric]) -> str:
     rows = [[name, m["value"], m["unit"], m["kind"]] for name, m in metrics.items()]
     return _table("Metrics", ["metric", "value", "unit", "kind"], rows)
 

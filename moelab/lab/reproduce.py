@@ -13,6 +13,7 @@ import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from moelab.comparison import MetricsFile
 from moelab.files import read_json
 from moelab.lab.report import write_report
 from moelab.lab.runner import (
@@ -25,7 +26,6 @@ from moelab.lab.runner import (
     run_notebook,
     split_assignments,
 )
-from moelab.records import MetricsFile
 from moelab.table import format_value, text_table
 
 SHOWN_METRICS = 3

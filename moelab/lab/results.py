@@ -32,9 +32,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from moelab.comparison import LAB, run_number
+from moelab.comparison import KINDS, LAB, run_number
 from moelab.files import remove_leftovers, results_root, write_json
-from moelab.records import KINDS, Numbers, Record, Records
+from moelab.records import Numbers, Record, Records
 from moelab.results import environment, load_average, why_busy
 
 SCHEMA = "moelab.metrics/1"

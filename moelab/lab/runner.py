@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from moelab.arguments import number
-from moelab.comparison import is_named
+from moelab.comparison import RunFile, is_named
 from moelab.files import CHECKOUT, absolute, read_json, remove_leftovers, results_root, write_json
 from moelab.lab.results import about, new_run_id, part_name
-from moelab.records import Record, RunFile
+from moelab.records import Record
 from moelab.registry import near, require
 from moelab.schema import Must, naming, parse_json, typed
 

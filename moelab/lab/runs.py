@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.comparison import finished_runs
+from moelab.comparison import RunFile, finished_runs
 from moelab.files import read_json, results_root
 from moelab.lab.runner import memory_of, notebooks
-from moelab.records import RunFile
 from moelab.table import text_table
 
 

@@ -64,7 +64,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
-from moelab.comparison import are_numbers
+from moelab.comparison import KeptMetric, MetricsFile, are_numbers
 from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.journal import Journal
 from moelab.lab.runner import (
@@ -77,7 +77,7 @@ from moelab.lab.runner import (
     split_assignments,
 )
 from moelab.progress import progress
-from moelab.records import Metric, MetricsFile, Record
+from moelab.records import Record
 from moelab.results import environment, metrics_of
 from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
@@ -100,7 +100,7 @@ class Row(NamedTuple):
     """A finished point: metrics as in metrics.json; where, when and by which commit it was run."""
 
     point: Point
-    metrics: dict[str, Metric]
+    metrics: dict[str, KeptMetric]
     at: At
 
 

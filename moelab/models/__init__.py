@@ -2,7 +2,7 @@
 
 from moelab.models.experts import SeamExperts, assignments, eager
 from moelab.models.identity import identity
-from moelab.models.seam import MoELayer, discover, plug, plugged, unplug
+from moelab.models.seam import MoELayer, discover, plug, plugged
 
 __all__ = [
     "MoELayer",
@@ -13,5 +13,4 @@ __all__ = [
     "identity",
     "plug",
     "plugged",
-    "unplug",
 ]

@@ -7,13 +7,12 @@ of any hub checkpoint."""
 from __future__ import annotations
 
 import re
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache, reduce, wraps
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,29 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from moelab.forks import in_children
-
-_lock = threading.RLock()
-in_children(_lock._at_fork_reinit)
-
 
 def transformers_version() -> str:
     import transformers
 
     return transformers.__version__
-
-
-def once(function: Callable[[], Any]) -> Callable[[], Any]:
-    """A function that is called the first time only, by one thread while others wait for its
-    result."""
-    found = cache(function)
-
-    @wraps(function)
-    def locked() -> Any:
-        with _lock:
-            return found()
-
-    return locked
 
 
 def model_class(config: Any) -> type:
@@ -80,14 +61,10 @@ class _NewTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made, kwargs = func(*args, **(kwargs or {})), kwargs or {}
-        if (
-            not isinstance(made, Tensor)
-            or not made.is_floating_point()
-            or made.dtype == self.dtype
-            or kwargs.get("dtype") is not None
-            or func in self.asked
-        ):
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        asked = kwargs.get("dtype") is not None or func in self.asked
+        if asked or not isinstance(made, Tensor) or not made.is_floating_point():
             return made
         given = [*kwargs.values()]
         for value in args:
@@ -99,7 +76,7 @@ class _NewTensors(TorchFunctionMode):
         return made if any(known) else made.to(self.dtype)
 
 
-@once
+@cache
 def _tie_weights() -> Callable[..., None]:
     """transformers' own `tie_weights`, which each of its `from_pretrained` switches off for all
     threads meanwhile."""
@@ -117,41 +94,15 @@ def _private(cls: type) -> type:
     `from_pretrained` does that within contexts that set torch's default dtype and methods of
     `PreTrainedModel`."""
 
-    def __init__(self: Any, config: Any) -> None:  # noqa: N807
-        self._constructed = False
-        cls.__init__(self, config)
-        for module in self.modules():
-            if (
-                type(module).__name__ == "NllbMoeSinusoidalPositionalEmbedding"
-            ):  # asks torch for its default dtype
-                module.weights = module.weights.to(self.dtype)
-        self._constructed = True
-
     def tie_weights(self: Any, *args: Any, **kwargs: Any) -> None:
-        if self._constructed:
-            _tie_weights()(self, *args, **kwargs)
+        _tie_weights()(self, *args, **kwargs)
 
     def get_init_context(_: type, dtype: torch.dtype, *_args: Any) -> list[Any]:
         return [torch.device("meta"), _NewTensors(dtype)]
 
-    return type(
-        cls.__name__,
-        (cls,),
-        {
-            "__module__": cls.__module__,
-            "__qualname__": cls.__qualname__,
-            "__init__": __init__,
-            "tie_weights": tie_weights,
-            "get_init_context": classmethod(get_init_context),
-        },
-    )
-
-
-def _public(model: Any) -> Any:
-    """A model of a private class, as one of transformers' own."""
-    del model._constructed
-    model.__class__ = type(model).__base__
-    return model
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    members |= {"tie_weights": tie_weights, "get_init_context": classmethod(get_init_context)}
+    return type(cls.__name__, (cls,), members)
 
 
 def meta_twin(config: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
@@ -167,8 +118,8 @@ def meta_twin(config: Any, dtype: torch.dtype | None = None) -> torch.nn.Module:
             of.dtype = config.dtype
     with torch.device("meta"), _NewTensors(config.dtype or torch.float32):
         model = _private(model_class(config))(config)
-    model.tie_weights(recompute_mapping=False)
-    return _public(model)
+    model.__class__ = type(model).__base__
+    return model
 
 
 def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -179,29 +130,28 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     for nothing else there: no adapters, other weights or code.
 
     config : the checkpoint's, which says how it is quantised (`models.quantizers.readable`)."""
-    private = _private(type(model))
-    model.__class__, model._constructed = private, True
+    from transformers.utils import logging
+
+    stock, private = type(model), _private(type(model))
+    model.__class__ = private
     filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
-    _, report = filled.from_pretrained(
-        None,
-        model=model,
-        config=config,
-        state_dict=tensors,
-        dtype=model.config.dtype,
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
-    _public(model)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        _, report = filled.from_pretrained(
+            None,
+            model=model,
+            config=config,
+            state_dict=tensors,
+            dtype=model.config.dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    model.__class__ = stock
     return report
-
-
-def share_conversion(model_type: str, like: str) -> None:
-    """Make checkpoints of `model_type` load by the conversion table of another model type."""
-    from transformers import conversion_mapping
-
-    conversion_mapping.register_checkpoint_conversion_mapping(
-        model_type, conversion_mapping.get_checkpoint_conversion_mapping(like)
-    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -249,18 +199,17 @@ def is_sdpa(config: Any) -> bool:
     return config._attn_implementation == "sdpa"
 
 
-def named_after(model: nn.Module, folder: str) -> None:
-    """Say where a model is from; its config has no public setter."""
-    model.name_or_path = model.config._name_or_path = folder
-
-
-def generation_config(folder: Path) -> Any:
-    """A checkpoint's GenerationConfig; without a file of its own, from what its config.json says."""
+def describe(model: nn.Module, folder: Path) -> None:
+    """Say where a model is from, which its config has no public setter for, and how it generates: by
+    its checkpoint's generation_config.json, or else by what config.json says."""
     from transformers import GenerationConfig
 
+    model.name_or_path = model.config._name_or_path = str(folder)
     own = (folder / "generation_config.json").is_file()
     options = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
-    return GenerationConfig.from_pretrained(folder, local_files_only=True, **options)
+    model.generation_config = GenerationConfig.from_pretrained(
+        folder, local_files_only=True, **options
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -368,55 +317,34 @@ def loading_plan(
             raise ValueError(f"{key} and {plan.keys[0]} both are {target}")
         plan.sources.setdefault(pattern or key, []).append(key)
     for plan in plans.values():
-        _put_in_order(plan, parameters, renamings)
+        patterns = dict.fromkeys((*getattr(plan.converter, "source_patterns", ()), *plan.sources))
+        plan.apart = any("*" in pattern for pattern in plan.sources)
+        plan.sources = {
+            pattern: _in_order(plan, pattern, renamings)
+            for pattern in patterns
+            if pattern in plan.sources
+        }
     return plans, foreign
 
 
-def _put_in_order(
-    plan: ParameterPlan, parameters: dict[str, torch.Tensor], renamings: list[Any]
-) -> None:
-    """Sort the sources of a plan as they are joined, and the keys of each by their numbers."""
-    plan.apart = any("*" in pattern for pattern in plan.sources)
-    operations = getattr(plan.converter, "operations", ())
-    # of what is stacked, the parameter's first axis counts the sources
-    stacked = any(type(op).__name__ == "MergeModulelist" for op in operations)
-    count = len(parameters[plan.target]) if stacked else None
-    order = (*getattr(plan.converter, "source_patterns", ()), *plan.sources)
-    plan.sources = {
-        pattern: _in_order(plan, pattern, renamings, count)
-        for pattern in dict.fromkeys(order)
-        if pattern in plan.sources
-    }
-
-
-def _in_order(
-    plan: ParameterPlan, pattern: str, renamings: list[Any], count: int | None
-) -> list[str]:
-    """A pattern's keys in the order of their numbers, which are 0 … count−1, each once."""
+def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[str]:
+    """A pattern's keys in the order of their numbers; ValueError unless these are 0, 1, …, each once.
+    How many there must be, the parameter's shape says."""
     from transformers.core_model_loading import apply_renamings
 
-    keys = plan.sources[pattern]
-    if "*" not in pattern:
-        if len(keys) > 1:
-            raise ValueError(f"{' and '.join(keys[:4])} all are {pattern} of {plan.target}")
+    keys, number = plan.sources[pattern], r"(0|[1-9]\d{0,8})\."
+    if "*" not in pattern and len(keys) == 1:
         return keys
-    shape, numbers = re.compile(pattern.replace("*.", r"(0|[1-9]\d{0,8})\.")), {}
-    limit = len(keys) if count is None else count
-    for key in keys:
-        match = shape.search(apply_renamings(key, renamings))
-        number = int(match[1]) if match else limit
-        if number in numbers or number >= limit:
-            raise ValueError(
-                f"{key} is none of the {limit} tensors {pattern} of {plan.target}, which are numbered "
-                f"from 0 on and each there once"
-            )
-        numbers[number] = key
-    if absent := [number for number in range(limit) if number not in numbers]:
+    shape = re.compile(pattern.replace("*.", number))
+    found = [(shape.search(apply_renamings(key, renamings)), key) for key in keys]
+    numbered = {int(match[1]): key for match, key in found if match and match.groups()}
+    if numbered.keys() != set(range(len(keys))):
+        absent = min(set(range(len(keys))) - numbered.keys())
         raise ValueError(
-            f"{pattern.replace('*', str(absent[0]))} is missing, one of the {limit} "
-            f"tensors that {plan.target} is made of"
+            f"{pattern.replace('*', str(absent))} is missing of what {plan.target} is made of, or there "
+            f"are others ({', '.join(keys[:4])})"
         )
-    return [numbers[number] for number in range(limit)]
+    return [numbered[number] for number in range(len(keys))]
 
 
 def converted(
@@ -426,36 +354,22 @@ def converted(
     list of them each."""
     if plan.converter is None:
         return {plan.target: next(iter(tensors.values()))}
-    tensors = {
+    converter = copy(plan.converter)
+    converter.collected_tensors = defaultdict(list)
+    converter.layer_targets = defaultdict(set)  # these two are all of its state
+    given = {
         pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()
     }
-    if quantizer is None:
-        dtype = widest({tensor.dtype for found in tensors.values() for tensor in found})
-        tensors = {
-            pattern: [tensor.to(dtype) for tensor in found] for pattern, found in tensors.items()
-        }
-    converter = copy(plan.converter)
-    converter.collected_tensors, converter.layer_targets = (
-        defaultdict(list),
-        defaultdict(set),
-    )  # all of its state
-    for pattern, found in tensors.items():
+    mixed = len({tensor.dtype for found in given.values() for tensor in found}) > 1
+    for pattern, found in given.items():
         for tensor in found:
+            if mixed and quantizer is None:
+                tensor = tensor.double()  # which holds all of the others
             converter.add_tensor(plan.target, pattern, pattern, tensor)
     made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
     return {
         name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
     }
-
-
-def widest(dtypes: set[torch.dtype]) -> torch.dtype:
-    """The least type that has all numbers of these; beside others, those of one byte count as the
-    bf16 that has theirs."""
-    wide = {
-        torch.bfloat16 if dtype.is_floating_point and dtype.itemsize == 1 else dtype
-        for dtype in dtypes
-    }
-    return reduce(torch.promote_types, wide if len(dtypes) > 1 else dtypes)
 
 
 def convert_expert(
@@ -474,11 +388,8 @@ def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
     are transposed, interleaved or dequantised."""
     if plan.converter is None:
         return True
-    steps = [(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations]
-    merged, joined = ("MergeModulelist", 0), ("Concatenate", 1)
-    return quantizer is None and steps in (
-        [[merged], [merged, joined]] if plan.apart else [[joined]]
-    )
+    steps = {(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations}
+    return quantizer is None and steps <= {("MergeModulelist", 0), ("Concatenate", 1)}
 
 
 class _OneExpert:
@@ -502,14 +413,9 @@ def may_lack(
 
     missing, made, foreign : names of what the checkpoint lacks, has, and has beyond the parameters
     and buffers."""
-    ties = dict(twin.all_tied_weights_keys)
-    for name in list(missing):
-        group, before = {name}, set()  # whatever is tied to it, in either direction
-        while group != before:
-            before = set(group)
-            group |= {word for pair in ties.items() if group & set(pair) for word in pair}
-        if group & made:
-            missing = missing - {name}
+    tied = dict(twin.all_tied_weights_keys)
+    present = {tied.get(name, name) for name in made}
+    missing = {name for name in missing if tied.get(name, name) not in present}
     report = SimpleNamespace(missing_keys=missing, unexpected_keys=foreign)
     twin._adjust_missing_and_unexpected_keys(report)
     return report.missing_keys, report.unexpected_keys
@@ -539,9 +445,3 @@ def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch
         if name in live and stock.is_floating_point():
             wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
             live[name].data = live[name].data.to(wanted)
-
-
-def numbered_expert(name: str) -> tuple[int, str] | None:
-    """`expert_12.wi.weight` → (12, "wi.weight"); None for a parameter that holds all experts."""
-    match = re.fullmatch(r"expert_(\d+)\.(.+)", name)
-    return (int(match[1]), match[2]) if match else None

@@ -83,32 +83,16 @@ BLOCKS = {
 def block_class(cls: type) -> type:
     """The class of a block that calls its experts with (x, ids, weights)."""
     translation = BLOCKS.get(cls.__name__)
-    return cls if translation is None else _subclass(cls, cls.forward, translation)
+    return cls if translation is None else _subclass(cls, translation)
 
 
 def experts_class(cls: type) -> type:
     """The class of experts whose forward is the seam's, or which transformers dispatches to it."""
-    if compat.dispatches_by_name(cls) or cls.forward is _experts_forward:
-        return cls
-    return _subclass(cls, cls.forward, _experts_forward)
-
-
-def _experts_forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-    if self.stock.forward is not self.compared:
-        raise ValueError(
-            f"somebody has replaced {self.stock.__name__}.forward since this model was opened, and "
-            f"its experts would not run it: open the model again"
-        )
-    return experts.run(self, *args, **kwargs)
+    by_name = compat.dispatches_by_name(cls) or cls.forward is experts.run
+    return cls if by_name else _subclass(cls, experts.run)
 
 
 @cache
-def _subclass(cls: type, compared: Any, forward: Any) -> type:
-    """A class with another forward than `compared`, its `stock` class's own."""
-    members = {"forward": forward, "stock": cls, "compared": staticmethod(compared)}
-    return type("Seam" + cls.__name__, (cls,), members)
-
-
-def stock_class(module: nn.Module) -> type:
-    """transformers' class of a module, whether the seam has changed it or not."""
-    return getattr(type(module), "stock", type(module))
+def _subclass(cls: type, forward: Any) -> type:
+    """A class with another forward than its `stock` class."""
+    return type("Seam" + cls.__name__, (cls,), {"forward": forward, "stock": cls})

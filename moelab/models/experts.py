@@ -41,7 +41,6 @@ class SeamExperts:
     source : supplies an expert's weights; None: the module's own parameters.
     resident : whether the module holds its experts' parameters.
     shapes : parameter name → shape of one expert's tensor.
-    checked : the dtype in which its arithmetic was compared with transformers' own.
     has_gate, has_bias, is_transposed, has_post_expert_norm, is_concatenated : as transformers'
         decorator `use_experts_implementation` declares them; the last is None without it."""
 
@@ -55,7 +54,6 @@ class SeamExperts:
         self.source: Source | None = None
         self.resident = True
         self.shapes = shapes(module)
-        self.checked: torch.dtype | None = None
         for setting in DECLARED & vars(module).keys():
             setattr(self, setting, getattr(module, setting))
 
@@ -124,12 +122,19 @@ class SeamExperts:
 
 
 def seam_of(module: nn.Module, layer: int = 0) -> SeamExperts:
-    """What a module has for a seam, or would have."""
+    """What a module has for a seam, or would have. Raises ValueError for a class that transformers
+    does not dispatch by name, and that is not among `KINDS`: nobody knows what it computes."""
     if "seam" in vars(module):
         return module.seam
-    names = [cls.__name__ for cls in type(module).__mro__]
-    kind = next((KINDS[name] for name in names if name in KINDS), SeamExperts)
-    return kind(module, layer)
+    cls = type(module)
+    known = [KINDS[one.__name__] for one in cls.__mro__ if one.__name__ in KINDS]
+    if not known and not compat.dispatches_by_name(cls):
+        raise ValueError(
+            f"{cls.__name__} of transformers {compat.transformers_version()} may compute anything: its "
+            f"forward is not that of use_experts_implementation. It needs a class in "
+            f"moelab/models/experts.py, and until then is run without moelab"
+        )
+    return [*known, SeamExperts][0](module, layer)
 
 
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -157,16 +162,6 @@ class _SumsInFP32(SeamExperts):
 
     def sum_dtype(self, x: torch.dtype, y: torch.dtype) -> torch.dtype:
         return torch.float32
-
-
-class _ComputesInFP32(_SumsInFP32):
-    """All in fp32, inputs, weights and routing weights widened."""
-
-    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
-        return super().ffn(x.float(), {name: tensor.float() for name, tensor in weights.items()})
-
-    def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
-        return self.ffn(x, weights) * w.float()[:, None]
 
 
 class _Llama4Experts(SeamExperts):
@@ -243,15 +238,15 @@ class _SwitchExperts(SeamExperts):
         return F.linear(h.to(weights["wo.weight"].dtype), weights["wo.weight"])
 
 
-#: experts class → how it computes, where that is not transformers' usual loop; the guard finds
-#: those that lack here
+#: experts class → how it computes, where that is not transformers' usual loop, or where transformers
+#: does not dispatch it by name; `tests.models.sweep` compares all with transformers, bit for bit
 KINDS: dict[str, type[SeamExperts]] = {
     "Llama4TextExperts": _Llama4Experts,
     "SwitchTransformersExperts": _SwitchExperts,
     "LongcatFlashExperts": _LongcatExperts,
     "NemotronHExperts": _SumsWide,
+    "Step3p7Experts": SeamExperts,
     "Inkling2Experts": _SumsInFP32,
-    "OpenAIPrivacyFilterExperts": _ComputesInFP32,
 }
 
 

@@ -35,13 +35,3 @@ def refuse(y: Tensor, *of: Tensor) -> Tensor:
     """y, which was computed without recording; its gradient is an error if any of these tensors
     wants one."""
     return _Refused.apply(y, *of) if any(t.requires_grad for t in of) else y
-
-
-def refuse_all(output: Any) -> Any:
-    """A model's output, a dictionary; where gradients are recorded and it has none, `backward()`
-    says why."""
-    if isinstance(output, dict) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        for name, y in output.items():
-            if isinstance(y, Tensor) and y.is_floating_point() and not y.requires_grad:
-                output[name] = refuse(y, torch.zeros((), requires_grad=True))
-    return output

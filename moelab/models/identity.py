@@ -11,24 +11,16 @@ changed, or opened by something else, has one of its live tensors."""
 from __future__ import annotations
 
 import json
-import re
-import time
-from contextlib import suppress
 from hashlib import sha256
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import xxhash
 
-from moelab.files import cache_folder, stamp
 from moelab.store.headers import Stored
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
 PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
-#: ns after which a change of a file gives it another time on any file system
-SETTLED = 3_000_000_000
 #: fields of a config that do not change what the model computes in a given precision
 SAID_ELSEWHERE = (
     "_name_or_path",
@@ -41,30 +33,25 @@ SAID_ELSEWHERE = (
 )
 
 
-class _Origin(NamedTuple):
-    """The `Checkpoint` that a model was opened from, and samples of its weights at that time."""
-
-    checkpoint: Any
-    weights: dict[str, torch.Tensor]
-
-
 def vouch(model: torch.nn.Module, checkpoint: Any) -> None:
     """Remember that a model has, now, the weights of a `Checkpoint`."""
-    object.__setattr__(model, "_moelab_origin", _Origin(checkpoint, _looks(model)))
+    object.__setattr__(model, "_moelab_origin", (checkpoint, _looks(model)))
 
 
-def _origin(model: torch.nn.Module) -> _Origin | None:
-    return vars(model).get("_moelab_origin")
+def _origin(model: torch.nn.Module) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(the `Checkpoint` that a model was opened from, samples of its weights at that time); (None,
+    {}) for one that was not."""
+    return vars(model).get("_moelab_origin", (None, {}))
 
 
 def identity(model: torch.nn.Module) -> str:
     """Sixteen hex digits that name a live model: its checkpoint's (`of_tensors`), or its live
     tensors' own."""
-    origin, seen = _origin(model), _looks(model)
-    if origin and all(
-        name in seen and _same(values, seen[name]) for name, values in origin.weights.items()
+    (checkpoint, before), seen = _origin(model), _looks(model)
+    if checkpoint and all(
+        name in seen and torch.equal(before[name], seen[name]) for name in before
     ):
-        return origin.checkpoint.identity
+        return checkpoint.identity
     tensors = (f"{name} {list(t.shape)} {t.tolist()}" for name, t in seen.items())
     return _digest("live", _said(model.config), *tensors)
 
@@ -72,15 +59,16 @@ def identity(model: torch.nn.Module) -> str:
 def opened_from(model: torch.nn.Module) -> str:
     """Identity of what a model was opened from, whatever was done to its weights since; "" for
     nothing known."""
-    origin = _origin(model)
-    return origin.checkpoint.identity if origin else ""
+    checkpoint, _ = _origin(model)
+    return checkpoint.identity if checkpoint else ""
 
 
 def require_unwritten(model: torch.nn.Module) -> None:
     """StoreError if somebody writes to the files that a model was opened from: some of its weights
     are mapped."""
-    if origin := _origin(model):
-        origin.checkpoint.require_unchanged(mapped=True)
+    checkpoint, _ = _origin(model)
+    if checkpoint:
+        checkpoint.require_unchanged(mapped=True)
 
 
 def same_source(a: str, b: str) -> bool:
@@ -95,11 +83,10 @@ def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
     for part in parts:
         made_of = getattr(part, "identity", None)
         if isinstance(made_of, str) and made_of != (mine := identity(model)):
-            spec = getattr(model, "spec", None)
             raise ValueError(
                 f"these are weights of {getattr(part, 'name', 'another model')} (identity {made_of}), and "
-                f"the model is {spec.name if spec else type(model).__name__} (identity {mine}), or was "
-                f"changed since it was opened: open the model that they belong to with moelab.open_model"
+                f"the model is {mine}, or was changed since it was opened: open the model that they "
+                f"belong to with moelab.open_model"
             )
 
 
@@ -115,26 +102,6 @@ def of_tensors(tensors: dict[str, Stored], config: Any) -> str:
                     digest.update(f.read(length))
                 lines.append(f"{key}\t{entry.dtype}\t{list(entry.shape)}\t{digest.hexdigest()}")
     return _digest(_said(config), *sorted(lines))
-
-
-def digest(file: Path) -> str:
-    """32 hex digits of a file's content, every byte; kept in the cache under its `stamp`, so that
-    it is read once."""
-    before = stamp(file)
-    kept = cache_folder("digests") / xxhash.xxh3_128_hexdigest(repr(before).encode())
-    with suppress(OSError, ValueError):
-        if re.fullmatch("[0-9a-f]{32}", found := kept.read_text()):
-            return found
-    hashed, room = xxhash.xxh3_128(), memoryview(bytearray(WHOLE << 8))
-    with open(file, "rb", buffering=0) as f:
-        while n := f.readinto(room):
-            hashed.update(room[:n])
-    if stamp(file) != before:
-        raise ValueError(f"{file} was changed while it was read; begin again when it is whole")
-    if time.time_ns() - max(before[3:]) > SETTLED:
-        with suppress(OSError):
-            kept.write_text(hashed.hexdigest())
-    return hashed.hexdigest()
 
 
 def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
@@ -156,16 +123,6 @@ def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
             places = torch.linspace(0, max(n - 1, 0), count, dtype=torch.float64).long()
             found[name] = tensor.detach().reshape(-1)[places.to(tensor.device)].cpu()
     return found
-
-
-def _same(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether values are as they were, or as that is when it is rounded to another precision."""
-    through = (
-        (now.dtype, torch.float16, torch.bfloat16) if now.is_floating_point() else (now.dtype,)
-    )
-    return before.shape == now.shape and any(
-        torch.equal(before.to(d).to(now.dtype), now) for d in through
-    )
 
 
 def _said(config: Any) -> str:

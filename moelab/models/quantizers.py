@@ -36,43 +36,30 @@ FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
 APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
 
 
-def dequantising(config: Any) -> Any:
-    """The config, told to dequantise while loading where its quantiser can; otherwise MXFP4 wants
-    GPU packages.
+def readable(config: Any) -> Any:
+    """The config, told to dequantise while loading, by our quantisers where transformers' want GPU
+    packages.
 
     Raises ValueError, by name, for what of compressed-tensors, GPTQ and AWQ is not read."""
-    if (method := quantisation(config)) in PACKED:
-        packings.scheme(dict(config.quantization_config), config.name_or_path)
-    if method not in ("mxfp4", "fp8"):
-        return config
-    config = deepcopy(config)
-    if isinstance(config.quantization_config, dict):
-        config.quantization_config["dequantize"] = True
-    else:
-        config.quantization_config.dequantize = True
-    return config
-
-
-def readable(config: Any) -> Any:
-    """The config, with the names of our quantisers."""
     method = quantisation(config)
-    if method != "fp8" and method not in PACKED:
+    if method not in (*PACKED, "fp8", "mxfp4"):
         return config
     config, fields = copy(config), config.quantization_config
     fields = dict(fields if isinstance(fields, dict) else fields.to_dict())
-    config.quantization_config = (
-        fields | {"quant_method": FP8}
-        if method == "fp8"
-        else {"quant_method": UNPACKED, "fields": fields}
-    )
+    if method in PACKED:
+        packings.scheme(fields, config.name_or_path)
+        config.quantization_config = {"quant_method": UNPACKED, "fields": fields}
+    else:
+        name = FP8 if method == "fp8" else method
+        config.quantization_config = fields | {"quant_method": name, "dequantize": True}
     return config
 
 
 def quantizer_for(config: Any) -> HfQuantizer | None:
-    """The quantizer of a quantised checkpoint, set to dequantise; None for a plain one."""
+    """The quantizer of a `readable` config, set to dequantise; None for a plain one."""
     if getattr(config, "quantization_config", None) is None:
         return None
-    config = readable(dequantising(deepcopy(config)))
+    config = deepcopy(config)
     return get_hf_quantizer(config, None, device_map=None, weights_only=True, user_agent={})[0]
 
 

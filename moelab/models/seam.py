@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from moelab.models import compat, guard
-from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class, stock_class
+from moelab.models import compat
+from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class
 from moelab.models.experts import Run, SeamExperts, Source, run, seam_of
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Patches
@@ -64,30 +64,21 @@ class MoELayer:
         _, weights, ids, *_ = router_output
         return ids, weights
 
-    def listening(
-        self, told: Callable[[Tensor, Tensor], None]
-    ) -> tuple[Callable[..., Any], Callable, dict[str, Any]]:
-        """(what registers it, a hook, its options): in each pass the hook calls told(ids [T, K],
-        weights [T, K])."""
+    def listen(self, patches: Patches, told: Callable[[Tensor, Tensor], None]) -> None:
+        """Have told(ids [T, K], weights [T, K]) called in each pass, until `patches` are undone."""
         if not self.plugged and type(self.router).__name__ in ROUTING:
 
             def of_router(_m: nn.Module, _args: tuple, out: Any) -> None:
                 told(*self.routing(out))
 
-            return self.router.register_forward_hook, Listener(told, of_router), {}
+            patches.hook(self.router.register_forward_hook, Listener(told, of_router))
+            return
 
         def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            ids, weights = [*args, *kwargs.values()][1:3]  # after the hidden states
-            if ids.is_floating_point():
-                raise ValueError(
-                    f"{self.name}: {type(self.block).__name__} calls its experts with {ids.dtype} in "
-                    f"place of ids, so its routing is not known; it needs lines in "
-                    f"moelab/models/dialects.py"
-                )
-            told(ids, weights)
+            told(*[*args, *kwargs.values()][1:3])  # after the hidden states
 
-        hook = Listener(told, of_experts)
-        return self.experts.register_forward_pre_hook, hook, {"with_kwargs": True}
+        register = self.experts.register_forward_pre_hook
+        patches.hook(register, Listener(told, of_experts), with_kwargs=True)
 
     def ask(self, x: Tensor, own: bool = False) -> Any:
         """What the router's own code returns for x [..., H], called as its block does; hooks are
@@ -96,12 +87,12 @@ class MoELayer:
 
         Raises ValueError: the router needs what is neither x nor kept by the block, such as the
         tokens' ids."""
+        x = x.reshape(-1, x.shape[-1])
         if not own and isinstance(kernel := forward(self.router), FusedModule):
-            return kernel(x.reshape(-1, x.shape[-1]))
+            return kernel(x)
         stock = type(self.router).forward
         kept = [name for name in _parameters(stock)[2:] if hasattr(self.block, name)]
         given = {name: getattr(self.block, name) for name in kept}
-        x = x.reshape(-1, x.shape[-1])
         # Capacity is counted along a sequence: each token is a sequence of its own, so that none is
         # dropped.
         x = x[:, None] if type(self.router).__name__ in SEQUENCES else x
@@ -128,14 +119,8 @@ def discover(model: nn.Module) -> list[MoELayer]:
         if last != "experts" or not any(hasattr(module, count) for count in COUNTS):
             continue
         block = model.get_submodule(block_name)
-        router = next(
-            (
-                getattr(block, n)
-                for n in ("gate", "router")
-                if isinstance(getattr(block, n, None), nn.Module)
-            ),
-            None,
-        )
+        parts = dict(block.named_children())
+        router = parts.get("gate", parts.get("router"))
         if router is None:
             raise ValueError(
                 f"the MoE block {block_name} ({type(block).__name__}) has no child named gate or router; "
@@ -152,23 +137,16 @@ def discover(model: nn.Module) -> list[MoELayer]:
 def require_adaptable(model: nn.Module) -> None:
     """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them
     and leaves it out."""
+    absent = {name for layer in discover(model) if not layer.resident for name in layer.seam.shapes}
     for config in vars(model).get("peft_config", {}).values():
-        names = {
-            name for layer in discover(model) if not layer.resident for name in layer.seam.shapes
-        }
-        modules = getattr(config, "target_modules", None)
-        meant = [
-            *(getattr(config, "target_parameters", None) or ()),
-            *(f"{module}.weight" for module in (() if isinstance(modules, str) else modules or ())),
-        ]
-        if found := [
-            name for name in meant if any(f".{name}".endswith(f".{own}") for own in names)
-        ]:
-            raise ValueError(
-                f"this adapter is for the experts, too ({', '.join(sorted(found))}), which are not in "
-                f"memory, so it cannot be put on them: open the model without memory=, or merge the "
-                f"adapter into the checkpoint first"
-            )
+        modules, meant = config.target_modules or (), getattr(config, "target_parameters", None)
+        named = [] if isinstance(modules, str) else [f"{module}.weight" for module in modules]
+        for name in (*named, *(meant or ())):
+            if any(f".{name}".endswith(f".{own}") for own in absent):
+                raise ValueError(
+                    f"this adapter is for the experts, too ({name}), which are not in memory: open the "
+                    f"model without memory=, or merge the adapter into the checkpoint first"
+                )
 
 
 #: attributes of an experts module that say how many it has
@@ -181,67 +159,43 @@ def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
     return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
 
 
-def plug(
-    model: nn.Module,
-    executor: Run | None = None,
-    source: Source | None = None,
-    engine: Run | None = None,
-) -> list[MoELayer]:
-    """Have a model's experts computed by moelab until `unplug`, or change how.
+def plug(model: nn.Module, executor: Run | None = None, **parts: Any) -> list[MoELayer]:
+    """Have a model's experts computed by moelab, or change how, for good.
 
-    executor, source, engine : of `SeamExperts`; None leaves what is there.
+    executor, parts : executor (`Run`), source (`Source`) and engine (`Run`) of `SeamExperts`; those
+        that are None or not given stay.
 
-    Raises ValueError: no MoE layer, or one whose experts compute what the seam does not
-    (`moelab.models.guard`); an experts module with a forward of its own; an executor or source with
-    weights of another model."""
+    Raises ValueError: no MoE layer, or one whose experts are of a class that the seam does not know;
+    an experts module with a forward of its own; an executor or source with weights of another
+    model."""
     with Patches() as patches:
-        layers = _put(patches, model, executor=executor, source=source, engine=engine)
+        layers = _put(patches, model, executor=executor, **parts)
         patches.pop_all()
     return layers
 
 
 @contextmanager
-def plugged(
+def plugged(model: nn.Module, executor: Run | None = None, **parts: Any) -> Iterator[Run | None]:
+    """`plug` for the length of a block."""
+    with Patches() as patches:
+        _put(patches, model, executor=executor, **parts)
+        yield executor
+
+
+def _put(
+    patches: Patches,
     model: nn.Module,
     executor: Run | None = None,
     source: Source | None = None,
     engine: Run | None = None,
-) -> Iterator[Run | None]:
-    """`plug` for the length of a block."""
-    with Patches() as patches:
-        _put(patches, model, executor=executor, source=source, engine=engine)
-        yield executor
-
-
-def unplug(model: nn.Module) -> None:
-    """Give a plugged model whose experts are in memory back to transformers and its eager code."""
-    for layer in discover(model):
-        if not layer.resident:
-            raise ValueError(
-                f"{layer.name}: these experts hold no parameters of their own, so the stock "
-                f"classes could not run; open the model with experts='resident'"
-            )
-        if layer.plugged:
-            del layer.experts.seam
-            if compat.dispatches_by_name(type(layer.experts)):
-                compat.dispatch(layer.experts.config, "eager")
-        for module in (layer.block, layer.experts):
-            module.__class__ = stock_class(module)
-
-
-def _put(patches: Patches, model: nn.Module, **parts: Any) -> list[MoELayer]:
-    """Plug a model in, with these parts of each layer's `SeamExperts` but those that are None."""
+) -> list[MoELayer]:
+    parts = {"executor": executor, "source": source, "engine": engine}
     require_same_model(model, *parts.values())
     layers = discover(model)
-    guard.check(
-        [layer for layer in layers if not layer.plugged or layer.seam.checked != model.dtype],
-        model.dtype,
-    )
     compat.register_experts(run)
     for layer in layers:
         if not layer.plugged:
             patches.put(layer.experts, "seam", seam_of(layer.experts, layer.index))
-        layer.seam.checked = model.dtype
         patches.become(layer.block, block_class(type(layer.block)))
         patches.become(layer.experts, experts_class(type(layer.experts)))
         if compat.dispatches_by_name(type(layer.experts)):

@@ -1,12 +1,12 @@
 """The residual stream around a MoE block: what its norm reads, what the block adds, what the next
 block gets of it.
 
-    s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = α r + β post(v)      r of the next MoE layer = γ r' + …
+    s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = r + post(v)      r of the next MoE layer = r' + …
 
-`AROUND` says by decoder layer where norm and post are, and α, β and γ where they are not 1; what it
-does not list is a plain pre-norm layer. One forward pass of a few tokens, with noise in place of
-the experts' output, checks that and measures κ; an architecture for which it does not hold
-(hyper-connections, convolutions of the sum, gated residuals) is refused.
+`AROUND` says by decoder layer where norm and post are; what it does not list is a plain pre-norm
+layer. One forward pass of a few tokens, with noise in place of the experts' output, checks that and
+measures κ; an architecture for which it does not hold (hyper-connections, scaled residuals,
+convolutions of the sum) is refused.
 
 Shapes: r, s, v [T, H]. "…" is what attention and dense layers in between add; norm and post may be
 the identity."""
@@ -17,7 +17,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from math import sqrt
 from typing import Any
 
 import torch
@@ -34,33 +33,21 @@ class Around:
 
     norm : makes the router's input of r; None where the router reads r itself.
     post : what is done to v before it is added; None for nothing.
-    beside : whether more than the block's output is added to r: v is then all of it, r' − α r.
-    factors : (β, α, γ) of a layer and of the layer of the MoE block before."""
+    beside : whether more than the block's output is added to r, or a multiple of it: v is then all
+        of it, r' − r."""
 
     norm: str | None = "post_attention_layernorm"
     post: str | None = None
     beside: bool = False
-    factors: Callable[[Any, Any], tuple[float, float, float]] = lambda *_: (1.0, 1.0, 1.0)
-
-
-def _beam(layer: Any, before: Any) -> tuple[float, float, float]:
-    """The n-th of all residual sums has the factors √((n−1)/n) and √(1/n)."""
-    n, earlier = layer.mlp_residual_add_idx, getattr(before, "mlp_residual_add_idx", None)
-    return sqrt(1 / n), sqrt((n - 1) / n), 1.0 if earlier is None else sqrt(earlier / (n - 1))
 
 
 #: decoder layers that are not plain
 AROUND = {
     "AfmoeDecoderLayer": Around("pre_mlp_layernorm", "post_mlp_layernorm"),
     "AXK1DecoderLayer": Around(post="mlp.post_mlp_layernorm"),
-    "BeamDecoderLayer": Around(
-        "pre_feedforward_layernorm", "post_feedforward_layernorm", factors=_beam
-    ),
     "Cohere2MoeDecoderLayer": Around("input_layernorm", beside=True),
     "FlexOlmoDecoderLayer": Around(None, "post_feedforward_layernorm"),
-    "GraniteMoeDecoderLayer": Around(
-        factors=lambda layer, _: (layer.residual_multiplier, 1.0, 1.0)
-    ),
+    "GraniteMoeDecoderLayer": Around(beside=True),
     "GraniteMoeHybridDecoderLayer": Around(beside=True),
     "GraniteMoeSharedDecoderLayer": Around(beside=True),
     "GraniteMoeSWADecoderLayer": Around(beside=True),
@@ -80,7 +67,7 @@ class Stream:
 
     holder : the decoder layer that `layer` is in.
     norm, post, beside : as of `Around`.
-    scale, gain, keep, carry : κ, β, α and γ.
+    scale : κ.
     """
 
     layer: MoELayer
@@ -88,10 +75,7 @@ class Stream:
     norm: nn.Module | None
     post: nn.Module | None
     beside: bool
-    scale: float
-    gain: float
-    keep: float
-    carry: float
+    scale: float = 1.0
 
     @property
     def entry(self) -> nn.Module:
@@ -103,28 +87,30 @@ class Stream:
         return r if self.norm is None else alone(self.norm, r)
 
     def added(self, r: Tensor, v: Tensor) -> Tensor:
-        """r' = α r + β post(v): [T, H], in the wider dtype of both."""
-        v = v if self.post is None else alone(self.post, v.to(r.dtype))
-        return times(self.keep, r) + times(self.gain, v)
+        """r' = r + post(v): [T, H], in the wider dtype of both."""
+        return r + (v if self.post is None else alone(self.post, v.to(r.dtype)))
 
-    def listen(self, see: Callable[[Tensor], None]) -> list[Any]:
-        """Hooks that hand every v of the running model to `see`, [B, S, H] or [T, H]."""
+    def listen(self, patches: Patches, see: Callable[[Tensor], None]) -> None:
+        """Have `see` called with every v of the running model, [B, S, H] or [T, H], until `patches`
+        are undone."""
         if self.post is not None:
-            return [self.post.register_forward_pre_hook(lambda _m, args: see(args[0]))]
+            patches.hook(self.post.register_forward_pre_hook, lambda _m, args: see(args[0]))
+            return
         if not self.beside:
-            return [
-                self.layer.block.register_forward_hook(lambda _m, _a, output: see(first(output)))
-            ]
+            register = self.layer.block.register_forward_hook
+            patches.hook(register, lambda _m, _args, output: see(first(output)))
+            return
         entered: list[Tensor] = []
 
-        def after_layer(_module: nn.Module, _args: tuple, output: Any) -> None:
-            out, r = first(output).double(), entered.pop().double()
-            see(out - self.keep * r.view_as(out))
+        def before(_module: nn.Module, args: tuple) -> None:
+            entered.append(args[0].clone())
 
-        return [
-            self.entry.register_forward_pre_hook(lambda _m, args: entered.append(args[0].clone())),
-            self.holder.register_forward_hook(after_layer),
-        ]
+        def after(_module: nn.Module, _args: tuple, output: Any) -> None:
+            out, r = first(output).double(), entered.pop().double()
+            see(out - r.view_as(out))
+
+        patches.hook(self.entry.register_forward_pre_hook, before)
+        patches.hook(self.holder.register_forward_hook, after)
 
 
 def streams(model: nn.Module) -> list[Stream]:
@@ -132,26 +118,14 @@ def streams(model: nn.Module) -> list[Stream]:
     relation."""
     found = _measured(model)
     for layer, stream in zip(discover(model), found):
-        if isinstance(stream, str):
+        if stream is None:
             raise ValueError(
-                f"{layer.name} ({type(layer.block).__name__}): {stream}. Residuals, and what is computed "
-                f"from them, are not to be had of this architecture; the predictors that do without are "
-                f"router, frequency, static and previous"
+                f"{layer.name} ({type(layer.block).__name__}): its decoder layer adds something else than "
+                f"post(κ Σ g e(norm(r)) + rest) to its stream, or its router chooses by more than "
+                f"norm(r). Residuals, and what is computed from them, are not to be had of this "
+                f"architecture; the predictors that do without are router, frequency, static and previous"
             )
     return found
-
-
-def check_routers(model: nn.Module) -> None:
-    """ValueError if a router, asked by itself, does not choose what it chose in a forward pass."""
-    for layer, stream in zip(discover(model), _measured(model)):
-        if isinstance(stream, str) and stream.startswith(ASKED):
-            raise ValueError(
-                f"{layer.name} ({type(layer.router).__name__}): {stream}, so it cannot be asked what it "
-                f"would choose"
-            )
-
-
-ASKED = "the router's choice does not follow from its input alone"
 
 
 def stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:
@@ -178,18 +152,13 @@ def alone(module: nn.Module, *args: Any) -> Any:
     return kernel(*args) if isinstance(kernel, FusedModule) else type(module).forward(module, *args)
 
 
-def times(factor: float, x: Tensor) -> Tensor:
-    return x if factor == 1.0 else factor * x
-
-
 # --------------------------------------------------------------------------------------------------
 # checking and measuring
 
 TOKENS = 5
 #: what a sum of the dtype may differ by, root mean square, relative to its terms
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-#: the attribute under which a model keeps for each of its MoE layers the stream, or why there is
-#: none
+#: the attribute under which a model keeps the stream of each of its MoE layers; None for none
 FOUND = "_streams"
 
 
@@ -202,41 +171,30 @@ def _measured(model: nn.Module) -> list[Any]:
 
 
 @torch.no_grad()
-def _measure(model: Any) -> list[Stream | str]:
-    probes: dict[int, _Probe] = {}
+def _measure(model: Any) -> list[Stream | None]:
+    probes = []
     with Patches() as patches:
         patches.callback(model.train, model.training)
         patches.enter_context(
             plugged(model)
         )  # then blocks call their experts with (x, ids, weights)
-        for _, layers in stacks(model):
-            before = None
-            for layer in layers:
-                stream = _stream(model, layer, before)
-                probes[layer.index], before = _Probe(stream, patches), stream.holder
+        for layer in discover(model):
+            probes.append(_Probe(_stream(model, layer), patches))
         model.eval()
         _forward(model)
-    return [probes[index].checked() for index in sorted(probes)]
+    return [probe.checked() for probe in probes]
 
 
-def _stream(model: nn.Module, layer: MoELayer, before: nn.Module | None) -> Stream:
-    """The stream as the table has it, κ unknown."""
-    holder = model.get_submodule(holder_name(layer.name))
-    around, parts = AROUND.get(type(holder).__name__, Around()), dict(holder.named_modules())
-    norm, post = parts.get(around.norm), parts.get(around.post)
-    gain, keep, carry = around.factors(holder, before)
-    return Stream(layer, holder, norm, post, around.beside, 1.0, gain, keep, carry)
-
-
-def holder_name(name: str) -> str:
-    """The decoder layer that a block is in: the nearest name that ends in a number, its own
-    included."""
-    parts = name.split(".")
-    while parts and not parts[-1].isdigit():
+def _stream(model: nn.Module, layer: MoELayer) -> Stream:
+    """The stream as the table has it, κ unknown. Its decoder layer is the nearest module around the
+    block that is one of a list."""
+    parts = layer.name.split(".")
+    while len(parts) > 1 and not parts[-1].isdigit():
         parts.pop()
-    if not parts:
-        raise ValueError(f"{name} is in no list of layers, so its residual stream cannot be found")
-    return ".".join(parts)
+    holder = model.get_submodule(".".join(parts))
+    around, inside = AROUND.get(type(holder).__name__, Around()), dict(holder.named_modules())
+    norm, post = inside.get(around.norm), inside.get(around.post)
+    return Stream(layer, holder, norm, post, around.beside)
 
 
 def _forward(model: Any) -> None:
@@ -261,8 +219,7 @@ class _Probe:
         patches.hook(stream.entry.register_forward_pre_hook, self._entered)
         patches.hook(layer.router.register_forward_hook, self._routed)
         patches.put(layer.experts, "forward", self._noise)
-        for hook in stream.listen(partial(self._see, "v")):
-            patches.callback(hook.remove)
+        stream.listen(patches, partial(self._see, "v"))
         patches.hook(stream.holder.register_forward_hook, self._left)
 
     def _see(self, name: str, x: Tensor) -> None:
@@ -292,48 +249,39 @@ class _Probe:
         x[0] = x[1]
         return (x, *output[1:]) if isinstance(output, tuple) else x
 
-    def checked(self) -> Stream | str:
-        """The stream with κ, or why the relation does not hold."""
-        if "s" in self.seen and (problem := self._router_problem(self.seen["s"])):
-            return problem
-        if self.seen.keys() != {"r", "s", "u", "v", "out"}:
-            return "not all of its modules ran in a forward pass"
-        r, s, u, v, out = (self.seen[name] for name in ("r", "s", "u", "v", "out"))
-        if r.shape != out.shape:
-            return (
-                f"its layer carries {list(out.shape[1:])} for {TOKENS} tokens where the router reads "
-                f"{list(r.shape[1:])}: more than one residual stream a token"
-            )
-        if not torch.equal(self.stream.router_input(r.flatten(0, 1)), s.flatten(0, 1)):
-            return "the router does not read the norm of what enters its layer's MoE half"
-        tolerance = max(TOLERANCE[out.dtype], TOLERANCE[u.dtype])
-        added, noise = v[0].double() - v[1].double(), u[0].double()
-        if added.shape != noise.shape or not added.any():
-            return "what its routed experts put out does not reach the residual stream"
+    def checked(self) -> Stream | None:
+        """The stream with κ; None where the relation does not hold."""
+        seen = self.seen
+        if seen.keys() != {"r", "s", "u", "v", "out"} or seen["r"].shape != seen["out"].shape:
+            return None  # more than one residual stream a token
+        r, s, v = (seen[name].flatten(0, 1) for name in "rsv")
+        out, noise = seen["out"], seen["u"][0].double()
+        added = v[:TOKENS].double() - v[TOKENS:].double()
+        if added.shape != noise.shape or not torch.equal(self.stream.router_input(r), s):
+            return None
+        if not self._chooses_again(s):
+            return None
+        tolerance = max(TOLERANCE[out.dtype], TOLERANCE[seen["u"].dtype])
         scale = float((added * noise).sum() / noise.square().sum())
         if abs(scale - 1) < tolerance / 8:  # rounding averages out
             scale = 1.0
-        if not close(added, scale * noise, tolerance):
-            return "what its routed experts put out reaches the residual stream through more than a factor"
-        if not close(
-            out, self.stream.added(r.flatten(0, 1), v.flatten(0, 1)).view_as(out), tolerance
-        ):
-            return "next = r + y does not hold of what its layer puts out"
-        return replace(self.stream, scale=scale)
+        reaches = scale != 0 and close(added, scale * noise, tolerance)
+        if reaches and close(out, self.stream.added(r, v).view_as(out), tolerance):
+            return replace(self.stream, scale=scale)
+        return None
 
-    def _router_problem(self, s: Tensor) -> str:
+    def _chooses_again(self, s: Tensor) -> bool:
+        """Whether the router, asked for its inputs by itself, says what it said."""
         (ids, weights), layer = self.routing, self.stream.layer
         try:
             again, again_weights = layer.routing(layer.ask(s.reshape(len(ids), -1)))
-        except ValueError as error:
-            return f"{ASKED} ({error})"
+        except ValueError:
+            return False
         ran = ids != layer.E  # capacity drops tokens of a sequence only
-        same = torch.equal(again[ran], ids[ran]) and torch.equal(again_weights[ran], weights[ran])
-        return "" if same else ASKED
+        return torch.equal(again[ran], ids[ran]) and torch.equal(again_weights[ran], weights[ran])
 
 
 def close(y: Tensor, x: Tensor, tolerance: float) -> bool:
     """Whether two tensors are equal up to the rounding of a sum."""
     y, x = y.double(), x.double()
-    terms = (y.square().mean() + x.square().mean()).sqrt()
-    return bool((y - x).square().mean().sqrt() <= tolerance * terms)
+    return bool((y - x).norm() <= tolerance * torch.stack([y, x]).norm())

@@ -55,7 +55,7 @@ class Listener:
     `heard` in place of the hook.
 
     heard : (ids [1, K], weights [1, K]) of a hook on a router or experts
-        (`moelab.models.seam.MoELayer.listening`), (r [1, 1, H]) of one on a norm
+        (`moelab.models.seam.MoELayer.listen`), (r [1, 1, H]) of one on a norm
         (`moelab.speculate.execution`).
     """
 

@@ -129,10 +129,10 @@ def own_groups(root: Path = ROOT) -> list[Path]:
     v1, own = root / "memory", []
     for line in OWN.read_text().splitlines() if OWN.exists() else ():  # only on Linux
         _, kinds, path = line.split(":", 2)
-        mounts = (
-            (v1,) if "memory" in kinds.split(",") else () if kinds else (root, root / "unified")
-        )
-        own += [mount / path.lstrip("/") for mount in mounts]
+        if "memory" in kinds.split(","):
+            own += [v1 / path.lstrip("/")]
+        elif not kinds:
+            own += [root / path.lstrip("/"), root / "unified" / path.lstrip("/")]
     found = [
         group
         for folder in [*own, v1, root]

@@ -1,77 +1,51 @@
-"""What a worker does to a tensor: on the CPU in one or two stages, or on a GPU with ZipMoE's
-recovery kernel.
+"""What a worker does to a compressed tensor, in one stage or, on the CPU, in two.
 
-Source: ZipMoE §3.3 and §4 (E-chunks are decompressed by the CPU, recovery is a kernel of the GPU;
-SM-chunks are read into pinned memory). A decoder belongs to one worker and returns when the tensor
+Source: ZipMoE §3.3 and §4. There recovery is a kernel of the GPU; here, what goes to a GPU is
+joined before it is sent, as many bytes. A decoder belongs to one worker and returns when the tensor
 is in its place."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from moelab.offloading.link import Link, host_memory
 from moelab.offloading.slots import Slots
-from moelab.store import bits
-from moelab.store.codecs import plane_bytes
 from moelab.store.reader import Chunks, decode_tensor
-from moelab.store.stages import decompress, exponents_of, recover
+from moelab.store.stages import decompress, recover
 
 
-class CpuDecoder:
-    """Both stages, or one of them, into memory of the CPU."""
+def on_cpu(kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int) -> None:
+    """Both stages, or one of them, into memory of the CPU.
 
-    two_stages = True
-
-    def __call__(
-        self,
-        kind: str,
-        chunks: dict[str, Chunks],
-        name: str,
-        out: torch.Tensor,
-        slot: int,
-    ) -> None:
-        """kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a
-        damaged chunk."""
-        if kind == "decompress":
-            decompress(chunks["e"], name, out)
-        elif kind == "recover":
-            recover(chunks["sm"], name, out)
-        else:
-            decode_tensor(chunks["e"], chunks["sm"], name, out)
+    kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged
+        chunk."""
+    if kind == "decompress":
+        decompress(chunks["e"], name, out)
+    elif kind == "recover":
+        recover(chunks["sm"], name, out)
+    else:
+        decode_tensor(chunks["e"], chunks["sm"], name, out)
 
 
-class CudaDecoder:
-    """Exponents are decompressed into pinned memory; both planes are copied, and joined on the
-    GPU."""
-
-    two_stages = False
+class OnCuda:
+    """Both stages into pinned memory of the CPU, which is then copied to the GPU."""
 
     def __init__(self, link: Link) -> None:
-        self._link, self._host, self._there = link, None, None
+        self._link, self._host = link, torch.empty(0, dtype=torch.uint8)
 
     def __call__(
-        self,
-        kind: str,
-        chunks: dict[str, Chunks],
-        name: str,
-        out: torch.Tensor,
-        slot: int,
+        self, kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int
     ) -> None:
-        e, sm, size = chunks["e"], chunks["sm"], out.nbytes
-        if self._host is None or self._host.numel() < size:
-            self._host = torch.from_numpy(host_memory(size, out.device, self))
-            self._there = torch.empty(size, dtype=torch.uint8, device=out.device)
+        if self._host.numel() < out.nbytes:
+            self._host = torch.from_numpy(host_memory(out.nbytes, out.device, self))
+        decoded = self._host[: out.nbytes].view(out.dtype).view(out.shape)
+        decode_tensor(chunks["e"], chunks["sm"], name, decoded)
         with self._link.into(slot):
-            if len(e.entries[name].planes) == 2:
-                n = size // 2
-                exponents_of(e, name, self._host[:n].numpy())
-                exponents = self._there[:n].copy_(self._host[:n], non_blocking=True)
-                rest = torch.from_numpy(plane_bytes(sm.plane(name, 1), n))
-                bits.join(exponents, self._there[n:size].copy_(rest, non_blocking=True), out)
-            else:
-                decode_tensor(e, sm, name, self._host[:size].view(out.dtype).view(out.shape))
-                out.copy_(self._host[:size].view(out.dtype).view(out.shape), non_blocking=True)
+            out.copy_(decoded, non_blocking=True)
 
 
-def decoder(slots: Slots) -> CpuDecoder | CudaDecoder:
-    return CpuDecoder() if slots.link is None else CudaDecoder(slots.link)
+def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], str, torch.Tensor, int], None]:
+    """What one worker decodes with, into a slot's tensor."""
+    return on_cpu if slots.link is None else OnCuda(slots.link)

@@ -15,31 +15,31 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.cache.residency import Request, Residency, Step
+from moelab.cache.residency import Request, Step
 from moelab.forks import renew_in_children
-from moelab.intervals import Mean
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
-from moelab.offloading.load_queue import Order, plain_order
 from moelab.offloading.loading import Loader, clock
-from moelab.offloading.prefetch_gate import PrefetchGate
+from moelab.offloading.mean import Mean
 from moelab.offloading.run import EngineRun
-from moelab.offloading.slots import Slots
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.specs import Event, ExpertKey, State
 from moelab.store.headers import NAMES
-from moelab.store.reader import Reader, cast
+from moelab.store.reader import cast
 
 #: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
 #: no guessing (§5.2)
@@ -59,31 +59,16 @@ class Engine:
     """An executor: `(x [T, H], ids [T, K], weights [T, K], experts) → [T, H]`, equal to `eager` bit
     for bit.
 
-    residency : decides what is kept; the engine keeps exactly that.
-    slots : memory for what residency may keep and for loads in flight.
-    reader : of the store; closed with the engine.
+    loader : reads and decodes; closed with the engine.
+    controller : decides, for the loader's queue.
     run : records what happens.
-    order : of a step's reads and decoding.
-    workers : threads that decode.
-    ahead : how many experts may be prefetched into slots that nothing demanded needs.
-    held : slots of the experts that are in memory already, as residency has them.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        slots: Slots,
-        reader: Reader,
-        run: EngineRun,
-        order: Callable[[Sequence[Request]], Order] = plain_order,
-        workers: int = 1,
-        ahead: int = 0,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
-    ) -> None:
-        self.residency, self.order, self.workers = residency, order, workers
+    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
+        self.loader, self.controller, self.residency = loader, controller, controller.residency
         self.run, self.timeline = run, run.timeline
         self.cancelled: set[int] = set()
         self.computes_in: torch.dtype | None = None
@@ -95,30 +80,16 @@ class Engine:
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks)
         self._banks: dict[int, tuple[Any, Any]] = {}
-        self._start(slots, reader, ahead, PrefetchGate(), held)
-        renew_in_children(self)
-
-    def _start(
-        self,
-        slots: Slots,
-        reader: Reader,
-        ahead: int,
-        gate: PrefetchGate,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
-    ) -> None:
-        loader = Loader(slots, reader, self.workers, self.timeline, ahead, self.run.fetched, held)
-        self.loader, self._broken = loader, False
-        self.controller = StepController(self.residency, loader.queue, gate, self.order, self.run)
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
+        renew_in_children(self)
 
     def _restart(self) -> None:
         """After an error, or in a forked process: nothing is in memory, and threads are new."""
-        old = self.loader
-        old.stop()
-        self._at_end.detach()
+        self.loader.stop()
         self.residency.clear()
-        self._start(old.slots, old.reader, old.queue.ahead, self.controller.gate)
+        self.loader.start()
+        self.controller.queue, self._broken = self.loader.queue, False
 
     def forked(self) -> None:
         """In a child process, the next layer starts anew."""
@@ -160,8 +131,6 @@ class Engine:
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         layer, E, controller = experts.layer, experts.num_experts, self.controller
         tokens = counts(ids, E)
-        if self._link is not None:
-            self._link.mark()
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
         if self.residency.sees:
@@ -169,71 +138,88 @@ class Engine:
             self.residency.see(layer, seen.float().cpu().numpy())
         self._report_other(clock(), layer)
         with self.loader.changing():
-            step = controller.begin(layer, tokens, self.loader.ready.put)
+            step = controller.decide(layer, tokens)
+            controller.load(step, self.loader.ready.put)
         exact = experts.executor is eager
-        compute = self._expert_by_expert if exact else self._with_executor
+        compute = self._with_eager if exact else self._with_executor
         return compute(x, ids, weights, experts, step)
 
-    def _expert_by_expert(
+    def _with_eager(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
-        parts, contributions = _parts(ids, experts.num_experts), []
-        for request in self._as_ready(step):
-            expert, start = request.key.expert, clock()
-            choice, tokens = parts[expert]
-            tensors = self.weights(*request.key, reuse=True)
-            out = experts.contribution(x, tokens, weights[tokens, choice], tensors)
-            contributions.append((expert, tokens, out))
-            self._executed([request], start)
-        return experts.accumulate(x, contributions)
+
+        def contribution(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
+            tensors = self.weights(experts.layer, expert, reuse=True)
+            return experts.contribution(x, tokens, w, tensors)
+
+        there, loads = self._split(step)
+        requests = chain(there, self._as_loaded(loads))
+        found = self._one_by_one(requests, ids, weights, experts.num_experts, contribution)
+        return experts.accumulate(x, found)
 
     def _with_executor(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
-        """The layer by an executor: experts in memory together, then each as it is loaded; [T,
-        H]. No bit is promised."""
+        """The layer by an executor: experts in memory together, then each as it is loaded or, on a
+        GPU, as many as are loaded by then; [T, H]. No bit is promised."""
+
+        def together(requests: list[Request], everything: bool) -> Tensor:
+            start, chosen = clock(), ids if everything else _only(requests, ids, E)
+            y = execute(experts.executor, x, chosen, weights, experts)
+            self._executed(requests, start)
+            return y
+
+        def alone(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
+            chosen = torch.full((len(tokens), 1), expert)
+            return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
+
         E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        out, start = torch.zeros_like(x), clock()
-        if there:
-            chosen = _only(there, ids, E) if loads else ids
-            out = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(there, start)
-        parts, added = _parts(ids, E) if loads and not self._far else {}, []
+        out = together(there, not loads) if there else torch.zeros_like(x)
+        if not self._far:
+            late = self._as_loaded(loads)
+            added = self._one_by_one(late, ids, weights, E, alone) if loads else []
+            for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
+                out.index_add_(0, tokens, y)
+            return out
         while loads:
             late = [loads.pop(self.loader.wait())]
-            while self._far and loads and not self.loader.ready.empty():
+            while loads and not self.loader.ready.empty():
                 late.append(loads.pop(self.loader.wait()))
-            start = clock()
-            if self._far:
-                out += execute(experts.executor, x, _only(late, ids, E), weights, experts)
-            else:
-                expert = late[0].key.expert
-                choice, tokens = parts[expert]
-                alone, w = torch.full((len(tokens), 1), expert), weights[tokens, choice][:, None]
-                y = execute(experts.executor, x[tokens], alone, w, experts)
-                added.append((expert, tokens, y))
-            self._executed(late, start)
-        for _, tokens, y in sorted(added, key=lambda one: one[0]):  # whichever was loaded first
-            out.index_add_(0, tokens, y)
+            out += together(late, False)
         return out
 
-    def _as_ready(self, step: Step) -> Iterator[Request]:
-        """The step's requests as they can be computed: hits first, in ascending order."""
-        there, loads = self._split(step)
-        yield from there
+    def _one_by_one(
+        self,
+        requests: Iterable[Request],
+        ids: Tensor,
+        weights: Tensor,
+        E: int,
+        compute: Callable[[int, Tensor, Tensor], Tensor],
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """(expert, its tokens [n], what `compute` makes of (expert, tokens, their weights [n])) of
+        each request."""
+        parts = {expert: rows for expert, *rows in assignments(ids, E)}
+        found = []
+        for request in requests:
+            expert, start = request.key.expert, clock()
+            choice, tokens = parts[expert]
+            found.append((expert, tokens, compute(expert, tokens, weights[tokens, choice])))
+            self._executed([request], start)
+        return found
+
+    def _as_loaded(self, loads: dict[ExpertKey, Request]) -> Iterator[Request]:
         while loads:
             yield loads.pop(self.loader.wait())
 
     def _split(
         self, step: Step, at_once: bool = False
     ) -> tuple[list[Request], dict[ExpertKey, Request]]:
-        """The requests for experts that are FULL, and the others by their key; these are waited for
-        first if all are to be computed `at_once`, or `serial`."""
+        """The requests for experts that are FULL, in ascending order, and the others by their key;
+        these are waited for first if all are to be computed `at_once`, or `serial`."""
         loads = {request.key: request for request in step.loads}
-        if (at_once or self.serial) and not self.loader.queue.running.waiting:  # all have slots
-            while loads:
-                loads.pop(self.loader.wait())
+        if (at_once or self.serial) and not self.loader.queue.waiting:  # all have slots
+            list(self._as_loaded(loads))
             return step.requests, loads
         return [request for request in step.requests if request.state is State.FULL], loads
 
@@ -262,7 +248,7 @@ class Engine:
 
     @contextmanager
     def token(self, modules: list[SeamExperts], dtype: torch.dtype) -> Iterator[tuple]:
-        """Layers of a token in one call (`moelab.experts.executor.Executor.token`), as far as their
+        """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`), as far as their
         experts are resident for good."""
         with self._one:
             self._require_sound()
@@ -286,11 +272,13 @@ class Engine:
         if any(of.executor is not executor for of in modules):
             return None
         layers = [of.layer for of in modules]
-        state = self.loader, executor, dtype, len(residency)
-        if self._banks.get(layers[0], (None,))[0] != state:
+        state = self.loader.queue, executor, dtype, len(residency)
+        known, banks = self._banks.get(layers[0], (None, None))
+        if known != state:
             full = residency.full()
-            self._banks[layers[0]] = state, find(modules, dtype, [full[layer] for layer in layers])
-        return self._banks[layers[0]][1]
+            banks = find(modules, dtype, [full[layer] for layer in layers])
+            self._banks[layers[0]] = state, banks
+        return banks
 
     # a forward pass
 
@@ -349,16 +337,16 @@ class Engine:
         They are loaded behind the reads of the layer that runs next, into slots that it leaves
         (`ahead` at most; 0 is none). A prediction changes when things are read, never what is kept
         or computed."""
-        self.controller.announce(
-            layer, ids.T.reshape(-1).tolist()
-        )  # all tokens' first choices first
+        first_choices_first = ids.T.reshape(-1).tolist()
+        self.controller.announce(layer, first_choices_first)
 
     # memory
 
     def weights(self, layer: int, expert: int, reuse: bool = False) -> dict[str, Tensor]:
         """The tensors of an expert that is loaded, in the dtype of the hidden states, which a store
         usually has them in already. With `reuse` they are valid until the next call."""
-        tensors = self.loader.tensors((layer, expert), reuse)
+        slot = self.loader.queue.held[layer, expert]["full"]
+        tensors = self.loader.slots.tensors(slot, layer, expert, reuse)
         return tensors if self.computes_in is None else cast(tensors, self.computes_in)
 
     @property
@@ -408,12 +396,9 @@ class EngineSource:
 
 def counts(ids: Tensor, E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
-    chosen = ids.flatten().tolist() if len(ids) == 1 else None
-    if chosen is not None and len(once := dict.fromkeys(chosen, 1)) == len(chosen):
-        once.pop(E, None)  # a decode step: no choice comes twice, mostly
-        return once
-    counts = torch.bincount(ids.flatten(), minlength=E).tolist()
-    return {expert: n for expert, n in enumerate(counts[:E]) if n}
+    found = Counter(ids.flatten().tolist())
+    found.pop(E, None)
+    return dict(found)
 
 
 def _only(requests: list[Request], ids: Tensor, E: int) -> Tensor:
@@ -421,8 +406,3 @@ def _only(requests: list[Request], ids: Tensor, E: int) -> Tensor:
     kept = torch.zeros(E + 1, dtype=torch.bool)
     kept[[request.key.expert for request in requests]] = True
     return torch.where(kept.to(ids.device)[ids], ids, E)
-
-
-def _parts(ids: Tensor, E: int) -> dict[int, tuple[Tensor, Tensor]]:
-    """{expert: (which choice, which token) of each of its rows}."""
-    return {expert: (choice, tokens) for expert, choice, tokens in assignments(ids, E)}

@@ -39,10 +39,10 @@ class Link:
         self._left: dict[int, Any] = {}
         # slot → (number, end) of what was sent there and has not been used
         self._coming: dict[int, tuple[int, Any]] = {}
-        # (what, begin, end, bytes) of what may be under way
-        self._sent: list[tuple[Any, Any, Any, int]] = []
+        # (what, when it was sent, begin, end, bytes) of what may be under way
+        self._sent: list[tuple[Any, float, Any, Any, int]] = []
         self._number = 0
-        self._mark: tuple[Any, float] = ()
+        self._until = 0.0  # when the last copy that has landed was there
 
     @contextmanager
     def into(self, slot: int) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Link:
                 end.record(self._stream)
                 self._number += 1
                 self._coming[slot] = self._number, end
-                self._sent.append((what, begin, end, source.numel()))
+                self._sent.append((what, time.perf_counter(), begin, end, source.numel()))
 
     def arrive(self, slots: Iterable[int]) -> None:
         """What this thread tells the GPU from now on is done when what was sent to these slots is
@@ -81,20 +81,14 @@ class Link:
             last = max(coming, key=itemgetter(0))[1]  # as all before it are there, then
             torch.cuda.current_stream(self.device).wait_event(last)
 
-    def mark(self) -> None:
-        """The compute stream has just been waited for: now is when it is there."""
-        self._mark = torch.cuda.Event(enable_timing=True), time.perf_counter()
-        self._mark[0].record()
-
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
-        """(what, begin, end, bytes) of what was sent and is there, in order; begin and end by the
-        host's clock."""
-        while self._mark and self._mark[0].query() and self._sent and self._sent[0][2].query():
-            what, *events, nbytes = self._sent.pop(0)
-            begin, end = (
-                self._mark[1] + self._mark[0].elapsed_time(event) / 1e3 for event in events
-            )
-            yield what, begin, end, nbytes
+        """(what, begin, end, bytes) of what was sent and is there, in order: a copy begins when it
+        was sent, or when the one before it was there, and takes as long as the GPU says."""
+        while self._sent and self._sent[0][3].query():
+            what, sent, begin, end, nbytes = self._sent.pop(0)
+            start = max(sent, self._until)
+            self._until = start + begin.elapsed_time(end) / 1e3
+            yield what, start, self._until, nbytes
 
     def rest(self) -> None:
         """Wait until nothing is under way: only then may the memory on either side become
@@ -150,16 +144,14 @@ class PinnedReader(Reader):
         ends = np.cumsum([run(store.entries(*key), "both")[1] for key in keys]).tolist()
         memory = host_memory(ends[-1], device, self)
         self._held: dict[tuple[int, int], Chunks] = {}
+
+        def read(key: tuple[int, int], begin: int, end: int) -> Chunks:
+            return self.read(*key, "both", memory[begin:end])
+
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            found = pool.map(
-                lambda key, begin, end: self.read(*key, "both", memory[begin:end]),
-                keys,
-                [0, *ends],
-                ends,
-            )
-            self._held = dict(
-                zip(keys, progress(found, "reading experts", total=len(keys), unit="experts"))
-            )
+            found = pool.map(read, keys, [0, *ends], ends)
+            found = progress(found, "reading experts", total=len(keys), unit="experts")
+            self._held = dict(zip(keys, found))
         self.verify = False  # nobody else can write there
 
     def read_parts(

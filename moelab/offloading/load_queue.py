@@ -18,8 +18,10 @@ where experts that stay have taken what was left free, they give way to a demand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from moelab.specs import ExpertKey, State
@@ -33,40 +35,34 @@ HOLDS = {
     State.E: ("e",),
     State.MISSED: (),
 }
-#: a read of an order → the slots that it fills
-FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 #: a decode operation → the slots that it uses
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
+#: expert → kind → the slot that it holds
+Held = dict[ExpertKey, dict[str, int]]
+#: what is read of an expert → the slot that it fills
+FILLS = {"E": "e", "SM": "sm"}
+IN_PLACE = {"E": "full", "SM": "full"}
 
 
 class Order(NamedTuple):
-    """The order of one layer's operations, by expert id: what the disk reads, (expert, "E" or
-    "SM"); in which order of priority workers take experts."""
+    """The order of one layer's operations, by expert id.
+
+    io : what the disk reads, (expert, "E" or "SM"); of one expert next to each other, they are one read.
+    decode : the experts, the most urgent first: they get slots and workers in this order.
+    """
 
     io: list[tuple[int, str]]
     decode: list[int]
-
-    @property
-    def reads(self) -> list[tuple[int, str]]:
-        """`io` with neighbouring E and SM of an expert as one request, "both"."""
-        merged: list[tuple[int, str]] = []
-        for expert, part in self.io:
-            if merged and merged[-1][0] == expert:
-                merged[-1] = expert, "both"
-            else:
-                merged.append((expert, part))
-        return merged
 
 
 def given_order(requests: Iterable[Any]) -> Order:
     """Experts as they are given, of each first E, then SM."""
     missing = [request for request in requests if request.state is not State.FULL]
-    io = [
-        (request.key.expert, part)
-        for request in missing
-        for part in ("E", "SM")
-        if not (request.state.has_e if part == "E" else request.state.has_sm)
-    ]
+    io = []
+    for request in missing:
+        for part, there in (("E", request.state.has_e), ("SM", request.state.has_sm)):
+            if not there:
+                io.append((request.key.expert, part))
     return Order(io, [request.key.expert for request in missing])
 
 
@@ -88,18 +84,15 @@ class PrefetchCounts:
     """What became of prefetched experts: exact counts.
 
     begun : experts that got slots.    used : of those, experts that their layer then wanted.
-    early : of these, those that were loaded before their layer came.
-    nbytes, wasted : bytes prefetched, and of those, bytes of experts that were not wanted.
+    wasted : bytes of experts that were not wanted.
     """
 
     begun: int = 0
     used: int = 0
-    early: int = 0
-    nbytes: int = 0
     wasted: int = 0
 
     def reset(self) -> None:
-        self.begun = self.used = self.early = self.nbytes = self.wasted = 0
+        self.begun = self.used = self.wasted = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -118,49 +111,9 @@ class Load:
     lacks: list[str]
     reads: set[str]
     todo: dict[str, str]
-    batch: Batch
     phase: Phase = Phase.WAITING
     busy: int = 0
     nbytes: int = 0
-
-    @property
-    def decodable(self) -> bool:
-        """Whether something of it could be decoded now, or at least decompressed."""
-        return bool(self.phase is Phase.LOADING and self.todo and "e" not in self.reads)
-
-
-@dataclass(eq=False, slots=True)
-class Batch:
-    """The loads of one layer: the running one, or one to come.
-
-    ready : called with each expert that can be computed, or with the error that ends the layer.
-    loads : not yet loaded, the most urgent first.    loaded : of a layer to come.
-    waiting : for slots.    reads : not yet begun.
-    leaving : loaded; they give slots back when they are computed.
-    """
-
-    ready: Callable[[Any], object] | None = None
-    failed: bool = False
-    loads: dict[ExpertKey, Load] = field(default_factory=dict)
-    loaded: dict[ExpertKey, Load] = field(default_factory=dict)
-    waiting: list[Load] = field(default_factory=list)
-    leaving: set[ExpertKey] = field(default_factory=set)
-    reads: list[tuple[Load, tuple[str, ...]]] = field(default_factory=list)
-
-    def admitted(self) -> list[Load]:
-        both = *self.loaded.values(), *self.loads.values()
-        return [load for load in both if load.phase is not Phase.WAITING]
-
-    def take_out(self, key: ExpertKey) -> Load | None:
-        """A load that shall not go on; None if there is none of this expert."""
-        load = self.loads.pop(key, None) or self.loaded.pop(key, None)
-        self.reads = [read for read in self.reads if read[0] is not load]
-        return load
-
-    @property
-    def stuck(self) -> bool:
-        """Whether all its loads wait for slots, and nothing of it will give any back."""
-        return len(self.waiting) == len(self.loads) > 0 and not self.leaving
 
 
 class LoadQueue:
@@ -169,9 +122,13 @@ class LoadQueue:
     count : slots of each kind.
     ahead : prefetched experts that may hold slots at the same time.
     held : slots of the experts that are in memory already.
+    counts : of what is prefetched.
     tensors : of an expert, which are decoded one by one; by default it is decoded as one.
     separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
+
+    demanded : what the running layer needs, the most urgent first, until it needs nothing more of it.
+    prefetched : what a layer to come will probably need, the most urgent first.
     admitted : how many loads have got their slots so far: when it grows, there may be something new
         to do.
     """
@@ -181,7 +138,7 @@ class LoadQueue:
         count: Mapping[str, int],
         ahead: int = 0,
         *,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
+        held: Held | None = None,
         counts: PrefetchCounts | None = None,
         tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
         separable: Callable[[Load, str], bool] = lambda load, tensor: True,
@@ -190,20 +147,25 @@ class LoadQueue:
         if ahead < 0:
             raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
-        self.tensors, self.separable, self.in_place = tensors, separable, in_place
+        self._kinds, self._fills = (KINDS, FILLS) if not in_place else (("full",), IN_PLACE)
+        self._tensors = (lambda key: ()) if in_place else tensors
+        self._separable = separable
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {
             kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
         }
-        self.running = Batch()
-        self.prefetched: dict[int, Batch] = {}  # by layer
+        self.demanded: dict[ExpertKey, Load] = {}
+        self.prefetched: dict[ExpertKey, Load] = {}
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
+        #: reads not yet begun, the most urgent first
+        self._reads: list[tuple[Load, tuple[str, ...]]] = []
         self._reading_ahead: Load | None = None  # the prefetched load that is being read
+        self._ready: Callable[[Any], object] | None = None
 
     @property
     def busy(self) -> bool:
         """Whether anything is being loaded; may be asked without the lock."""
-        return any(batch.loads for batch in self._batches())
+        return any(load.phase is not Phase.LOADED for load in self._loads())
 
     def begin(
         self,
@@ -217,61 +179,50 @@ class LoadQueue:
         what is not, and load the rest.
 
         requests : for experts that are not FULL: objects with `.key`, `.state` and `.keep`.
-        ready : see `Batch`.
+        ready : called with each expert that can be computed, or with the error that ends the layer.
         order : of the requests that are left to load; ValueError if it is of other experts."""
-        batch, wanted = Batch(ready), {request.key: request for request in requests}
-        if (before := self.prefetched.pop(layer, None)) is not None:
-            for load in before.admitted():  # for the others nothing has been done
-                if load.key in wanted:
-                    self._adopt(load, wanted.pop(load.key).keep, batch)
-                else:
-                    self._drop(load)
-            batch.reads = [(load, kinds) for load, kinds in before.reads if load.batch is batch]
+        self._ready = ready
+        wanted = {request.key: request for request in requests}
+        for load in [load for load in self.prefetched.values() if load.key.layer == layer]:
+            if load.key in wanted and load.phase is not Phase.WAITING:
+                self._adopt(load, wanted.pop(load.key).keep)
+            else:
+                self._drop(load)
         for key in evicted:
             self._release(self.held.pop(key), KINDS)
-            for other in self.prefetched.values():  # counted on what has just been released
-                self._give_up(other, key)
-        self.running = batch
-        if left := list(wanted.values()):
-            loads = [
-                self._load(of.key, of.keep, self.held.setdefault(of.key, {}), batch) for of in left
-            ]
-            self._put(batch, loads, order(left))
+            if key in self.prefetched:  # which has counted on what has just been released
+                self._drop(self.prefetched[key])
+        left = list(wanted.values())
+        if left:
+            loads = [self._load(of.key, of.keep, self.held.setdefault(of.key, {})) for of in left]
+            self._line_up(self.demanded, loads, order(left))
+        self._reads = [read for read in self._reads if read[0].phase is not Phase.DROPPED]
+        self._reads.sort(key=lambda read: read[0].keep is None)  # what is demanded first
         self._admit()
 
-    def prefetch(self, layer: int, requests: Iterable[Any]) -> None:
-        """Load experts for a layer to come, as they are given, behind everything that the running
-        layer needs."""
-        if layer not in self.prefetched:
-            batch = self.prefetched[layer] = Batch()
-            wanted = list(requests)
-            loads = [
-                self._load(of.key, None, dict(self.held.get(of.key, ())), batch) for of in wanted
-            ]
-            self._put(batch, loads, given_order(wanted))
-            self._admit()
-
-    def _give_up(self, batch: Batch, key: ExpertKey) -> None:
-        """An expert that was to be prefetched has lost what it held."""
-        if (load := batch.take_out(key)) is None:
-            return
-        if load.phase is Phase.WAITING:
-            batch.waiting.remove(load)
-        else:
-            self._drop(load)
+    def prefetch(self, requests: Iterable[Any]) -> None:
+        """Load experts for a layer to come, as they are given and not FULL, behind everything that
+        the running layer needs."""
+        wanted = [
+            request
+            for request in requests
+            if request.state is not State.FULL and request.key not in self.prefetched
+        ]
+        loads = [self._load(of.key, None, dict(self.held.get(of.key, ()))) for of in wanted]
+        self._line_up(self.prefetched, loads, given_order(wanted))
+        self._admit()
 
     def drop_prefetched(self) -> None:
         """Drop all prefetched loads: the forward pass that wanted them is over."""
-        for layer in list(self.prefetched):
-            for load in self.prefetched.pop(layer).admitted():
-                self._drop(load)
+        for load in list(self.prefetched.values()):
+            self._drop(load)
 
     def computed(self, requests: Iterable[Any]) -> None:
         """Release the decoded tensors of experts that have been computed and shall not stay
         FULL."""
         for request in requests:
             slots = self.held[request.key]
-            self.running.leaving.discard(request.key)
+            self.demanded.pop(request.key, None)
             self._release(slots, ("full",))
             if not slots:
                 del self.held[request.key]
@@ -282,38 +233,35 @@ class LoadQueue:
         follow.
 
         One prefetch at most is being read, so that what is demanded next finds the disk free."""
-        for batch in self._batches():
-            if batch is not self.running and self._reading_ahead is not None:
+        for i, (load, kinds) in enumerate(self._reads):
+            if load.keep is None and self._reading_ahead is not None:
                 return None
-            for i, (load, kinds) in enumerate(batch.reads):
-                if load.phase is Phase.LOADING:
-                    del batch.reads[i]
-                    load.busy += 1
-                    if load.keep is None:
-                        self._reading_ahead = load
-                    return load, kinds
+            if load.phase is Phase.LOADING:
+                del self._reads[i]
+                load.busy += 1
+                if load.keep is None:
+                    self._reading_ahead = load
+                return load, kinds
         return None
 
     def next_decode(self) -> tuple[Load, str, str] | None:
         """The most urgent (load, tensor, operation of `USES`) that can begin. `decode_done` must
         follow."""
-        for batch in self._batches():
-            for load in batch.loads.values():
-                if load.decodable and (found := self._operation(load)) is not None:
+        for load in self._loads():
+            if load.phase is Phase.LOADING and "e" not in load.reads:
+                for tensor, stage in load.todo.items():
+                    if stage == "decompressing":
+                        continue
+                    if "sm" not in load.reads:
+                        del load.todo[tensor]
+                        operation = stage
+                    elif stage == "decode" and self._separable(load, tensor):
+                        load.todo[tensor] = "decompressing"
+                        operation = "decompress"
+                    else:
+                        continue
                     load.busy += 1
-                    return load, *found
-        return None
-
-    def _operation(self, load: Load) -> tuple[str, str] | None:
-        for tensor, stage in load.todo.items():
-            if stage == "decompressing":
-                continue
-            if "sm" not in load.reads:
-                del load.todo[tensor]
-                return tensor, stage
-            if stage == "decode" and self.separable(load, tensor):
-                load.todo[tensor] = "decompressing"
-                return tensor, "decompress"
+                    return load, tensor, operation
         return None
 
     def read_done(
@@ -323,7 +271,6 @@ class LoadQueue:
         load.nbytes += nbytes
         if load is self._reading_ahead:
             self._reading_ahead = None
-            self.counts.nbytes += nbytes
         if load.phase is Phase.DROPPED:
             self.counts.wasted += nbytes
         if error is None:
@@ -337,50 +284,56 @@ class LoadQueue:
             load.todo[tensor] = "recover"
         self._done(load, error)
 
-    def _batches(self) -> list[Batch]:
-        return [batch for batch in (self.running, *self.prefetched.values()) if not batch.failed]
+    def _loads(self) -> list[Load]:
+        return [*self.demanded.values(), *self.prefetched.values()]
 
-    def _put(self, batch: Batch, given: list[Load], order: Order) -> None:
-        """Line up loads in their order, behind those that are in the batch already."""
+    def _load(self, key: ExpertKey, keep: State | None, slots: dict[str, int]) -> Load:
+        lacks = [kind for kind in self._kinds if kind not in slots]
+        reads = set(lacks).intersection(self._fills.values())
+        todo = dict.fromkeys(self._tensors(key), "decode")
+        return Load(key, keep, slots, lacks, reads, todo)
+
+    def _line_up(self, those: dict[ExpertKey, Load], given: list[Load], order: Order) -> None:
+        """Put loads behind those that are there already, in their order."""
         loads = {load.key.expert: load for load in given}
         if set(order.decode) != loads.keys():
             raise ValueError(
                 f"the order has experts {sorted(order.decode)}, but the requests leave {sorted(loads)} to "
                 "decode; make the order from the same requests"
             )
-        reads = [(expert, FILLS[part]) for expert, part in order.reads]
-        if self.in_place:
-            reads = [(expert, ("full",)) for expert in dict.fromkeys(expert for expert, _ in reads)]
-        batch.reads += [(loads[expert], fills) for expert, fills in reads]
-        urgent = dict.fromkeys([*(expert for expert, _ in reads), *order.decode])
-        batch.waiting = [loads[expert] for expert in urgent]
-        batch.loads |= {loads[expert].key: loads[expert] for expert in order.decode}
-
-    def _load(
-        self, key: ExpertKey, keep: State | None, slots: dict[str, int], batch: Batch
-    ) -> Load:
-        kinds = ("full",) if self.in_place else KINDS
-        lacks = [kind for kind in kinds if kind not in slots]
-        reads = set(lacks) if self.in_place else set(lacks) - {"full"}
-        todo = {} if self.in_place else dict.fromkeys(self.tensors(key), "decode")
-        return Load(key, keep, slots, lacks, reads, todo, batch)
+        those |= {loads[expert].key: loads[expert] for expert in order.decode}
+        reads = [
+            (loads[expert], tuple(sorted({self._fills[part] for _, part in parts})))
+            for expert, parts in groupby(order.io, itemgetter(0))
+        ]
+        self._reads += dict.fromkeys(reads)  # in place, an expert's two parts are one
 
     def _admit(self) -> None:
         """Give waiting loads the slots that they lack, the most urgent first."""
-        self._admit_demanded()
-        while self.running.stuck and (ahead := self._last_prefetched()) is not None:
-            ahead.batch.take_out(ahead.key)
+        waiting = self.waiting
+        while waiting:
+            self._admit_demanded(waiting)
+            waiting = self.waiting
+            if len(waiting) < len(self.demanded):  # some of it will give slots back
+                break
+            if (ahead := self._last_prefetched()) is None:
+                break
             self._drop(ahead)
-            if ahead.busy:
-                return  # `_done` admits again
-            self._admit_demanded()
-        if not self.running.waiting:
+            if ahead.busy:  # `_done` admits again
+                break
+        if not waiting:
             self._admit_prefetched()
 
-    def _admit_demanded(self) -> None:
-        free, waiting = self.free, self.running.waiting
+    @property
+    def waiting(self) -> list[Load]:
+        """What the running layer needs and has no slots for; may be asked without the lock."""
+        demanded = [*self.demanded.values()]
+        return [load for load in demanded if load.phase is Phase.WAITING]
+
+    def _admit_demanded(self, waiting: list[Load]) -> None:
+        free = self.free
         holders = sum(bool(load.slots) for load in waiting)
-        for load in list(waiting):
+        for load in waiting:
             if not free["full"]:
                 break
             spare = 0 if load.slots else int(holders > 0)
@@ -389,45 +342,46 @@ class LoadQueue:
                 self._give(load)
 
     def _admit_prefetched(self) -> None:
-        for load in [load for batch in self.prefetched.values() for load in batch.waiting]:
+        for load in self.prefetched.values():
             if self._ahead == self.ahead:
                 return
-            if all(len(self.free[kind]) > 1 for kind in load.lacks):
+            waits = load.phase is Phase.WAITING
+            if waits and all(len(self.free[kind]) > 1 for kind in load.lacks):
                 self._give(load)
                 self._ahead += 1
 
     def _last_prefetched(self) -> Load | None:
-        """Of the prefetched loads that hold slots, one of the layer that comes last."""
-        ahead = [load for batch in self.prefetched.values() for load in batch.admitted()]
+        """Of the prefetched loads that hold slots, the least urgent."""
+        ahead = [load for load in self.prefetched.values() if load.phase is not Phase.WAITING]
         return ahead[-1] if ahead else None
 
     def _give(self, load: Load) -> None:
         load.slots.update({kind: self.free[kind].pop() for kind in load.lacks})
         load.phase = Phase.LOADING
-        load.batch.waiting.remove(load)
         self.admitted += 1
 
     def _release(self, slots: dict[str, int], kinds: Iterable[str]) -> None:
         for kind in slots.keys() & set(kinds):
             self.free[kind].append(slots.pop(kind))
 
-    def _adopt(self, load: Load, keep: State, batch: Batch) -> None:
+    def _adopt(self, load: Load, keep: State) -> None:
         """The running layer wants a prefetched expert."""
         self.counts.begun += 1
         self.counts.used += 1
-        self.counts.early += load.phase is Phase.LOADED
         self._ahead -= 1
-        self.held[load.key], load.keep, load.batch = load.slots, keep, batch
-        batch.loads[load.key] = load
+        del self.prefetched[load.key]
+        self.held[load.key], self.demanded[load.key], load.keep = load.slots, load, keep
         if load.phase is Phase.LOADED:
             self._loaded(load)
 
     def _drop(self, load: Load) -> None:
-        """Nobody wants a prefetched expert that has its slots."""
-        self.counts.begun += 1
-        self.counts.wasted += load.nbytes
-        load.phase = Phase.DROPPED
-        self._free_dropped(load)
+        """Nobody wants a prefetched expert any more."""
+        del self.prefetched[load.key]
+        waited, load.phase = load.phase is Phase.WAITING, Phase.DROPPED
+        if not waited:
+            self.counts.begun += 1
+            self.counts.wasted += load.nbytes
+            self._free_dropped(load)
 
     def _free_dropped(self, load: Load) -> None:
         if not load.busy:
@@ -435,30 +389,25 @@ class LoadQueue:
             self._ahead -= 1
 
     def _done(self, load: Load, error: BaseException | None) -> None:
+        """An operation on it has ended."""
         load.busy -= 1
         if load.phase is Phase.DROPPED:
             self._free_dropped(load)
-            self._admit()
-        elif error is not None and load.keep is None:  # its layer will load it itself
-            load.batch.take_out(load.key)
-            self._drop(load)
-            self._admit()
+        elif error is not None and load.keep is None:
+            self._drop(load)  # its layer will load it itself
         elif error is not None:
-            load.batch.failed = True
-            load.batch.ready(error)
-        elif not (load.batch.failed or load.todo or load.reads or load.busy):
+            self._ready(error)
+        elif not (load.todo or load.reads or load.busy):
             load.phase = Phase.LOADED
-            self._loaded(load)
-            self._admit()
+            if load.keep is not None:
+                self._loaded(load)
+        else:
+            return
+        self._admit()
 
     def _loaded(self, load: Load) -> None:
-        """Keep of its chunks what shall be kept, and let it be computed; one that is prefetched
-        waits for its layer."""
-        del load.batch.loads[load.key]
-        if load.keep is None:
-            load.batch.loaded[load.key] = load
-            return
-        if load.keep is not State.FULL:
-            load.batch.leaving.add(load.key)
+        """Keep of a demanded expert's chunks what shall be kept, and let it be computed."""
+        if load.keep is State.FULL:
+            del self.demanded[load.key]
         self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
-        load.batch.ready(load.key)
+        self._ready(load.key)

@@ -17,19 +17,19 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import torch
-
+from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.offloading.load_queue import USES, Held, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
 from moelab.progress import progress
-from moelab.specs import Event, ExpertKey
+from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Chunks, Reader
 
 clock = time.perf_counter
@@ -58,6 +58,7 @@ class Loader:
 
     held : slots of the experts that are in memory already.
     counts : of what is prefetched.
+    readers : threads that read.
     ready : where the running layer's experts arrive: keys, or an error.
     """
 
@@ -69,30 +70,38 @@ class Loader:
         timeline: Timeline,
         ahead: int = 0,
         counts: PrefetchCounts | None = None,
-        held: dict[ExpertKey, dict[str, int]] | None = None,
+        held: Held | None = None,
+        readers: int = DEPTH,
     ) -> None:
         self.slots, self.reader, self.timeline = slots, reader, timeline
-        self.in_place, self.closed = slots.sizes.in_place, False
-        self.ready: SimpleQueue[Any] = SimpleQueue()
-        two_stages, entries = decoder(slots).two_stages, reader.store.entries
-        self.queue = LoadQueue(
+        self.in_place = slots.sizes.in_place
+        two_stages, store = slots.link is None, reader.store
+        self._make_queue = partial(
+            LoadQueue,
             slots.count,
             ahead,
-            held=held,
             counts=counts,
-            tensors=lambda key: reader.store.layers[key.layer].tensors,
-            separable=lambda load, name: two_stages and entries(*load.key)[name].separable,
+            tensors=lambda key: store.layers[key.layer].tensors,
+            separable=lambda load, name: two_stages and store.entries(*load.key)[name].separable,
             in_place=self.in_place,
         )
-        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._lock, self._disk, self._work = threading.Lock(), Bell(DEPTH), Bell(workers)
         self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
         self._sends = self._lands and isinstance(reader, PinnedReader)
+        self._readers = 0 if self._sends else readers
+        self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
-        loops = [(self._read_loop, f"disk {i}") for i in range(0 if self._sends else DEPTH)]
-        loops += [(self._work_loop, f"worker {i}") for i in range(0 if self.in_place else workers)]
+        self.start(held)
+
+    def start(self, held: Held | None = None) -> None:
+        """Begin with these experts in memory, a queue and threads of its own."""
+        self.queue, self.ready, self.closed = self._make_queue(held=held), SimpleQueue(), False
+        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
+        self._lock = threading.Lock()
+        self._disk, self._work = Bell(self._readers), Bell(self._workers)
+        loops = [(self._read_loop, f"disk {i}") for i in range(self._readers)]
+        loops += [(self._work_loop, f"worker {i}") for i in range(self._workers)]
         self.threads = [
             threading.Thread(target=self._run, args=loop, name=f"moelab {loop[1]}", daemon=True)
             for loop in loops
@@ -125,11 +134,6 @@ class Loader:
         if waited > 2e-6:
             self.timeline.add(Event("compute", "wait", *found, start, start + waited))
         return found
-
-    def tensors(self, key: tuple[int, int], reuse: bool = False) -> dict[str, torch.Tensor]:
-        """The tensors of an expert (layer, expert) that is loaded; `reuse` as of
-        `Slots.tensors`."""
-        return self.slots.tensors(self.queue.held[key]["full"], *key, reuse)
 
     @property
     def used(self) -> float:
@@ -200,6 +204,8 @@ class Loader:
         return None
 
     def _read_loop(self, me: str) -> None:
+        if self._readers > DEPTH:  # what converts what it reads has no team of threads, then
+            alone()
         while (found := self._next(self._disk, self.queue.next_read)) is not None:
             self._read(me, *found)
             self._used[me] = time.thread_time()
@@ -250,16 +256,13 @@ class Loader:
             self.queue.read_done(load, kinds, chunks.nbytes)
         self.slots.send(copies)
 
-    def _chunks_of(self, load: Load, kind: str) -> Chunks:
-        return self._chunks[kind, load.slots[kind]]
-
     def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
         another's."""
         if (found := self.queue.next_decode()) is None:
             return None
         load, _, operation = found
-        return *found, {kind: self._chunks_of(load, kind) for kind in USES[operation]}
+        return *found, {kind: self._chunks[kind, load.slots[kind]] for kind in USES[operation]}
 
     def _work_loop(self, me: str) -> None:
         step_back()
@@ -281,11 +284,9 @@ class Loader:
 
 
 @contextmanager
-def filling(
-    slots: Slots, reader: Reader
-) -> Iterator[Callable[[], dict[ExpertKey, dict[str, int]]]]:
-    """Read all experts of a store within the block, by all threads, straight into their slots; what
-    it gives waits for them and says which slots they hold.
+def filling(slots: Slots, reader: Reader) -> Iterator[Callable[[], Held]]:
+    """Read all experts of a store within the block, by many threads, into their slots; what it
+    gives waits for them and says which slots they hold.
 
     The first touch of memory takes longer than reading into it, and any number of threads can do
     both at once: so no page is touched before it is read into. No more memory is used than the
@@ -295,43 +296,31 @@ def filling(
     Raises, when waited for, what `Reader.read` raises: StoreError or OSError that name file, expert
     and offset."""
     store, sizes, spare = reader.store, slots.sizes, slots.count["e"]
-    layers = enumerate(store.layers)
-    keys = [ExpertKey(layer, e) for layer, of in layers for e in range(len(of.experts))]
-    held = {key: {"full": slot} for slot, key in enumerate(keys)}
     own = store.scratch + (0 if sizes.in_place else sizes.in_flight)  # bytes that a thread needs
-    most = (spare * sizes.in_flight + store.scratch) // own if own else len(keys)
-    places: SimpleQueue[tuple[int, Any]] = SimpleQueue()  # to read compressed experts into
-    for slot in range(spare):
-        places.put((slot, decoder(slots)))
+    threads = (os.cpu_count() or 1) + WAITING
+    if own:
+        threads = max(1, min(threads, (spare * sizes.in_flight + store.scratch) // own))
+    loader = Loader(slots, reader, threads, Timeline(), readers=threads)
+    layers = [
+        [Request(ExpertKey(i, e), 1, State.MISSED, State.FULL) for e in range(len(layer.experts))]
+        for i, layer in enumerate(store.layers)
+    ]
 
-    def load(key: ExpertKey) -> None:
-        whole = held[key]["full"]
-        if sizes.in_place:
-            chunks = reader.read(*key, "both", slots.bytes("full", whole))
-            if slots.link is not None:
-                slots.land(whole, chunks)
-            return
-        slot, decode = place = places.get()
-        try:
-            into = {"E": slots.bytes("e", slot), "SM": slots.bytes("sm", slot)}
-            parts = reader.read_parts(*key, into)
-            for chunks in parts if reader.verify else ():
-                reader.check(chunks)
-            for name, out in slots.tensors(whole, key.layer).items():
-                decode("decode", dict(zip(("e", "sm"), parts)), name, out, whole)
-        finally:
-            places.put(place)
+    def fill() -> Held:
+        asked = progress(layers, "reading experts", unit="layers")
+        for layer, (requests, before) in enumerate(zip(asked, [[], *layers])):
+            with loader.changing() as queue:
+                queue.begin(layer, requests, [], loader.ready.put)
+            for _ in before:  # while this layer is read
+                loader.wait()
+        for _ in layers[-1]:
+            loader.wait()
+        return loader.queue.held
 
-    threads = max(1, min(most, (os.cpu_count() or 1) + WAITING))
-    pool = ThreadPoolExecutor(threads, "moelab filling", alone)
+    pool = ThreadPoolExecutor(1, "moelab filling")
     try:
-        loaded = pool.map(load, keys)  # begins at once
-
-        def wait() -> dict[ExpertKey, dict[str, int]]:
-            for _ in progress(loaded, "reading experts", total=len(keys), unit="experts"):
-                pass
-            return held
-
-        yield wait
+        yield pool.submit(fill).result
     finally:
-        pool.shutdown(cancel_futures=True)  # what is being read is finished first
+        loader.halt()  # what is being read is finished first
+        pool.shutdown()
+        loader.stop()

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -43,7 +42,6 @@ class Metrics:
     tpot : median duration of a decode forward, which gives each sequence of the batch one token.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
         runs from the end of the forward before to the end of this one, so sampling counts.
-    wall : from the first forward's start to the last one's end.
     prefill_tokens, decode_tokens : tokens that went in.
     read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
         over its tokens; those of decoding over its tokens.
@@ -53,7 +51,7 @@ class Metrics:
     read_rate : bytes a second over the time that the disk, or the link, is busy.
     overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
-    hits, misses, evictions, rereads : requests for experts by the state they were found in ({"F":
+    hits, misses, evictions : requests for experts by the state they were found in ({"F":
         …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F).
     prefetched : counts and bytes of the experts read ahead, and what became of them.
     peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
@@ -62,7 +60,6 @@ class Metrics:
     ttft: float | None
     tpot: float | None
     throughput: float | None
-    wall: float
     prefill_tokens: int
     decode_tokens: int
     read_bytes: int
@@ -77,7 +74,6 @@ class Metrics:
     hits: dict[str, int] | None = None
     misses: int | None = None
     evictions: int | None = None
-    rereads: int | None = None
     hit_rate: float | None = None
     prefetched: dict[str, int] | None = None
     peak_rss_bytes: int | None = None
@@ -115,10 +111,9 @@ def metrics(
     are any."""
     forwards = [Forward(*forward) for forward in forwards]
     starts = [forward.start for forward in forwards]
-    read, stall, busy = (defaultdict(float) for _ in range(3))
+    read, stall, tokens, busy = (defaultdict(float) for _ in range(4))
     for event in events:
-        duration = event.end - event.start
-        at = bisect_right(starts, event.start) - 1
+        at, duration = bisect_right(starts, event.start) - 1, event.end - event.start
         phase = forwards[at].phase if at >= 0 else "before"
         if event.kind == "wait":
             stall[phase] += duration
@@ -127,17 +122,20 @@ def metrics(
         if event.kind.startswith("read"):
             read[phase] += event.bytes
 
-    prefill, decode = (_durations(forwards, phase) for phase in ("prefill", "decode"))
-    tokens = {phase: _tokens(forwards, phase) for phase in ("prefill", "decode")}
-    inside, total = sum(prefill) + sum(decode), sum(read.values())
-    waited, reading = sum(stall.values()), busy.get("disk", 0) + busy.get("link", 0)
+    took, ends, decoding = defaultdict(list), [*starts[:1], *(one.end for one in forwards)], 0.0
+    for one, end_before in zip(forwards, ends):
+        took[one.phase].append(one.end - one.start)
+        tokens[one.phase] += one.tokens
+        decoding += one.end - end_before if one.phase == "decode" else 0.0
+    prefill, decode = took["prefill"], took["decode"]
+    total, waited = sum(read.values()), sum(stall.values())
+    reading, inside = busy.get("disk", 0.0) + busy.get("link", 0.0), sum(prefill) + sum(decode)
     return Metrics(
         ttft=median(prefill) if prefill else None,
         tpot=median(decode) if decode else None,
-        throughput=_ratio(tokens["decode"], _decoding(forwards)),
-        wall=forwards[-1].end - forwards[0].start if forwards else 0.0,
-        prefill_tokens=tokens["prefill"],
-        decode_tokens=tokens["decode"],
+        throughput=_ratio(tokens["decode"], decoding),
+        prefill_tokens=int(tokens["prefill"]),
+        decode_tokens=int(tokens["decode"]),
         read_bytes=int(total),
         read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
@@ -153,31 +151,12 @@ def metrics(
     )
 
 
-def _durations(forwards: list[Forward], phase: str) -> list[float]:
-    return [forward.end - forward.start for forward in forwards if forward.phase == phase]
-
-
-def _tokens(forwards: list[Forward], phase: str) -> int:
-    return sum(forward.tokens for forward in forwards if forward.phase == phase)
-
-
-def _decoding(forwards: list[Forward]) -> float:
-    """Wall time of decoding: from the end of the forward before each decode step to its own end."""
-    ends = [forwards[0].start, *(forward.end for forward in forwards)] if forwards else []
-    return sum(
-        end - before
-        for (before, end), forward in zip(pairwise(ends), forwards)
-        if forward.phase == "decode"
-    )
-
-
 def _of_the_cache(counters: CacheCounters) -> dict[str, Any]:
     hits = {str(state.value): n for state, n in counters.hits.items()}
     return {
         "hits": hits,
         "misses": counters.misses,
         "evictions": counters.evictions,
-        "rereads": counters.rereads,
         "hit_rate": _ratio(hits["F"], counters.requests),
     }
 

@@ -30,8 +30,9 @@ from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import Order, plain_order
-from moelab.offloading.loading import DEPTH, filling
+from moelab.offloading.load_queue import Held, Order, plain_order
+from moelab.offloading.loading import DEPTH, Loader, filling
+from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
@@ -40,8 +41,8 @@ from moelab.offloading.slots import (
     divide,
     slot_counts,
 )
+from moelab.offloading.step import StepController
 from moelab.registry import make
-from moelab.specs import ExpertKey
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -233,12 +234,10 @@ class Memory:
                 f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
                 f"give '{-(-least // 10**6)}MB' or more"
             )
-        staging = how.staging
-        if staging is None and device.type != "cpu":
-            # a load takes less than a call that computes some of them
-            staging = max(1, min(2 * store.spec.K, (room - scratch) // (4 * sizes.in_flight)))
+        # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
+        workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         pools, staging = divide(
-            room - scratch, sizes, L, E, pools, how.scope, how.workers, staging, ahead
+            room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )
         kept = room - scratch - staging * sizes.in_flight
         return cls(store, how, L, E, room, kept, sizes, pools, staging)
@@ -258,12 +257,7 @@ class Memory:
         return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
     def engine(
-        self,
-        residency: Residency,
-        slots: Slots,
-        reader: Reader,
-        delays: Any,
-        held: dict[ExpertKey, dict[str, int]],
+        self, residency: Residency, slots: Slots, reader: Reader, delays: Any, held: Held
     ) -> Engine:
         """What loads and computes the model's experts within this memory; `held` : slots of those
         that are in memory already."""
@@ -284,16 +278,11 @@ class Memory:
             how.scheduler,
             how.on.type,
         )
-        return Engine(
-            residency,
-            slots,
-            reader,
-            EngineRun(settings, residency),
-            _order(how.scheduler, delays, how.workers),
-            how.workers,
-            ahead,
-            held=held,
-        )
+        run = EngineRun(settings, residency)
+        loader = Loader(slots, reader, how.workers, run.timeline, ahead, run.fetched, held)
+        order = _order(how.scheduler, delays, how.workers)
+        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
+        return Engine(loader, controller, run)
 
 
 def _order(scheduler: Any, delays: Any, workers: int) -> Callable[..., Order]:

@@ -23,41 +23,47 @@ def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str
     """The document of a timeline whose times are `kind`: "measured" or "simulated"; time 0 is its
     first moment."""
     events = sorted(events, key=lambda event: (event.start, -event.end))
-    begin = min([one.start for one in (*events[:1], *forwards[:1])], default=0.0)
     tracks = list(dict.fromkeys([*TRACKS, *sorted({event.resource for event in events})]))
-
-    def complete(
-        track: str, name: str, kind: str, start: float, end: float, about: dict[str, int]
-    ) -> dict[str, Any]:
-        times = {"ts": 1e6 * (start - begin), "dur": 1e6 * (end - start)}
-        return _row("X", tracks.index(track), name, about, cat=kind, **times)
-
-    rows = [_row("M", i, "thread_name", {"name": name}) for i, name in enumerate(tracks)]
+    about_all = [(0, "process_name", f"moelab, {kind}")]
+    about_all += [(i, "thread_name", name) for i, name in enumerate(tracks)]
+    rows = []
     for n, one in enumerate(forwards):
-        name, about = f"{one.phase} {n}", {"tokens": one.tokens}
-        rows.append(complete(TRACKS[0], name, one.phase, one.start, one.end, about))
-    for event in events:
-        where = ".".join(str(n) for n in (event.layer, event.expert) if n >= 0)
-        about = {"layer": event.layer, "expert": event.expert, "bytes": event.bytes}
-        name = f"{event.kind} {where}".strip()
-        rows.append(complete(event.resource, name, event.kind, event.start, event.end, about))
+        about = {"tokens": one.tokens}
+        rows.append((TRACKS[0], f"{one.phase} {n}", one.phase, one.start, one.end, about))
+    for one in events:
+        where = ".".join(str(n) for n in (one.layer, one.expert) if n >= 0)
+        about = {"layer": one.layer, "expert": one.expert, "bytes": one.bytes}
+        name = f"{one.kind} {where}".strip()
+        rows.append((one.resource, name, one.kind, one.start, one.end, about))
+    zero = min((start for *_, start, _, _ in rows), default=0.0)
     return {
-        "traceEvents": [_row("M", 0, "process_name", {"name": f"moelab, {kind}"}), *rows],
+        "traceEvents": [
+            {"ph": "M", "pid": 1, "tid": track, "name": what, "args": {"name": name}}
+            for track, what, name in about_all
+        ]
+        + [
+            {
+                "ph": "X",
+                "pid": 1,
+                "tid": tracks.index(track),
+                "name": name,
+                "cat": category,
+                "ts": 1e6 * (start - zero),
+                "dur": 1e6 * (end - start),
+                "args": about,
+            }
+            for track, name, category, start, end, about in rows
+        ],
         "displayTimeUnit": "ms",
         "otherData": {"kind": kind, "written by": "moelab"},
     }
 
 
-def _row(ph: str, track: int, name: str, args: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"ph": ph, "pid": 1, "tid": track, "name": name, "args": args, **more}
-
-
 def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> Path:
     """Write a timeline atomically as JSON; returns the path. ValueError: nothing has happened
     yet."""
-    found = trace_events(events, forwards, kind)
-    if not any(event["ph"] == "X" for event in found["traceEvents"]):
+    if not forwards and not (events := list(events)):
         raise ValueError(
             "this run has no events: run the model first (lm.generate), or do not reset it before"
         )
-    return write_json(path, found)
+    return write_json(path, trace_events(events, forwards, kind))

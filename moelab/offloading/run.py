@@ -1,19 +1,20 @@
 """What an offloaded model did: written by the engine, read by the metrics, replayed by the
 simulator.
 
-Events are packed into a table whose rows have 41 bytes, so a thousand tokens of a model with 24 MoE
-layers take 30 MB and not half a gigabyte of Python objects."""
+An event is packed into 36 bytes, so a thousand tokens of a model with 24 MoE layers take 25 MB and
+not half a gigabyte of Python objects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import struct
+from collections import defaultdict
+from collections.abc import Iterator
 from copy import copy, deepcopy
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-
-import numpy as np
 
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -23,18 +24,8 @@ from moelab.offloading.metrics import Forward
 from moelab.specs import Event, MoESpec
 from moelab.store.layout import ExpertStore
 
-_ROW = np.dtype(
-    [
-        ("resource", "i2"),
-        ("kind", "i2"),
-        ("layer", "i4"),
-        ("expert", "i4"),
-        ("start", "f8"),
-        ("end", "f8"),
-        ("bytes", "i8"),
-    ]
-)
-_BATCH = 1 << 14
+#: an event's row: numbers of its resource and kind, layer, expert, start, end, bytes
+_ROW = struct.Struct("<hhiiddq")
 #: [L][E] of bytes that are read of an expert: of its E-chunks, of its SM-chunks
 ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -86,46 +77,27 @@ def experts_bytes(store: ExpertStore) -> ExpertsBytes:
 class Timeline:
     """Events in the order in which they were reported; iterating gives `Event`s.
 
-    Every thread writes without a lock: one list grows by `append` and is packed by assigning to a
-    slice of it, by the one thread that runs the model, and neither can be seen halfway."""
+    Every thread writes without a lock: rows only ever grow by one `extend`, and a new name's number
+    is drawn and kept by one call, which no other thread can interrupt."""
 
     def __init__(self) -> None:
-        self._names: dict[str, int] = {}
-        self.clear()
+        self._rows, self._numbers = bytearray(), defaultdict(count().__next__)
 
     def clear(self) -> None:
-        self._all: list[np.ndarray | Event] = []
-        self._tables = 0  # at the head of the list; what follows is not packed yet
+        self._rows = bytearray()
 
     def add(self, event: Event) -> None:
-        self._all.append(event)
-
-    def compact(self) -> None:
-        """Pack the events of the latest forward passes, once there are enough."""
-        begin, end = self._tables, len(self._all)  # what others add meanwhile stays behind
-        if end - begin >= _BATCH:
-            self._all[begin:end] = [self._pack(self._all[begin:end])]
-            self._tables += 1
-
-    def _pack(self, events: list[Event]) -> np.ndarray:
-        number = self._names
-        for name in {name for event in events for name in event[:2]}:
-            number.setdefault(name, len(number))
-        return np.array([(number[e[0]], number[e[1]], *e[2:]) for e in events], _ROW)
+        resource, kind, *rest = event
+        numbers = self._numbers
+        self._rows.extend(_ROW.pack(numbers[resource], numbers[kind], *rest))
 
     def __len__(self) -> int:
-        return sum(len(item) if isinstance(item, np.ndarray) else 1 for item in list(self._all))
+        return len(self._rows) // _ROW.size
 
     def __iter__(self) -> Iterator[Event]:
-        found, names = list(self._all), list(self._names)
-        for item in found:
-            if isinstance(item, np.ndarray):
-                yield from (
-                    Event(names[resource], names[kind], *rest)
-                    for resource, kind, *rest in item.tolist()
-                )
-            else:
-                yield item
+        rows, names = bytes(self._rows), list(self._numbers)
+        for resource, kind, *rest in _ROW.iter_unpack(rows):
+            yield Event(names[resource], names[kind], *rest)
 
 
 class EngineRun:
@@ -161,11 +133,13 @@ class EngineRun:
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
-        done = len(self.forwards)
-        made.forwards = self.forwards[forward:done]
-        made.steps, made.predictions = self.steps[forward:done], self.predictions[forward:done]
+        of = slice(forward, len(self.forwards))
+        made.forwards, made.steps = self.forwards[of], self.steps[of]
+        made.predictions = self.predictions[of]
         begin = made.forwards[0].start if made.forwards else float("inf")
-        made.timeline._all = [event for event in self.timeline if event.end > begin]
+        for event in self.timeline:
+            if event.end > begin:
+                made.timeline.add(event)
         return made
 
     def reset(self) -> None:
@@ -175,6 +149,7 @@ class EngineRun:
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
+        self.begin_forward()
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
@@ -182,26 +157,21 @@ class EngineRun:
             del kept[:forwards]
 
     def begin_forward(self) -> None:
-        """Also removes what an interrupted forward has left."""
-        del self.steps[len(self.forwards) :], self.predictions[len(self.forwards) :]
-        self.steps.append([])
-        self.predictions.append([])
+        """What was noted since the last forward pass is of none: of one that was interrupted, or
+        of a part of the model that was called by itself."""
+        self._steps: list[tuple[int, dict[int, int]]] = []
+        self._predictions: list[tuple[int, list[int]]] = []
 
     def end_forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
-        self.timeline.compact()
-
-    @property
-    def _in_forward(self) -> bool:
-        return len(self.steps) > len(self.forwards)
+        self.steps.append(self._steps)
+        self.predictions.append(self._predictions)
+        self.begin_forward()
 
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
-        """A layer runs; ignored outside a forward pass, where a part of the model was called by
-        itself."""
-        if self._in_forward:
-            self.steps[-1].append((layer, tokens))
+        """A layer runs."""
+        self._steps.append((layer, tokens))
 
-    def predicted(self, layer: int, experts: Iterable[int]) -> None:
+    def predicted(self, layer: int, experts: list[int]) -> None:
         """Experts are announced for a layer to come."""
-        if self._in_forward:
-            self.predictions[-1].append((layer, list(experts)))
+        self._predictions.append((layer, experts))

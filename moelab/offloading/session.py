@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -20,7 +20,6 @@ from moelab.cache.residency import Residency
 from moelab.forks import renew_in_children
 from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
-from moelab.models.gradients import refuse_all
 from moelab.models.identity import require_unwritten
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover, require_adaptable
@@ -29,7 +28,7 @@ from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
 from moelab.offloading.metrics import Forward, Metrics, metrics, process
-from moelab.offloading.run import EngineRun, EngineSettings, Timeline
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.store.layout import ExpertStore
 
 #: forward passes of a resident model that are kept, at most
@@ -40,6 +39,10 @@ class InTurn:
     """Mixin over an opened model, or what is called by itself of it: of all threads' calls, one
     runs at a time."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.moelab.turn, self.moelab.running():
+            return super().__call__(*args, **kwargs)
+
 
 class OpenedModel(InTurn):
     """Mixin over a transformers model: `with open_model(…) as lm` closes it."""
@@ -49,6 +52,11 @@ class OpenedModel(InTurn):
 
     def __exit__(self, *_: object) -> None:
         self.moelab.close()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own; `cancel` and Ctrl-C end it between two layers."""
+        with self.moelab.running():
+            return super().generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; ValueError where the experts are not in memory, since they would be
@@ -62,31 +70,10 @@ class OpenedModel(InTurn):
 
 
 @functools.cache
-def in_turn_class(cls: type, mixin: type = InTurn) -> type:
-    """The class of a model, or a part of it, whose calls take turns, named as transformers names
-    it."""
-    if issubclass(cls, InTurn):
-        return cls
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-        with self.moelab.turn, self.moelab.running():
-            return cls.__call__(self, *args, **kwargs)
-
-    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__call__": __call__}
-    if mixin is OpenedModel and hasattr(cls, "generate"):
-
-        @functools.wraps(cls.generate)
-        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.moelab.running():
-                return cls.generate(self, *args, **kwargs)
-
-        members["generate"] = generate
-    return type(cls.__name__, (mixin, cls), members)
-
-
-def opened_class(cls: type) -> type:
-    """The class of an opened model."""
-    return in_turn_class(cls, OpenedModel)
+def mixed(mixin: type, cls: type) -> type:
+    """A class with such a mixin, named as transformers names it."""
+    members = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return cls if issubclass(cls, InTurn) else type(cls.__name__, (mixin, cls), members)
 
 
 class Session:
@@ -101,10 +88,11 @@ class Session:
     """
 
     routing: Any = None
-    timeline: Timeline = property(lambda self: self.run.timeline)
-    forwards: list[Forward] = property(lambda self: self.run.forwards)
-    steps: list[list[tuple[int, dict[int, int]]]] = property(lambda self: self.run.steps)
-    predictions: list[list[tuple[int, list[int]]]] = property(lambda self: self.run.predictions)
+    #: those of the run
+    timeline = property(lambda self: self.run.timeline)
+    forwards = property(lambda self: self.run.forwards)
+    steps = property(lambda self: self.run.steps)
+    predictions = property(lambda self: self.run.predictions)
 
     def __init__(
         self,
@@ -127,10 +115,9 @@ class Session:
         self.forked()
         renew_in_children(self)
         self.reset()
-        self._patches = self._listen(model)
-        self._parts = ExitStack()  # what was put on the model besides
+        self._parts = self._listen(model)  # what was put on the model
         for part in (model, *(stack for stack, _ in stacks(model))):
-            part.__class__ = (opened_class if part is model else in_turn_class)(type(part))
+            part.__class__ = mixed(OpenedModel if part is model else InTurn, type(part))
             part.moelab = self
 
     def _listen(self, model: Any) -> Patches:
@@ -144,8 +131,7 @@ class Session:
                 patches.hook(before, self._begin_forward, with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
             for layer in layers:
-                register, hook, options = layer.listening(functools.partial(self._note, layer))
-                patches.hook(register, hook, **options)
+                layer.listen(patches, functools.partial(self._note, layer))
             return patches.pop_all()
 
     def forked(self) -> None:
@@ -159,14 +145,11 @@ class Session:
         return self._layers[0].seam.executor if self._layers[0].plugged else eager
 
     def __repr__(self) -> str:
-        parts = (
-            ["all experts in memory"]
-            if self.engine is None
-            else [
-                f"offloaded, {self.budget / 1e9:.3g} GB for experts",
-                named(self.run.settings.policy),
-            ]
-        )
+        if self.engine is None:
+            parts = ["all experts in memory"]
+        else:
+            parts = [f"offloaded, {self.budget / 1e9:.3g} GB for experts"]
+            parts += [named(self.run.settings.policy)]
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
@@ -209,7 +192,6 @@ class Session:
         """Take everything off the model; an offloaded one loses its threads and experts and cannot
         run any more."""
         self._parts.close()
-        self._patches.close()
         if self.engine is not None:
             self.engine.close()
 
@@ -255,9 +237,9 @@ class Session:
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
         self._forward, self._routed = (id(module), me, start, info), []
 
-    def _end_forward(self, module: Any, _: tuple, output: Any) -> Any:
+    def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
-            return None
+            return
         (*_, start, info), self._forward = self._forward, None
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
@@ -265,7 +247,6 @@ class Session:
         self.run.end_forward(Forward(start, end, info.tokens, info.phase))
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
-        return refuse_all(output)
 
     def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:  # else a part of the model was called by itself

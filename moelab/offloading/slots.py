@@ -68,42 +68,36 @@ class Slots:
     ) -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
         self.link = link_to(self.device)
-        on_host = ("e", "sm", "full") if self.link is None else ("e", "sm")
-        self._chunks = {
+        #: kind → the memory of its slots that the CPU reaches
+        self._host = {
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
-            for kind in on_host
+            for kind in (("e", "sm", "full") if self.link is None else ("e", "sm"))
         }
+        if self.link is None:
+            self._full = torch.from_numpy(self._host["full"])
+        else:
+            nbytes = count["full"] * self.sizes.full
+            self._full = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         #: slot of a GPU → what is read for it, and spare ones
         self._landing: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
-        if "full" in self._chunks:
-            self._full = torch.from_numpy(self._chunks["full"])
-        else:
-            self._full = torch.empty(
-                count["full"] * self.sizes.full, dtype=torch.uint8, device=self.device
-            )
         self._store = store
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
         self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
         self._packed = self.sizes.in_place and not store.raw
-        self._tables: dict[int, tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]]
-        self._tables = {}  # of `matrices`, by layer
+        self._tables: dict[int, tuple] = {}  # of `matrices`, by layer
         # layer → a number that layers share whose experts have tensors of the same shapes
         shapes: dict[tuple, int] = {}
         self._shapes = [
             shapes.setdefault(tuple(layer.tensors.values()), len(shapes)) for layer in store.layers
         ]
 
-    @property
-    def nbytes(self) -> int:
-        return self._full.nbytes + sum(self._chunks[kind].nbytes for kind in ("e", "sm"))
-
     def bytes(self, kind: str, slot: int) -> np.ndarray:
         """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land`
         copies it to."""
         size = getattr(self.sizes, kind)
-        if kind in self._chunks:
-            return self._chunks[kind][slot * size : (slot + 1) * size]
+        if kind in self._host:
+            return self._host[kind][slot * size : (slot + 1) * size]
         if slot not in self._landing:
             spare = self._spare  # empty when more are read at a time than ever before
             self._landing[slot] = spare.pop() if spare else host_memory(size, self.device, self)
@@ -132,7 +126,7 @@ class Slots:
         """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find
         there are none."""
         with ThreadPoolExecutor() as pool:
-            for memory in self._chunks.values():
+            for memory in self._host.values():
                 parts = [memory[i : i + TOUCHED : ALIGN] for i in range(0, len(memory), TOUCHED)]
                 list(pool.map(lambda part: part.fill(0), parts))
 
@@ -191,14 +185,23 @@ class Slots:
         return {name: (codec, table) for name, codec, table in zip(names, found, where)}
 
     def _table(self, layer: int) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
-        """Of a layer: names; each expert's codecs by name; rows in slot 0, and by how much they
-        move from slot to slot, int64 [names, experts, 4] both."""
-        of = [_rows(entries, self.sizes.in_place) for entries in self._store.layers[layer].experts]
-        names, codecs = list(of[0]), [tuple(codec for codec, _ in one.values()) for one in of]
-        rows = np.array([[one[name][1] for one in of] for name in names])
-        moves = np.zeros_like(rows)  # the columns that are addresses: the first, packed, two
-        moves[..., 0] = 1
-        moves[..., 1] = [[one[name][0] != "raw" for one in of] for name in names]
+        """Of a layer: names; each expert's codecs or formats by name, "" for one that kernels do not
+        read; rows in slot 0, and by how much they move from slot to slot, int64 [names, experts, 4]
+        both."""
+        experts, in_place = self._store.layers[layer].experts, self.sizes.in_place
+        names, codecs = list(experts[0]), []
+        rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
+        for e, entries in enumerate(experts):
+            where, found = places(entries, in_place)[0], []
+            for n, (begin, end, entry) in enumerate(map(where.get, names)):
+                codec = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
+                packed = codec not in ("", "raw")
+                row = (
+                    entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
+                )
+                rows[n, e], moves[n, e, : 1 + packed] = row, 1  # one address or, packed, two
+                found.append(codec)
+            codecs.append(tuple(found))
         return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
 
 
@@ -229,18 +232,6 @@ def places(
         found[name] = at, at + entry.nbytes, entry
         at += -(-entry.nbytes // 64) * 64
     return found, aligned(at)
-
-
-def _rows(entries: dict[str, TensorEntry], in_place: bool) -> dict[str, tuple[str, list[int]]]:
-    """name → (codec or format, "" for one that kernels do not read; its row of `Slots.matrices`,
-    from the beginning of the slot on)."""
-    found = {}
-    for name, (begin, end, entry) in places(entries, in_place)[0].items():
-        kernel = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
-        packed = kernel not in ("", "raw")
-        row = entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
-        found[name] = kernel, row
-    return found
 
 
 def divide(

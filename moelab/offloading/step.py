@@ -58,12 +58,6 @@ class StepController:
         if self.queue.ahead and 0 <= layer < self.residency.L:
             self.announced = layer, [e for e in dict.fromkeys(experts) if e < self.residency.E]
 
-    def begin(self, layer: int, tokens: Mapping[int, int], ready: Callable[[Any], object]) -> Step:
-        """`decide` and `load`."""
-        step = self.decide(layer, tokens)
-        self.load(step, ready)
-        return step
-
     def decide(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Which experts of {expert: tokens} are in memory, which stay, and who leaves for them."""
         step = self.residency.begin(layer, tokens)
@@ -78,8 +72,7 @@ class StepController:
         step."""
         announced, self.announced = self.announced, None
         if step.loads or step.evicted or self.queue.prefetched:
-            evicted = [key for key, _ in step.evicted]
-            self.queue.begin(step.layer, step.loads, evicted, ready, self.order)
+            self.queue.begin(step.layer, step.loads, step.evicted, ready, self.order)
         if announced is not None:
             self._prefetch(*announced)
 
@@ -89,10 +82,7 @@ class StepController:
         if not self.gate.enabled:
             return
         keys = [ExpertKey(layer, expert) for expert in experts]
-        requests = [
-            Request(key, 1, state, State.MISSED)
-            for key in keys
-            if (state := self.residency.state(key)) is not State.FULL
-        ]
-        if requests:
-            self.queue.prefetch(layer, requests)
+        states = map(self.residency.state, keys)
+        self.queue.prefetch(
+            [Request(key, 1, state, State.MISSED) for key, state in zip(keys, states)]
+        )

@@ -60,8 +60,6 @@ class Exchange:
         """
         if self.size == 1:
             return rows
-        if sum(send) != len(rows):
-            raise ValueError(f"{sum(send)} rows are to be sent, but there are {len(rows)}")
         away = len(rows) - send[self.rank]
         self.traffic[label].rows += away
         self.traffic[label].bytes += away * rows.shape[1:].numel() * rows.element_size()
@@ -95,14 +93,6 @@ class Exchange:
         copies = rows.repeat(self.size, *[1] * (rows.dim() - 1))
         return self.all_to_all(copies, [len(rows)] * self.size, sizes, label)
 
-    def broadcast(self, rows: Tensor, label: str) -> Tensor:
-        """Rank 0's rows on every rank; the others give rows of the same shape, which are not
-        used."""
-        here = len(rows) if self.rank == 0 else 0
-        copies = rows[:here].repeat(self.size, *[1] * (rows.dim() - 1))
-        receive = [len(rows)] + [0] * (self.size - 1)
-        return self.all_to_all(copies, [here] * self.size, receive, label)
-
     def reduce_scatter(self, rows: Tensor, sizes: Sequence[int], label: str) -> Tensor:
         """The sum over ranks of this rank's part of the rows, added in rank order in at least
         fp32."""
@@ -114,7 +104,7 @@ class Exchange:
 
 class Grid:
     """W = ep × tp ranks: rank = ep index · tp + tp index. The ranks of one row (tp) each hold a
-    part of its experts.
+    part of its experts. tp : as of `moelab.parallel.degree`.
 
     traffic : label → what this rank has sent.
     """
@@ -122,8 +112,6 @@ class Grid:
     def __init__(self, tp: int = 1) -> None:
         self.world = Exchange()
         self.traffic, W = self.world.traffic, self.world.size
-        if tp < 1 or W % tp:
-            raise ValueError(f"tp is {tp}, which does not divide the {W} ranks of this run")
         if tp in (1, W):  # no groups to make
             alone = Exchange(alone=True)
             self.ep, self.tp = (self.world, alone) if tp == 1 else (alone, self.world)

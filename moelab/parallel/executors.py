@@ -12,7 +12,7 @@ that sum in the type of their hidden states (not Nemotron-H and Inkling 2). The 
 sums: 1e-6 in fp32.
 
 Left out: experts cut along H, and blocks of tokens shared out (`moelab.experts.sharding` shows both
-on virtual cores); routers run in sequence parallel (`moelab.parallel.volumes` has what that saves).
+on virtual cores); routers run in sequence parallel (`moelab.static.volumes` has what that saves).
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
 """
@@ -41,8 +41,10 @@ class Parallel(Executor):
     def __init__(self, grid: Grid, inner: Executor | None = None) -> None:
         super().__init__()
         inner = inner or Exact()
-        self.grid, self.inner = grid, inner
-        self.tally, self.lossless = inner.tally, inner.lossless
+        self.grid = grid
+        self.inner = inner
+        self.tally = inner.tally
+        self.lossless = inner.lossless
         if not self.lossless and type(self) is not AllGather:
             raise ValueError(
                 f"{type(inner).__name__} drops tokens by how many a whole step has, and here a rank sees "
@@ -55,14 +57,16 @@ class Parallel(Executor):
 
     def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """As `run`, each token by its owner."""
-        world, sizes = self.grid.world, share(len(x), self.grid.world.size)
+        world = self.grid.world
+        sizes = share(len(x), world.size)
         own = slice(sum(sizes[: world.rank]), sum(sizes[: world.rank + 1]))
         y = self.run_own(x[own], ids[own], weights[own], experts)
         return world.all_gather(y, sizes, "result")
 
     def run_few(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """As `run`, with all partial sums gathered at once."""
-        world, partial = self.grid.world, self.partial(x, ids, weights, experts)
+        world = self.grid.world
+        partial = self.partial(x, ids, weights, experts)
         parts = world.all_gather(partial, [len(x)] * world.size, "result")
         return added(parts.view(world.size, *x.shape))
 
@@ -98,7 +102,8 @@ class AllGather(Parallel):
 
     def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """As `run`; the rows are on all ranks already, so nothing is dispatched."""
-        world, sizes = self.grid.world, share(len(x), self.grid.world.size)
+        world = self.grid.world
+        sizes = share(len(x), world.size)
         y = world.reduce_scatter(self.partial(x, ids, weights, experts), sizes, "combine")
         return world.all_gather(y, sizes, "result")
 
@@ -116,7 +121,8 @@ class AllToAll(Parallel):
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep = self.grid.ep
         token, choice, send = by_rank(self.ranks(ids, experts), ep.size)
-        receive, send = ep.counts(send).tolist(), send.tolist()
+        receive = ep.counts(send).tolist()
+        send = send.tolist()
         expert = ids[token, choice]
         which = torch.stack([expert, choice], 1).int()
         parts = x[token], which, weights[token, choice, None]
@@ -132,8 +138,10 @@ class AllToAll(Parallel):
         eager's order."""
         ep = self.grid.ep
         token, choice, counts = by_rank(self.ranks(ids, experts), ep.size)
-        sizes, expert = counts.tolist(), ids[token, choice]
-        t, k = token.split(sizes)[ep.rank], choice.split(sizes)[ep.rank]
+        sizes = counts.tolist()
+        expert = ids[token, choice]
+        t = token.split(sizes)[ep.rank]
+        k = choice.split(sizes)[ep.rank]
         y = self.inner(x[t], ids[t, k, None], weights[t, k, None], experts)
         return _summed(x, expert, token, ep.all_gather(y, sizes, "result"), experts)
 
@@ -141,7 +149,8 @@ class AllToAll(Parallel):
 def by_rank(to: Tensor, W: int) -> tuple[Tensor, Tensor, Tensor]:
     """(token, choice, how many of each rank [W]) of choices [T, K] that go to ranks, W for nowhere:
     those of each rank in eager's order, all first choices, then the second …"""
-    flat, T = to.T.reshape(-1), max(len(to), 1)
+    flat = to.T.reshape(-1)
+    T = max(len(to), 1)
     counts = torch.bincount(flat, minlength=W + 1)[:W]
     order = torch.argsort(flat, stable=True)[: int(counts.sum())]
     return order % T, order // T, counts
@@ -160,12 +169,14 @@ class Deduplicated(Parallel):
     """A row for each rank that has any of a token's experts, one partial sum back."""
 
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        ep, E = self.grid.ep, experts.num_experts
+        ep = self.grid.ep
+        E = experts.num_experts
         to = self.ranks(ids, experts)
         wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]  # [W, T, K]
         rank, token = wanted.any(-1).nonzero(as_tuple=True)  # by rank, then token
         send = torch.bincount(rank, minlength=ep.size)
-        receive, send = ep.counts(send).tolist(), send.tolist()
+        receive = ep.counts(send).tolist()
+        send = send.tolist()
         parts = x[token], torch.where(wanted[rank, token], ids[token], E).int(), weights[token]
         rows, chosen, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
         y = ep.all_to_all(self.inner(rows, chosen.long(), w, experts), receive, send, "combine")

@@ -54,14 +54,11 @@ def connect(timeout: float = 600, init_method: str = "env://") -> Iterator[torch
             "this process is alone: start it with `torchrun --nproc-per-node N …`, or call "
             "moelab.parallel.launch(function, N)"
         )
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    local, here = (
-        int(os.environ.get("LOCAL_RANK", rank)),
-        int(os.environ.get("LOCAL_WORLD_SIZE", size)),
-    )
-    gpu = (
-        torch.cuda.is_available() and torch.cuda.device_count() >= here and dist.is_nccl_available()
-    )
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    gpu = torch.cuda.device_count() >= here and dist.is_nccl_available()
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
     if gpu:
         torch.cuda.set_device(device)
@@ -114,28 +111,20 @@ def launch(
     if method == "forkserver":
         get_context(method).set_forkserver_preload([name for name in HEAVY if name in sys.modules])
     with tempfile.TemporaryDirectory(prefix="moelab-", ignore_cleanup_errors=True) as folder:
-        given = (
-            function,
-            arguments,
-            n,
-            Path(folder),
-            threads or max(1, (os.cpu_count() or 1) // n),
-            dict(os.environ),
-        )
+        threads = threads or max(1, (os.cpu_count() or 1) // n)
+        given = function, arguments, n, Path(folder), threads, dict(os.environ)
         ranks = start_processes(_rank, given, n, join=False, daemon=True, start_method=method)
         try:
             while not ranks.join():
                 pass
             return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(n)]
         except (ProcessRaisedException, ProcessExitedException) as error:
-            what = (
-                f"raised {str(error).strip().splitlines()[-1]}"
-                if isinstance(error, ProcessRaisedException)
-                else f"ended with exit status {error.exit_code} before it had a result"
-                if error.exit_code >= 0
-                else f"was killed by {error.signal_name}"
-                + "; the system does that when memory runs out" * (error.signal_name == "SIGKILL")
-            )
+            if isinstance(error, ProcessRaisedException):
+                what = f"raised {str(error).strip().splitlines()[-1]}"
+            elif error.signal_name:
+                what = f"was killed by {error.signal_name}, by the system if memory ran out"
+            else:
+                what = f"ended with exit status {error.exit_code}"
             raise RuntimeError(
                 f"rank {error.error_index} of {n} {what}; the other ranks were ended"
             ) from error

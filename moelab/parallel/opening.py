@@ -15,7 +15,7 @@ from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Executor
 from moelab.models import discover, plug
 from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
-from moelab.parallel.advice import Advice, advise
+from moelab.static.advice import Advice, advise
 
 #: the default of a run on several ranks: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -32,7 +32,7 @@ def open_parallel(
     """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every
     rank must call it.
 
-    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.parallel.advice` says
+    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.static.advice` says
         for these ranks. The model's `.parallel` is the key, `.reasons` are lines that say why.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank; None computes as transformers does.
@@ -41,7 +41,8 @@ def open_parallel(
     RuntimeError: no connected ranks."""
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
-    W, reasons = dist.get_world_size(), []
+    W = dist.get_world_size()
+    reasons = []
     if parallel != "auto":
         degree(parallel, W, tp)  # before anything is read
     elif tp is not None:
@@ -55,7 +56,9 @@ def open_parallel(
         reasons.append(f"{parallel}: {advice}")
     grid = Grid(degree(parallel, W, tp))
     layers = [layer.seam for layer in discover(model)]
-    model.grid, model.parallel, model.reasons = grid, parallel, reasons
+    model.grid = grid
+    model.parallel = parallel
+    model.reasons = reasons
     model.shards = ShardedExperts(
         layers, layers[0].source, grid.ep.rank, grid.ep.size, grid.tp.rank, grid.tp.size
     )
@@ -74,7 +77,8 @@ def _variant(advice: Advice, inner: Executor | None) -> tuple[str, int]:
 def first_ranks(scores: torch.Tensor, world: Exchange) -> torch.Tensor:
     """Scores [B, V] of nothing but rank 0's choices, so that 8 bytes a sequence are sent in place
     of all its scores."""
-    best = world.broadcast(scores.argmax(-1, keepdim=True), "tokens")
+    best = scores.argmax(-1, keepdim=True)
+    best = world.all_gather(best, [len(best)] * world.size, "tokens")[: len(best)]
     return torch.full_like(scores, -torch.inf).scatter_(1, best, 0.0)
 
 

@@ -50,7 +50,7 @@ class ShardedExperts:
                 }
 
     def held(self, layer: int) -> list[int]:
-        """The experts of a layer that are here, in order."""
+        """The experts of a layer that are here, in order; executors ask for it."""
         return [e for held_layer, e in self._held if held_layer == layer]
 
     @property

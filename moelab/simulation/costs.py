@@ -29,7 +29,7 @@ RHO = 2.65 / 8
 
 @dataclass(frozen=True)
 class Delays:
-    """Seconds of one expert's parts; ValueError for a negative one.
+    """Seconds of one expert's parts.
 
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
     decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
@@ -52,15 +52,6 @@ class Delays:
     sm_bytes: Count = 0
     experts_bytes: tuple[tuple[tuple[Count, Count], ...], ...] = ()
     together: tuple[tuple[Size, Seconds], ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("e_read", "sm_read", "decompress", "recover", "expert_base", "expert_token"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name} is {getattr(self, name)} s; a delay is a number of seconds, at least 0"
-                )
-        if self.N < 1:
-            raise ValueError(f"N={self.N} tensors an expert; there must be at least 1")
 
     def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
         """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its
@@ -140,18 +131,18 @@ class MachineRates:
     def of(cls, device: DeviceSpec) -> MachineRates:
         """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit
         arithmetic. ValueError if there is none."""
-
-        def first(names: tuple[str, ...], what: str) -> float:
-            for name in names:
-                if name in device.figures:
-                    return device[name]
-            raise ValueError(
-                f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure with "
-                "its source"
-            )
-
-        read = first(("link_bandwidth_gbs", "storage_read_gbs"), "host link and no disk")
-        flops = first(("bf16_tflops", "fp16_tflops", "fp32_tflops"), "TFLOPS")
+        found = []
+        for what, names in (
+            ("host link and no disk", ("link_bandwidth_gbs", "storage_read_gbs")),
+            ("TFLOPS", ("bf16_tflops", "fp16_tflops", "fp32_tflops")),
+        ):
+            if not (known := [device[name] for name in names if name in device.figures]):
+                raise ValueError(
+                    f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure "
+                    "with its source"
+                )
+            found.append(known[0])
+        read, flops = found
         return cls(read * 1e9, device["memory_bandwidth_gbs"] * 1e9, flops * 1e12)
 
 
@@ -174,12 +165,8 @@ def delays_of(
     decompress_gbs : GB/s of exponents that one thread puts out; an assumption to be stated, for a
         card without it.
 
-    Raises ValueError: figures are missing, ρ is not in (0, 1], or the model is not in bf16.
+    Raises ValueError: figures are missing, or the model is not in bf16.
     """
-    if not 0 < rho <= 1:
-        raise ValueError(
-            f"rho is {rho}; it is compressed over raw size of the exponents, above 0 and at most 1"
-        )
     if spec.dtype != "bfloat16":
         raise ValueError(
             f"{spec.name} is stored in {spec.dtype}; exponents are split off bfloat16 only. "

@@ -48,7 +48,8 @@ def fitted(run: EngineRun, reads: bool = True) -> Machine:
 
 def _by_forward(run: EngineRun) -> dict[int, list[Event]]:
     """The events within each forward that has any, in order of their start."""
-    starts, found = [forward.start for forward in run.forwards], defaultdict(list)
+    starts = [forward.start for forward in run.forwards]
+    found = defaultdict(list)
     for event in sorted(run.timeline, key=lambda event: event.start):
         at = bisect_right(starts, event.start) - 1
         if at >= 0 and event.end <= run.forwards[at].end:
@@ -129,7 +130,10 @@ class _Compute:
 
 def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
     """An expert's parts, by the bytes of all that was read and decoded."""
-    rates, decoding, operations, nbytes = defaultdict(list), defaultdict(float), 0, 0
+    rates = defaultdict(list)
+    decoding = defaultdict(float)
+    operations = 0
+    nbytes = 0
     for event in run.timeline:
         if event.bytes:
             rates[event.kind].append((event.end - event.start) / event.bytes)
@@ -144,7 +148,8 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
         )
     e_bytes, sm_bytes = run.settings.mean_bytes
     loads = nbytes / (e_bytes + sm_bytes) or 1.0
-    decode, apart = sum(decoding.values()) / loads, decoding["decompress"] + decoding["recover"]
+    decode = sum(decoding.values()) / loads
+    apart = decoding["decompress"] + decoding["recover"]
     recover = decode * decoding["recover"] / apart if apart else 0.0
     whole = _mean([rate for of in rates.values() for rate in of]) if nbytes else inf
     base, token = _line(compute.alone)
@@ -179,7 +184,8 @@ def _line(samples: Mapping[int, Sequence[float]]) -> Linear:
     points = {n: _mean(seconds) for n, seconds in samples.items()}
     if not points:
         return 0.0, 0.0
-    often, each = max(points, key=lambda n: len(samples[n])), 0.0
+    often = max(points, key=lambda n: len(samples[n]))
+    each = 0.0
     if len(points) > 1:
         weights = [len(samples[n]) ** 0.5 for n in points]
         each = max(np.polyfit([*points], [*points.values()], 1, w=weights)[0].item(), 0.0)

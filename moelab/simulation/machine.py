@@ -30,8 +30,6 @@ class SimulatedMachine:
     slots : of each kind.
     resident : (key, state) of what is in memory.
     ahead : how many experts may be prefetched.
-
-    ValueError without workers.
     """
 
     def __init__(
@@ -42,9 +40,8 @@ class SimulatedMachine:
         ahead: int = 0,
         start: float = 0.0,
     ) -> None:
-        if machine.workers < 1:
-            raise ValueError(f"there are {machine.workers} workers; decompression needs at least 1")
-        self.machine, self.delays = machine, machine.delays
+        self.machine = machine
+        self.delays = machine.delays
         number = {kind: count() for kind in KINDS}
         tensors = range(self.delays.N if self.delays.decode else 1)
         self.queue = LoadQueue(
@@ -81,7 +78,7 @@ class SimulatedMachine:
         prefetched."""
         if seconds > 0:
             self._left = 1
-            self._compute("other", layer, -1, self.now, seconds)
+            self._compute(Event("compute", "other", layer, -1, self.now, self.now + seconds))
             self.run()
 
     def begin(self, step: Step) -> None:
@@ -125,7 +122,9 @@ class SimulatedMachine:
             self._disk_free = True
             self.queue.read_done(load, kinds, nbytes)
 
-        self._begin("disk", DISK, read_name(kinds), *load.key, self.now, seconds, then, nbytes)
+        end = self.now + seconds
+        read = Event("disk", read_name(kinds), *load.key, self.now, end, nbytes)
+        self._begin(DISK, read, then)
 
     def _decode(self, load: Load, tensor: Any, operation: str) -> None:
         worker = heappop(self._idle)
@@ -134,8 +133,8 @@ class SimulatedMachine:
             heappush(self._idle, worker)
             self.queue.decode_done(load, tensor, operation)
 
-        seconds = self._seconds[operation]
-        self._begin(f"worker {worker}", worker, operation, *load.key, self.now, seconds, then)
+        end = self.now + self._seconds[operation]
+        self._begin(worker, Event(f"worker {worker}", operation, *load.key, self.now, end), then)
 
     def _compute_experts(self, keys: list[ExpertKey]) -> None:
         start = self.now
@@ -144,43 +143,24 @@ class SimulatedMachine:
             waited = Event("compute", "wait", self._layer, -1, self._computed_until, start)
             self._events.append(waited)
         only = keys[0].expert if len(keys) == 1 else -1
-        seconds = self.delays.at_once([self._requests[key] for key in keys])
-        self._compute("expert", keys[0].layer, only, start, seconds, keys)
+        end = start + self.delays.at_once([self._requests[key] for key in keys])
+        self._compute(Event("compute", "expert", keys[0].layer, only, start, end), keys)
 
-    def _compute(
-        self,
-        kind: str,
-        layer: int,
-        expert: int,
-        start: float,
-        seconds: float,
-        keys: Sequence[ExpertKey] = (),
-    ) -> None:
+    def _compute(self, event: Event, keys: Sequence[ExpertKey] = ()) -> None:
         self._compute_free = False
 
         def then() -> None:
-            self._computed_until, self._compute_free = self.now, True
+            self._computed_until = self.now
+            self._compute_free = True
             self._left -= max(len(keys), 1)
             requests = [self._requests[key] for key in keys]
             if leaving := [request for request in requests if request.keep is not State.FULL]:
                 self.queue.computed(leaving)
 
-        self._begin("compute", self.machine.workers, kind, layer, expert, start, seconds, then)
+        self._begin(self.machine.workers, event, then)
 
-    def _begin(
-        self,
-        resource: str,
-        who: int,
-        kind: str,
-        layer: int,
-        expert: int,
-        start: float,
-        seconds: float,
-        then: Callable[[], None],
-        nbytes: int = 0,
-    ) -> None:
+    def _begin(self, who: int, event: Event, then: Callable[[], None]) -> None:
         """`who` begins something, and `then` has done it; of those that end together the disk is
         first, compute last."""
-        end = start + seconds
-        heappush(self._running, (end, who, then))
-        self._events.append(Event(resource, kind, layer, expert, start, end, nbytes))
+        heappush(self._running, (event.end, who, then))
+        self._events.append(event)

@@ -24,7 +24,6 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
-from moelab.progress import progress
 from moelab.registry import make
 from moelab.simulation.costs import Machine, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
@@ -94,8 +93,6 @@ def simulate(
     staging: int | None = None,
     order: Callable[[Sequence[Any]], Order] = plain_order,
     prefetching: Prefetching | None = None,
-    start: float = 0.0,
-    quiet: bool = False,
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
@@ -107,14 +104,10 @@ def simulate(
     staging : loads in flight beyond what is kept (None: any number).
     order : of a step's reads and decoding; by default the engine's.
     prefetching : None reads nothing ahead.
-    start : when it begins, in seconds.
-    quiet : without a progress bar.
 
-    Raises ValueError for other numbers of forwards or predictions than of steps, a layer or expert
-    that the residency doesn't have, and a distance or staging below 1."""
-    kinds = [(tokens, phase) for *_, tokens, phase in forwards]
+    Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
+    expert that the residency doesn't have."""
     prefetching = prefetching or Prefetching([()] * len(steps), 0)
-    _require_playable(len(steps), len(kinds), prefetching, staging)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
     most = residency.E + prefetching.ahead + 1  # a layer's demand at most
@@ -123,13 +116,12 @@ def simulate(
         slot_counts(residency.pools, copies, staging or most),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
-        start,
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
     controller = StepController(residency, simulated.queue, gate, order)
     done: list[Forward] = []
-    passes = list(zip(steps, kinds, prefetching.predictions))
-    for step, (tokens, phase), predicted in passes if quiet else progress(passes, "simulating"):
+    passes = zip(steps, forwards, prefetching.predictions, strict=True)
+    for step, (*_, tokens, phase), predicted in passes:
         begun = simulated.now
         controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
@@ -137,26 +129,6 @@ def simulate(
         done.append(Forward(begun, simulated.now, tokens, phase))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
-
-
-def _require_playable(
-    steps: int, forwards: int, prefetching: Prefetching, staging: int | None
-) -> None:
-    """ValueError as of `simulate`."""
-    if not steps == forwards == len(prefetching.predictions):
-        raise ValueError(
-            f"{steps} forwards are to be played, but tokens and phase are given of {forwards}, "
-            f"and predictions of {len(prefetching.predictions)}"
-        )
-    if prefetching.distance < 1:
-        raise ValueError(
-            f"the distance is {prefetching.distance} layers; experts are announced at least 1 "
-            "layer before their own"
-        )
-    if staging is not None and staging < 1:
-        raise ValueError(
-            f"staging is {staging}; at least one expert must have slots to be loaded into"
-        )
 
 
 def _forward(
@@ -189,8 +161,6 @@ def replay(
     cache: Any = None,
     device: str | Path | DeviceSpec | None = None,
     pools: Pools | None = None,
-    workers: int | None = None,
-    staging: int | None = None,
     scheduler: Any = None,
     decompress_gbs: float | None = None,
 ) -> Simulation:
@@ -203,8 +173,8 @@ def replay(
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
         (`delays_of`).
-    pools, workers, staging, scheduler : in place of the run's; the last is what orders reads and
-        decoding: a name of `moelab.names("scheduler")`, or a function of your own.
+    pools, scheduler : in place of the run's; the latter orders reads and decoding: a name of
+        `moelab.names("scheduler")`, or a function of your own.
     decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was
         recorded.
 
@@ -215,7 +185,8 @@ def replay(
         raise TypeError(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run"
         )
-    settings, policy = run.settings, cache or run.settings.policy
+    settings = run.settings
+    policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
             f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
@@ -233,13 +204,13 @@ def replay(
     )
     residency.fill()
     machine = machine_of(run, device, decompress_gbs, reads=not residency.holds_all)
-    machine = replace(machine, workers=workers or settings.workers)
+    machine = replace(machine, workers=settings.workers)
     return simulate(
         run.steps,
         run.forwards,
         residency,
         machine,
-        staging=staging or settings.staging,
+        staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
     )
@@ -278,7 +249,8 @@ def machine_of(
 
 def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:
     """`delays_of` for experts as the run's store has them, compressed or not."""
-    settings, spec = run.settings, run.settings.spec
+    settings = run.settings
+    spec = run.settings.spec
     (e_bytes, sm_bytes), half = settings.mean_bytes, spec.expert_bytes / 2
     if spec.dtype == "bfloat16" and sm_bytes and e_bytes < half:
         if decompress_gbs is None and "decompress_gbs" not in device.figures:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +29,8 @@ from moelab.registry import find
 from moelab.schema import Size, checked
 from moelab.speculate.signals import load_for
 
-FORMAT, TRAINED = "moelab.estimator/2", "moelab.speculate.train(…).estimator"
+FORMAT = "moelab.estimator/2"
+TRAINED = "moelab.speculate.train(…).estimator"
 
 
 class Estimator(nn.Module):
@@ -42,7 +44,6 @@ class Estimator(nn.Module):
     """
 
     #: whether what it gives is to be added to the next router's own logits on q
-    #: (`predictors.estimated`)
     residual = False
 
     def __init__(
@@ -59,26 +60,14 @@ class Estimator(nn.Module):
         if not 1 <= ahead < L:
             raise ValueError(f"ahead is {ahead}; with {L} MoE layers it must be from 1 to {L - 1}")
         self.config = dict(H=H, E=E, L=L, width=width, expansion=expansion, ahead=ahead)
-        self.ahead, self.model_id = ahead, model_id
+        self.ahead = ahead
+        self.model_id = model_id
         self.A = nn.Linear(H, width)
         self.layer = nn.Embedding(L - ahead, width)
         self.B = nn.Linear(width, expansion * width)
         self.C = nn.Linear(expansion * width, width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, E)
-        self.initialise()
-
-    def initialise(self, generator: torch.Generator | None = None) -> None:
-        """PyTorch's usual initial weights, drawn from a generator (None: the global one)."""
-        for module in self.children():
-            if module is self.norm:
-                module.reset_parameters()
-            elif module is self.layer:
-                nn.init.normal_(module.weight, generator=generator)
-            else:
-                bound = 1 / math.sqrt(module.in_features)
-                nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
-                nn.init.uniform_(module.bias, -bound, bound, generator=generator)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
         """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one
@@ -145,8 +134,8 @@ class ResidualEstimator(Estimator):
 
     residual = True
 
-    def initialise(self, generator: torch.Generator | None = None) -> None:
-        super().initialise(generator)
+    def __init__(self, *sizes: Any, **options: Any) -> None:
+        super().__init__(*sizes, **options)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

@@ -13,7 +13,6 @@ Shapes: s and r [T, H], ids and weights [T, K].
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -37,7 +36,7 @@ Change = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-class Speculation(AbstractContextManager):
+class Speculation(Patches):
     """A model that runs on predictions, until `close()` or the end of the `with`.
 
     model : any model that moelab can plug; whatever runs its experts stays in place.
@@ -60,6 +59,7 @@ class Speculation(AbstractContextManager):
     def __init__(
         self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False
     ) -> None:
+        super().__init__()
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
         if mode == "router-free" and not isinstance(predictor, EstimatorPredictor):
@@ -67,16 +67,22 @@ class Speculation(AbstractContextManager):
                 f"router-free needs the predictor 'estimator', which replaces routers; "
                 f"{type(predictor).__name__} asks them"
             )
-        self.model, self.predictor, self.mode, self.prefill = model, predictor, mode, prefill
-        self.layers, self._none = discover(model), predictor.spec.E
+        self.predictor = predictor
+        self.mode = mode
+        self.prefill = prefill
+        self.layers = discover(model)
+        self._none = predictor.spec.E
         #: the module of each layer whose first argument is the residual
         self._entries = (
             [stream.entry for stream in streams(model)] if predictor.reads_residual else []
         )
         self._residuals: dict[int, Tensor] = {}  # r of each layer, in this pass
         self._predicted: dict[int, Prediction] = {}  # for each layer, in this pass
-        self._hooks, self._predicting = Patches(), False
-        self.reset()
+        self._hooks = Patches()
+        self._predicting = False
+        device = getattr(model, "device", "cpu")
+        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device)
+        self.requests, self.hits = self._counts
         self._end()
         predictor.begin()
         with Patches() as patches:
@@ -87,26 +93,13 @@ class Speculation(AbstractContextManager):
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
             patches.callback(lambda: self._hooks.close())
             self._listen(True)
-            self._patches = patches.pop_all()
-
-    def close(self) -> None:
-        self._patches.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def reset(self) -> None:
-        """Count from zero."""
-        device = getattr(self.model, "device", "cpu")
-        self._counts = torch.zeros(2, 2, len(self.layers), dtype=torch.long, device=device)
-        self.requests, self.hits = self._counts
+            self.push(patches.pop_all())
 
     def recall(self, phase: int | None = None) -> Tensor:
         """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
         predictions."""
-        if phase is None:
-            return self.hits.sum(0).double() / self.requests.sum(0)
-        return self.hits[phase].double() / self.requests[phase]
+        counts = self._counts.sum(1) if phase is None else self._counts[:, phase]
+        return counts[1].double() / counts[0]
 
     # ---------------------------------------------------------------------------------------------
     # hooks on the layers
@@ -122,9 +115,9 @@ class Speculation(AbstractContextManager):
                 if predicting:
                     self._attach(layer, patches)
                 elif learns:
-                    register, hook, options = layer.listening(partial(self._observe, layer.index))
-                    patches.hook(register, hook, **options)
-            self._hooks, self._predicting = patches.pop_all(), predicting
+                    layer.listen(patches, partial(self._observe, layer.index))
+            self._hooks = patches.pop_all()
+            self._predicting = predicting
 
     def _attach(self, layer: MoELayer, patches: Patches) -> None:
         if self._entries:
@@ -145,7 +138,8 @@ class Speculation(AbstractContextManager):
     def _begin(self, first: bool, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward pass of a stack begins, of the model's `first` or of its decoder."""
         self._end()
-        info, mask = forward_info(args, kwargs), kwargs.get("attention_mask")
+        info = forward_info(args, kwargs)
+        mask = kwargs.get("attention_mask")
         if first and not info.cached:
             self.predictor.begin()
         self._phase = DECODE if info.phase == "decode" else PREFILL
@@ -158,7 +152,8 @@ class Speculation(AbstractContextManager):
         )
 
     def _end(self) -> None:
-        self._running, self._phase = False, PREFILL
+        self._running = False
+        self._phase = PREFILL
         self._real: Tensor | None = None  # which of the T tokens are no padding; None: all
         self._residuals.clear()
         self._predicted.clear()
@@ -173,7 +168,8 @@ class Speculation(AbstractContextManager):
         """What the experts of a layer are to run with, whose router's input is x (Algorithm 1)."""
         if not self._running:  # a part of the model was called by itself
             return ids, weights
-        index, mine = layer.index, self._predicted.get(layer.index)
+        index = layer.index
+        mine = self._predicted.get(layer.index)
         executes = mine is not None and self._executes
         if not (executes and self.mode == "router-free"):  # the true router has run
             true = self._observe(index, ids, weights)
@@ -252,7 +248,8 @@ def _executor(layer: MoELayer) -> Any:
 
 def check(prediction: Any, T: int, predictor: Predictor) -> None:
     """ValueError, naming the predictor, unless this is a prediction for T tokens."""
-    E, given = predictor.spec.E, f"a {type(prediction).__name__}"
+    E = predictor.spec.E
+    given = f"a {type(prediction).__name__}"
     match prediction:
         case (Tensor() as ids, Tensor() as weights):
             given = f"{ids.dtype} {list(ids.shape)} and {weights.dtype} {list(weights.shape)}"

@@ -17,27 +17,16 @@ Shapes: s [T, H], u [E], W [L, H + E + 1, E].
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, TypedDict
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.files import save_tensors
 from moelab.progress import progress
-from moelab.schema import Must, Positive, checked
-from moelab.speculate.signals import load_for
 from moelab.trace import RoutingTrace
 
-FORMAT, FITTED = "moelab.next_token/1", "moelab.speculate.next_token.fit(trace)"
 #: strengths of the ridge that are tried, in mean squares of an input
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
-
-
-class _About(TypedDict):
-    half_life: Positive
-    discount: Annotated[float, Must(lambda share: 0 <= share < 1, "from 0 to below 1")]
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,36 +35,18 @@ class NextToken:
 
     W: Tensor
     half_life: float
-    discount: float
-    model_id: str
 
     def expected(self, layer: int, s: np.ndarray, u: np.ndarray) -> np.ndarray:
         """ŷ [E] of a layer, from the router inputs s [T, H] of the tokens that go on and recent
         uses u [E]."""
-        H, W = s.shape[-1], self.W[layer].numpy()
+        H = s.shape[-1]
+        W = self.W[layer].numpy()
         return s.mean(0) @ W[:H] + u @ W[H:-1] + W[-1]
 
     @property
     def shape(self) -> tuple[int, int]:
         """L, E."""
         return len(self.W), self.W.shape[-1]
-
-    def save(self, path: str | Path) -> Path:
-        about = {"half_life": self.half_life, "discount": self.discount}
-        return save_tensors(path, FORMAT, {"W": self.W}, model_id=self.model_id, about=about)
-
-    @classmethod
-    def load(cls, path: str | Path, model: Any) -> NextToken:
-        """Read what was fitted for `model`. ValueError if it is not readable or another model's."""
-        about = {"about": _About, "model_id": str}
-        return load_for(model, path, FORMAT, "next-token regression", FITTED, about, cls._loaded)
-
-    @classmethod
-    def _loaded(
-        cls, tensors: dict[str, Tensor], about: dict[str, float], model_id: str
-    ) -> NextToken:
-        W = checked(tensors, "W", ("float32",), (None, None, None))
-        return cls(W, **about, model_id=model_id)
 
 
 def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> NextToken:
@@ -94,19 +65,21 @@ def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> 
         raise ValueError(
             f"the trace has {trace.sequences} prompts; five are the least, as one is held out"
         )
-    spec, layers = trace.spec, []
+    spec = trace.spec
+    layers = []
     order = torch.argsort(trace.sequence.long(), stable=True)
     sequence = trace.sequence[order].long()
     held_out = sequence >= sequence.max() * 4 // 5 + 1
     for layer in progress(range(spec.L), "fitting", unit="layer"):
         passed = trace.ids[order, layer, 0] != spec.E
-        rows, of = order[passed], sequence[passed]
+        rows = order[passed]
+        of = sequence[passed]
         chosen = chosen_of(trace.ids[rows, layer], spec.E)
         s = trace.router_inputs[rows, layer].float()
         x = torch.cat([s, lately(chosen, half_life), torch.ones(len(s), 1)], 1)
         y, last = coming(chosen, of, discount)
         layers.append(ridge(x[~last], y[~last], held_out[passed][~last]))
-    return NextToken(torch.stack(layers), half_life, discount, trace.model_id)
+    return NextToken(torch.stack(layers), half_life)
 
 
 def chosen_of(ids: Tensor, E: int) -> Tensor:
@@ -116,7 +89,9 @@ def chosen_of(ids: Tensor, E: int) -> Tensor:
 
 def lately(chosen: Tensor, half_life: float) -> Tensor:
     """u of every token, [T, E]: uses up to its own, each counting half after `half_life` tokens."""
-    u, rows, decay = torch.zeros(chosen.shape[1]), [], 0.5 ** (1 / half_life)
+    u = torch.zeros(chosen.shape[1])
+    rows = []
+    decay = 0.5 ** (1 / half_life)
     for row in chosen:
         rows.append(u := u * decay + row)
     return torch.stack(rows)
@@ -149,6 +124,7 @@ def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
     def error(strength: float) -> float:
         return float((x[held_out] @ solved(*part, strength) - y[held_out]).square().sum())
 
-    part, rest = products(~held_out), products(held_out)
+    part = products(~held_out)
+    rest = products(held_out)
     best = min(RIDGES, key=error)
     return solved(part[0] + rest[0], part[1] + rest[1], best)

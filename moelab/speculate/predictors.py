@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
 from moelab.models.identity import identity
-from moelab.models.stream import check_routers, stacks, streams
+from moelab.models.stream import stacks, streams
 from moelab.registry import Entry, find
 from moelab.speculate.estimator import TRAINED
 from moelab.speculate.routers import check_given, route, router_logits
@@ -37,7 +37,7 @@ Estimate = Callable[[Tensor, int], Tensor]
 INGREDIENTS = {
     "vectors": "moelab.speculate.default_vectors(model, prompts)",
     "estimator": "a trained moelab.speculate.Estimator (--estimator FILE)",
-    "choice": "moelab.speculate.scoring.choose(trace, model, vectors, estimator)",
+    "choice": "moelab.evaluation.predictors.choose(trace, model, vectors, estimator)",
     "trace": "moelab.record(model, prompts), or for static calibration= (--calibration FILE of `moelab calibrate`)",
     "seed": "an integer",
 }
@@ -51,12 +51,6 @@ def takes(name: str) -> list[str]:
 def lacking(name: str) -> list[str]:
     """Which of what it takes must be given: the rest is measured where it is needed."""
     return [part for part in takes(name) if part not in ("vectors", "seed")]
-
-
-def estimated(estimator: Estimate, layer: int, target: MoELayer, q: Tensor) -> Tensor:
-    """An estimator's logits [T, E] of `target` for signals q [T, H] of the layer `layer`."""
-    logits = estimator(q, layer)
-    return router_logits(target, q) + logits if getattr(estimator, "residual", False) else logits
 
 
 class Predictor(ABC):
@@ -76,9 +70,9 @@ class Predictor(ABC):
             raise ValueError(
                 f"ahead is {ahead}; a prediction is for a later layer, so it must be at least 1"
             )
-        if unknown := ingredients.keys() - set(self.takes):
+        if unknown := sorted(ingredients.keys() - {*self.takes}):
             raise ValueError(
-                f"the predictor {made} takes no {', '.join(sorted(unknown))}; it takes "
+                f"the predictor {made} takes no {unknown[0]}; it takes "
                 f"{', '.join(('ahead', *self.takes))}"
             )
         for name in self.takes:
@@ -124,7 +118,9 @@ class NextRouter(Predictor):
     """The next router on this layer's router input s (Speculating Experts §3.3, the baseline)."""
 
     def prepare(self, model):
-        check_routers(model)
+        width = model.config.get_text_config().hidden_size
+        for layer in self.targets.values():  # each can be asked
+            layer.ask(torch.zeros(1, width, dtype=model.dtype, device=model.device))
 
     def predict(self, layer, s, r, ids, weights):
         return route(self.targets[layer], s)
@@ -153,7 +149,7 @@ class Hybrid(Quasi):
     """Per layer the estimator or the next router on q, whichever was better on validation (§6.3,
     Hybrid-PF).
 
-    choice : bool for each of the L layers; `moelab.speculate.scoring.choose` finds it.
+    choice : bool for each of the L layers; `moelab.evaluation.predictors.choose` finds it.
     """
 
     takes = ("vectors", "estimator", "choice")
@@ -177,8 +173,13 @@ class Hybrid(Quasi):
                 check_given(target, self.vectors.d.shape[-1])
 
     def predict(self, layer, s, r, ids, weights):
-        q, target = self.quasi(layer, r, ids, weights), self.targets[layer]
-        logits = estimated(self.estimator, layer, target, q) if self.choice[layer] else None
+        q = self.quasi(layer, r, ids, weights)
+        target = self.targets[layer]
+        if not self.choice[layer]:
+            return route(target, q)
+        logits = self.estimator(q, layer)
+        if getattr(self.estimator, "residual", False):
+            logits = router_logits(target, q) + logits
         return route(target, q, logits)
 
 
@@ -204,7 +205,8 @@ class Frequency(Predictor):
         self.prefill.setdefault(layer, (ids, weights))
 
     def predict(self, layer, s, r, ids, weights):
-        B, target = len(ids), self.targets[layer].index
+        B = len(ids)
+        target = self.targets[layer].index
         known = self.popular.get(target)
         if known is None or len(known[0]) != B:
             seen = self.prefill.get(target)
@@ -222,7 +224,8 @@ class Static(Predictor):
     takes = ("trace",)
 
     def prepare(self, model):
-        trace, K = self.trace, self.spec.K
+        trace = self.trace
+        K = self.spec.K
         if isinstance(trace, RoutingTrace):
             of_model(trace, model)
             columns = trace.ids.long(), trace.weights
@@ -284,7 +287,8 @@ class Oracle(Predictor):
 
     def _truth(self, layer: int) -> Prediction:
         rows = self.prompts[self.prompt][self.row : self.end]
-        ids, weights = self.trace.ids[rows, layer], self.trace.weights[rows, layer]
+        ids = self.trace.ids[rows, layer]
+        weights = self.trace.weights[rows, layer]
         return ids.long().to(self.device), weights.to(self.device)
 
     def predict(self, layer, s, r, ids, weights):
@@ -307,7 +311,8 @@ class Random(Predictor):
 
 def of_model(trace: RoutingTrace, model: nn.Module) -> None:
     """ValueError for a trace that was recorded from another model."""
-    what, remedy = f"this trace is of {trace.spec.name},", "use moelab.record(model, prompts)"
+    what = f"this trace is of {trace.spec.name},"
+    remedy = "use moelab.record(model, prompts)"
     check_model(model, trace.model_id, what, remedy)
 
 

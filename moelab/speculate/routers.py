@@ -23,7 +23,8 @@ class _GivenLogits(TorchFunctionMode):
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        self.logits, self.calls = logits, 0
+        self.logits = logits
+        self.calls = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

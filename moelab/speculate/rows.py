@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -35,32 +34,28 @@ class Examples(NamedTuple):
     layer: Tensor  # [R], the predicting one
     start: Tensor  # [R, E], float32: logits of the next router on q
     logits: Tensor  # [R, E], float32: its true ones
-    ids: Tensor  # [R, K], what it chose
 
 
 class Rows:
-    """Training examples from a trace or its path."""
+    """Training examples from a trace, read a buffer at a time."""
 
     def __init__(
-        self, trace: RoutingTrace | str | Path, model: Any, vectors: DefaultVectors, ahead: int
+        self, trace: RoutingTrace, model: Any, vectors: DefaultVectors, ahead: int
     ) -> None:
-        trace = trace if isinstance(trace, RoutingTrace) else RoutingTrace.load(trace)
         if trace.router_inputs is None or trace.residuals is None:
             raise ValueError(
                 "this trace has no hidden states to train on; moelab.record(model, prompts, "
                 "hidden='train.safetensors') records them"
             )
         of_model(trace, model)
-        self.trace, self.spec = trace, trace.spec
+        self.trace = trace
+        self.spec = trace.spec
         self.quasi = Quasi(model, vectors=vectors, ahead=ahead)
         if not self.quasi.targets:
             raise ValueError(f"ahead is {ahead}, and no MoE layer has another one so far ahead")
-        if not len(trace):
-            raise ValueError("this trace has no tokens; record some prompts")
         token_bytes = 2 * trace.residuals[:1].nbytes
         self.stretch = max(1, STRETCH // token_bytes)  # tokens
         self.stretches = max(1, BUFFER // (self.stretch * token_bytes))  # a buffer
-        self._whole: list[Examples] = []
 
     def spans(self, buffer: int, seed: int, most: int) -> list[tuple[int, int]]:
         """The stretches (first token, end) of the buffer with this number, at most `most`
@@ -79,18 +74,16 @@ class Rows:
         return spans
 
     def buffers(self) -> Iterator[Examples]:
-        """The whole trace in order; a single buffer is kept for the next time, as validations go
-        through it again and again."""
-        T, size = len(self.trace), self.stretch * self.stretches
-        if size < T:
-            return (self.read([(a, min(a + size, T))]) for a in range(0, T, size))
-        self._whole = self._whole or [self.read([(0, T)])]
-        return iter(self._whole)
+        """The whole trace in order."""
+        T = len(self.trace)
+        size = self.stretch * self.stretches
+        return (self.read([(a, min(a + size, T))]) for a in range(0, T, size))
 
     @torch.no_grad()
     def read(self, spans: list[tuple[int, int]]) -> Examples:
         """The rows of stretches of tokens."""
-        trace, device = self.trace, self.quasi.device
+        trace = self.trace
+        device = self.quasi.device
         s, r, ids, weights = (
             torch.cat([column[a:b] for a, b in spans]).to(device)
             for column in (trace.router_inputs, trace.residuals, trace.ids, trace.weights)
@@ -102,8 +95,9 @@ class Rows:
             there = target.index
             t = (passed[:, l] & passed[:, there]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
-            start, logits = router_logits(target, q), router_logits(target, s[t, there])
-            parts.append((q, torch.full_like(t, l), start, logits, ids[t, there]))
+            start = router_logits(target, q)
+            logits = router_logits(target, s[t, there])
+            parts.append((q, torch.full_like(t, l), start, logits))
         return Examples(*(torch.cat(part) for part in zip(*parts)))
 
 

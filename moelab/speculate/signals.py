@@ -29,11 +29,12 @@ from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
-from moelab.models.stream import Stream, streams, times
+from moelab.models.stream import Stream, streams
 from moelab.progress import progress
 from moelab.schema import checked
 
-FORMAT, MEASURED = "moelab.default_vectors/2", "moelab.speculate.default_vectors(model, prompts)"
+FORMAT = "moelab.default_vectors/2"
+MEASURED = "moelab.speculate.default_vectors(model, prompts)"
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,20 +135,15 @@ def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:
     path : the residual stream around this layer, those in between and the one that is predicted.
     r, d : residual stream before this layer's norm, and this layer's default, [T, H] each.
     """
-    here, *between, following = path
-    x = here.added(r, d)
-    factor = following.carry
-    for stream in between:
-        factor *= stream.carry * stream.keep
-    return following.router_input(times(factor, x).to(r.dtype))
+    here, *_, following = path
+    return following.router_input(here.added(r, d).to(r.dtype))
 
 
-def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0) -> DefaultVectors:
+def default_vectors(model: Any, prompts: Sequence[Any]) -> DefaultVectors:
     """Measure a model's default vectors on `prompts`, in memory that does not grow with them.
 
-    prompts : texts, `moelab.datasets.Prompt`s or lists of token ids; run one by one, so that no
+    prompts : texts, `moelab.prompts` or lists of token ids; run one by one, so that no
         padding is averaged.
-    max_new_tokens : tokens generated greedily after each prompt, which count too.
 
     Experts are computed one by one, as with the executor "exact", whichever the model was opened
     with.
@@ -160,14 +156,13 @@ def default_vectors(model: Any, prompts: Sequence[Any], max_new_tokens: int = 0)
         sums = _Sums(model)
         patches.enter_context(plugged(model, sums))
         for stream in sums.streams:
-            for hook in stream.listen(partial(sums.add, stream.layer.index)):
-                patches.callback(hook.remove)
+            stream.listen(patches, partial(sums.add, stream.layer.index))
         patches.callback(model.train, model.training)
         model.eval()
         for prompt in progress(ids, "default vectors", unit="prompt"):
             tokens = torch.tensor([prompt], device=model.device)
             with torch.no_grad():
-                recording.run(model, tokens, torch.ones_like(tokens), max_new_tokens, {})
+                recording.run(model, tokens, torch.ones_like(tokens), 0, {})
     return sums.vectors(identity(model))
 
 
@@ -176,7 +171,8 @@ class _Sums:
     what each layer adds to the stream."""
 
     def __init__(self, model: Any) -> None:
-        spec, self.streams = spec_of(model), streams(model)
+        spec = spec_of(model)
+        self.streams = streams(model)
         self.weighted = False  # whether the architecture scales an expert's input by its weight
         self.sums = torch.zeros(spec.L, spec.E, spec.H, dtype=torch.float64)
         self.counts = torch.zeros(spec.L, spec.E, dtype=torch.long)
@@ -187,7 +183,8 @@ class _Sums:
         self.weighted = type(experts).weighted is not SeamExperts.weighted
         contributions = []
         for expert, choice, tokens in assignments(ids, experts.num_experts):
-            w, tensors = weights[tokens, choice], experts.weights(expert)
+            w = weights[tokens, choice]
+            tensors = experts.weights(expert)
             if self.weighted:
                 y = out = experts.contribution(x, tokens, w, tensors)
             else:
@@ -208,7 +205,8 @@ class _Sums:
 
     def vectors(self, model_id: str) -> DefaultVectors:
         scale = torch.tensor([stream.scale for stream in self.streams], dtype=torch.float64)
-        sums, n = self.sums * scale[:, None, None], self.counts[..., None]
+        sums = self.sums * scale[:, None, None]
+        n = self.counts[..., None]
         of_layer = sums.sum(1, keepdim=True) / n.sum(1, keepdim=True).clamp(min=1)  # [L, 1, H]
         d = torch.where(n > 0, sums / n.clamp(min=1), of_layer)
         shared = (self.added - self.routed * scale[:, None]) / self.tokens.clamp(min=1)

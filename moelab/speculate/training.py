@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,165 +26,146 @@ from torch import Tensor
 from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
-from moelab.speculate.execution import found
-from moelab.speculate.predictors import estimated
-from moelab.speculate.routers import route
 from moelab.speculate.rows import Examples, Rows, generator_of
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
 WARMUP = 0.02  # of all tokens
+#: highest learning rates: of AdamW (embedding, norm, head, biases) and of Muon (matrices A, B, C)
+ADAMW_RATE = 2e-3
+MUON_RATE = 0.05
 
 
-@dataclass(frozen=True)
-class Point:
-    """Where training was after a number of tokens, repetitions included, measured on the validation
-    trace.
-
-    loss : mean KL divergence, nats.
-    hit_rate : recall@K of each predicting layer 0 … L − ahead − 1; NaN where nothing is predicted.
-    """
+class Point(NamedTuple):
+    """Where training was after a number of tokens, repetitions included."""
 
     tokens: int
-    loss: float
-    hit_rate: tuple[float, ...]
-
-    @property
-    def mean_hit_rate(self) -> float:
-        rates = [rate for rate in self.hit_rate if not math.isnan(rate)]
-        return sum(rates) / len(rates)
+    loss: float  # mean KL divergence on the validation trace, nats
 
 
 @dataclass(frozen=True, eq=False)
 class Training:
-    """A trained estimator with the weights of `best`, the point of lowest loss; `history` is Fig.
-    9."""
+    """A trained estimator, with the weights of the point of lowest loss; `history` is Fig. 9's loss."""
 
     estimator: Estimator
     history: tuple[Point, ...]
-    best: Point
-    stopped_early: bool
+
+    @property
+    def best(self) -> Point:
+        return best_of(self.history)
 
 
 def train(
-    trace: RoutingTrace | str | Path,
+    trace: RoutingTrace,
     model: Any,
     vectors: DefaultVectors,
     *,
-    validation: RoutingTrace | str | Path,
+    validation: RoutingTrace,
+    kind: str = DEFAULT_ESTIMATOR,
     parameters: int = 150_000,
     tokens: int = 300_000,
     batch: int = 1280,
-    learning_rate: float = 2e-3,
-    muon_rate: float = 0.05,
     every: int | None = None,
-    patience: int = 5,
     ahead: int = 1,
-    kind: str = DEFAULT_ESTIMATOR,
     seed: int = 0,
 ) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
 
-    trace : recorded with `hidden=True`, or its path; hidden states on disk are read as needed.
+    trace : recorded with `hidden=True`; hidden states on disk are read as needed.
     vectors : the default vectors that make q, the same that predictors will use.
-    validation : of text that is not in `trace`. It decides when to stop, so measure the result on a
-        third one.
+    validation : of text that is not in `trace`. It decides which weights are kept, so measure the
+        result on a third one.
+    kind : a name of `moelab.names("estimator")`. The default begins as the next router on q, and is
+        given back as that if no training lowers the validation's loss.
     parameters : of the estimator (`Estimator.sized`).
     tokens : training tokens in all; a shorter trace is repeated, newly shuffled.
     batch : rows a step; a token is one row for every predicting layer.
-    learning_rate, muon_rate : highest rates, of AdamW (embedding, norm, head, biases) and Muon
-        (matrices A, B, C).
     every : tokens between validations, about; by default a twentieth of `tokens`.
-    patience : validations in a row without a lower loss, after which training stops.
-    kind : a name of `moelab.names("estimator")`. The default begins as the next router on q, and is
-        given back as that if no training lowers the validation's loss.
 
     Raises ValueError: a trace without hidden states or of another model."""
-    if min(tokens, batch, patience) < 1:
-        raise ValueError(
-            f"tokens={tokens}, batch={batch}, patience={patience}: each must be at least 1"
-        )
+    if min(tokens, batch) < 1:
+        raise ValueError(f"tokens={tokens}, batch={batch}: each must be at least 1")
     data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
     estimator = _estimator(data, kind, parameters, seed)
-    optimizers = _optimizers(estimator, learning_rate, muon_rate)
-    run = _Run(data, estimator, optimizers, tokens, batch, seed)
-    every, history, best, weights, worse = every or max(tokens // 20, 1), [], None, {}, 0
+    optimizers = _optimizers(estimator)
+    every = every or max(tokens // 20, 1)
+    seen = 0
+    history = []
+    weights = {}
     with progress(total=tokens, desc="training the estimator", unit="token") as bar:
-        while not history or (history[-1].tokens < tokens and worse < patience):
-            if not history or run.seen - history[-1].tokens >= every or run.seen == tokens:
-                history.append(point := Point(run.seen, *evaluate(estimator, held_out)))
-                bar.note(f"KL {point.loss:.4f}, hit rate {point.mean_hit_rate:.1%}")
-                worse += 1
-                if best is None or point.loss < best.loss:
-                    best, weights, worse = point, deepcopy(estimator.state_dict()), 0
-            else:
-                bar.update(run.buffer())
+        for buffer in count():
+            if not history or seen - history[-1].tokens >= every or seen == tokens:
+                point = Point(seen, evaluate(estimator, held_out))
+                bar.note(f"KL {point.loss:.4f}")
+                history.append(point)
+                if point is best_of(history):
+                    weights = deepcopy(estimator.state_dict())
+            if seen == tokens:
+                break
+            spans = data.spans(buffer, seed, tokens - seen)
+            n = sum(b - a for a, b in spans)
+            batches = shuffled(data.read(spans), batch, generator_of(seed, "rows", buffer))
+            for step, rows in enumerate(batches):
+                loss = divergence(rows.logits, predicted(estimator, rows), data.spec.router)
+                part = (seen + n * (step + 0.5) / len(batches)) / tokens
+                _step(optimizers, loss.mean(), schedule(part))
+            seen += n
+            bar.update(n)
     estimator.load_state_dict(weights)
-    return Training(estimator.eval(), tuple(history), best, stopped_early=worse == patience)
+    return Training(estimator.eval(), tuple(history))
 
 
-@dataclass
-class _Run:
-    """A training under way: it has seen so many tokens, in so many buffers."""
+def best_of(history: Sequence[Point]) -> Point:
+    return min(history, key=lambda point: point.loss)
 
-    data: Rows
-    estimator: Estimator
-    optimizers: Sequence[torch.optim.Optimizer]
-    tokens: int
-    batch: int
-    seed: int
-    seen: int = 0
-    buffers: int = 0
 
-    def buffer(self) -> int:
-        """Train on the next buffer; returns its tokens."""
-        spans = self.data.spans(self.buffers, self.seed, self.tokens - self.seen)
-        n = sum(b - a for a, b in spans)
-        examples = self.data.read(spans)
-        generator = generator_of(self.seed, "rows", self.buffers)
-        order = torch.randperm(len(examples.q), generator=generator).to(examples.q.device)
-        steps = math.ceil(len(order) / self.batch)
-        for step, rows in enumerate(order.tensor_split(steps) if steps else ()):
-            rate = schedule((self.seen + n * (step + 0.5) / steps) / self.tokens)
-            self._step(examples, rows, rate)
-        self.seen, self.buffers = self.seen + n, self.buffers + 1
-        return n
+def shuffled(examples: Examples, batch: int, generator: torch.Generator) -> list[Examples]:
+    """The rows in random order, in batches of about as many."""
+    R = len(examples.q)
+    order = torch.randperm(R, generator=generator)
+    return [
+        Examples(*(column[rows] for column in examples))
+        for rows in (order.tensor_split(math.ceil(R / batch)) if R else ())
+    ]
 
-    def _step(self, examples: Examples, rows: Tensor, rate: float) -> None:
-        predicted = self.estimator(examples.q[rows], examples.layer[rows])
-        if self.estimator.residual:
-            predicted = examples.start[rows] + predicted
-        divergence(examples.logits[rows], predicted, self.data.spec.router).mean().backward()
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * rate
-            optimizer.step()
-            optimizer.zero_grad()
+
+def predicted(estimator: Estimator, rows: Examples) -> Tensor:
+    """The logits [R, E] that an estimator predicts for rows."""
+    logits = estimator(rows.q, rows.layer)
+    return rows.start + logits if estimator.residual else logits
+
+
+def _step(optimizers: list[torch.optim.Optimizer], loss: Tensor, rate: float) -> None:
+    loss.backward()
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak"] * rate
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
-    """Untrained, on the model's device; its initial weights are drawn from a generator of its
-    own."""
-    spec, H = data.spec, data.trace.residuals.shape[-1]
-    with torch.device("meta"):
-        estimator = find("estimator", kind).sized(
-            H, spec.E, spec.L, parameters, ahead=data.quasi.ahead
-        )
-    estimator.to_empty(device="cpu").initialise(torch.Generator().manual_seed(seed))
+    """Untrained, on the model's device; its initial weights are drawn by the seed alone."""
+    spec = data.spec
+    H = data.trace.residuals.shape[-1]
+    ahead = data.quasi.ahead
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters, ahead=ahead)
     estimator.model_id = data.trace.model_id
     return estimator.to(data.quasi.device)
 
 
-def _optimizers(
-    estimator: Estimator, learning_rate: float, muon_rate: float
-) -> list[torch.optim.Optimizer]:
+def _optimizers(estimator: Estimator) -> list[torch.optim.Optimizer]:
     """Muon for the inner matrices, AdamW for the rest; "peak" of a group is its highest rate."""
-    inner = [estimator.A.weight, estimator.B.weight, estimator.C.weight]
-    ids = {id(p) for p in inner}
-    rest = [p for p in estimator.parameters() if id(p) not in ids]
+    inner = ("A.weight", "B.weight", "C.weight")
+    named = dict(estimator.named_parameters())
+    rest = [parameter for name, parameter in named.items() if name not in inner]
     return [
-        torch.optim.AdamW([{"params": rest, "peak": learning_rate}], weight_decay=0.01),
-        torch.optim.Muon([{"params": inner, "peak": muon_rate}], weight_decay=0.01),
+        torch.optim.AdamW([{"params": rest, "peak": ADAMW_RATE}], weight_decay=0.01),
+        torch.optim.Muon(
+            [{"params": [named[name] for name in inner], "peak": MUON_RATE}], weight_decay=0.01
+        ),
     ]
 
 
@@ -210,20 +191,10 @@ def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Te
 
 
 @torch.no_grad()
-def evaluate(estimator: Estimator, rows: Rows) -> tuple[float, tuple[float, ...]]:
-    """(mean divergence, hit rate of each predicting layer) over all rows."""
-    total = count = 0
-    hits, requests = torch.zeros(2, rows.spec.L - rows.quasi.ahead, dtype=torch.long)
-    for buffer in rows.buffers():
-        for layer in buffer.layer.unique().tolist():
-            q, _, _, logits, true = (column[buffer.layer == layer] for column in buffer)
-            target = rows.quasi.targets[layer]
-            predicted = estimated(estimator, layer, target, q)
-            loss = divergence(logits, predicted, rows.spec.router)
-            total += float(loss.sum(dtype=torch.float64))
-            count += len(loss)
-            ids, _ = route(target, q, predicted)
-            there = true != rows.spec.E
-            hits[layer] += int((found(ids, true) & there).sum())
-            requests[layer] += int(there.sum())
-    return total / count, tuple((hits.double() / requests).tolist())
+def evaluate(estimator: Estimator, rows: Rows) -> float:
+    """Mean divergence over all rows, nats."""
+    losses = [
+        divergence(some.logits, predicted(estimator, some), rows.spec.router)
+        for some in rows.buffers()
+    ]
+    return float(torch.cat(losses).mean(dtype=torch.float64))

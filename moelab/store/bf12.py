@@ -51,12 +51,13 @@ class BF12(Codec):
         words = as_bytes(out, writable=True).view(np.uint16)
         n = len(words)
         low, codes, indices, values = _parts(as_bytes(blob), n)
-        if len(indices) and not (np.all(indices[1:] > indices[:-1]) and indices[-1] < n):
+        in_order = np.all(indices[1:] > indices[:-1])
+        if len(indices) and not (in_order and indices[-1] < n):
             raise ValueError("the escapes of a bf12 blob are not in order")
-        job = np.array([0, low.ctypes.data, codes.ctypes.data, n, words.ctypes.data])
-        in_threads(
-            TEAM, c_function(_join_pieces), min(-(-n // _PIECE), torch.get_num_threads()), job
-        )
+        addresses = [array.ctypes.data for array in (low, codes, words)]
+        job = np.array([0, *addresses, n])
+        threads = min(-(-n // _PIECE), torch.get_num_threads())
+        in_threads(TEAM, c_function(_join_pieces), threads, job)
         words[indices] = values
 
     def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
@@ -104,18 +105,22 @@ def escapes(length: int, n: int) -> int:
 def _parts(blob: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
     """Low bytes, codes, indices of escapes, their weights."""
     m = escapes(len(blob), n)
-    low, codes, indices, values = np.split(blob[HEAD:], np.cumsum([n, n // 2, 4 * m]))
+    ends = np.cumsum([n, n // 2, 4 * m])
+    low, codes, indices, values = np.split(blob[HEAD:], ends)
     return low, codes, indices.view(np.uint32), values.view(np.uint16)
 
 
 def _join_pieces(job):
     """What a thread does: pieces of a blob until none is left."""
-    low, codes, n, out = read(job, 1), read(job, 2), read(job, 3), read(job, 4)
+    low, codes = read(job, 1), read(job, 2)
+    out, n = read(job, 3), read(job, 4)
+    table = low - 16
     while True:
         begin = take(job) * _PIECE
         if begin >= n:
             return
-        _join(low + begin, codes + begin // 2, low - 16, min(_PIECE, n - begin), out + 2 * begin)
+        size = min(_PIECE, n - begin)
+        _join(low + begin, codes + begin // 2, table, size, out + 2 * begin)
 
 
 @emitted()

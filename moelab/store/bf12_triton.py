@@ -7,10 +7,11 @@ the CPU."""
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from moelab.kernels.vectors import BLOCK
 from moelab.store.bf12 import HEAD, escapes
-from moelab.store.bits_triton import tl, triton
 
 ROWS, LANES = 64, BLOCK // 2  # blocks of 64 weights that a program unpacks; weights in half a block
 ESCAPES = 256  # that a program writes
@@ -57,17 +58,11 @@ def unpack(blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, of two bytes,
     on the same GPU. ValueError if the sizes do not fit; whether the blob is damaged, its checksum
     says."""
-    n = out.numel()
-    if n % BLOCK or out.element_size() != 2 or blob.device != out.device or not out.is_contiguous():
-        raise ValueError(
-            f"weights must be whole blocks of {BLOCK} of two bytes, contiguous, on {blob.device}; these "
-            f"are {out.dtype} {list(out.shape)} on {out.device}"
-        )
-    words, count = out.view(-1).view(torch.uint16), escapes(blob.numel(), n)
+    n, words = out.numel(), out.view(-1).view(torch.uint16)
+    count = escapes(blob.numel(), n)
     _unpack_kernel[(triton.cdiv(n // BLOCK, ROWS),)](blob, words, n, HEAD, ROWS, LANES, num_warps=4)
     if count:
-        indices = blob[HEAD + n // 2 * 3 :][: 4 * count].view(
-            torch.int32
-        )  # below 2³¹, as weights of a matrix are
+        # below 2³¹, as weights of a matrix are
+        indices = blob[HEAD + n // 2 * 3 :][: 4 * count].view(torch.int32)
         _escapes_kernel[(triton.cdiv(count, ESCAPES),)](indices, words, n, count, BLOCK=ESCAPES)
     return out

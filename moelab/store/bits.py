@@ -28,7 +28,6 @@ def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.nd
     into if it is given."""
     exponents = np.empty(len(words), np.uint8) if exponents is None else exponents
     sign_mantissa = np.empty(len(words), np.uint8)
-    _check_sizes(len(words), exponents, sign_mantissa)
     _split(words, exponents, sign_mantissa)
     return exponents, sign_mantissa
 
@@ -45,7 +44,9 @@ def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
         return bits_triton.join(exponents, sign_mantissa, out)
     words = as_bytes(out, writable=True).view(np.uint16)
     exponents, sign_mantissa = as_bytes(exponents), as_bytes(sign_mantissa)
-    _check_sizes(len(words), exponents, sign_mantissa)
+    sizes = len(exponents), len(sign_mantissa)
+    if sizes != (len(words), len(words)):
+        raise ValueError(f"{len(words)} weights need as many bytes of both kinds, not {sizes}")
     join_words(exponents, sign_mantissa, words)
     return out
 
@@ -56,32 +57,18 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
 
     Raises TypeError if it is none of these, ValueError if it is not contiguous or, with `writable`,
     is read-only."""
-    if not isinstance(buffer, (torch.Tensor, np.ndarray)):
-        buffer = np.frombuffer(buffer, np.uint8)
-    is_tensor = isinstance(buffer, torch.Tensor)
-    if not (buffer.is_contiguous() if is_tensor else buffer.flags.c_contiguous):
-        raise ValueError(
-            "the array is not contiguous; pass a contiguous slice or call .contiguous() first"
-        )
-    if is_tensor and not buffer.numel():
-        buffer = np.empty(0, np.uint8)  # torch cannot view nothing as bytes if its stride is 0
-    elif is_tensor:
-        buffer = buffer.detach().reshape(-1).view(torch.uint8).numpy()
-    else:
-        buffer = buffer.reshape(-1).view(np.uint8)
-    if writable and not buffer.flags.writeable:
+    if isinstance(buffer, torch.Tensor):
+        if not buffer.is_contiguous():
+            raise ValueError("the tensor is not contiguous; call .contiguous() first")
+        # torch cannot view nothing as bytes if its stride is 0
+        flat = buffer.detach().reshape(-1) if buffer.numel() else torch.empty(0)
+        buffer = flat.view(torch.uint8).numpy()
+    found = np.frombuffer(buffer, np.uint8)
+    if writable and not found.flags.writeable:
         raise ValueError(
             "the output buffer is read-only; pass a bytearray, an array or a tensor that can be written"
         )
-    return buffer
-
-
-def _check_sizes(n: int, exponents: np.ndarray, sign_mantissa: np.ndarray) -> None:
-    if not len(exponents) == len(sign_mantissa) == n:
-        raise ValueError(
-            f"{n} weights need {n} exponent bytes and {n} sign-mantissa bytes; the buffers have "
-            f"{len(exponents)} and {len(sign_mantissa)}"
-        )
+    return found
 
 
 @kernel
@@ -96,8 +83,10 @@ def _split(words, exponents, sign_mantissa):
 def join_words(exponents, sign_mantissa, words):
     """`join` of flat arrays, for other kernels."""
     for i in range(len(words)):
-        x = np.uint16(np.uint16(exponents[i]) << np.uint16(8)) | np.uint16(sign_mantissa[i])
-        words[i] = np.uint16(x >> np.uint16(1)) | np.uint16(x << np.uint16(15))
+        high = np.uint16(np.uint16(exponents[i]) << np.uint16(8))
+        x = high | np.uint16(sign_mantissa[i])
+        sign = np.uint16(x << np.uint16(15))
+        words[i] = np.uint16(x >> np.uint16(1)) | sign
 
 
 @kernel

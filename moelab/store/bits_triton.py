@@ -8,15 +8,8 @@ interpreter, on the CPU."""
 from __future__ import annotations
 
 import torch
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError as error:
-    raise ImportError(
-        "joining weights on a GPU needs the package `triton`, which comes with torch for CUDA; install "
-        "it, or move the tensors to the CPU first"
-    ) from error
+import triton
+import triton.language as tl
 
 BLOCK = 4096  # weights a program: 256 threads of 16
 
@@ -30,21 +23,9 @@ def _join_kernel(exponents, sign_mantissa, words, n, BLOCK: tl.constexpr):
 
 
 def join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """`moelab.store.bits.join` for contiguous tensors on one GPU."""
-    n, given = out.numel(), (exponents, sign_mantissa, out)
-    if (
-        any(t.numel() != n or t.device != out.device or not t.is_contiguous() for t in given)
-        or out.element_size() != 2
-    ):
-        raise ValueError(
-            f"exponents, sign-mantissa bytes and weights of two bytes must be {n} contiguous entries each "
-            f"on {out.device}; these are {[(t.dtype, t.shape, t.device) for t in given]}"
-        )
+    """`moelab.store.bits.join` for contiguous tensors of N entries on one GPU."""
+    n, flat = out.numel(), out.view(-1).view(torch.uint16)
     if n:
-        flat = (
-            exponents.reshape(-1),
-            sign_mantissa.reshape(-1),
-            out.reshape(-1).view(torch.uint16),
-        )
-        _join_kernel[(triton.cdiv(n, BLOCK),)](*flat, n, BLOCK=BLOCK, num_warps=8)
+        grid = (triton.cdiv(n, BLOCK),)
+        _join_kernel[grid](exponents, sign_mantissa, flat, n, BLOCK=BLOCK, num_warps=8)
     return out

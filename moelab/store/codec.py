@@ -44,7 +44,7 @@ class Codec:
 
     def compress(self, data: Any) -> Any:
         """The blob, a bytes-like object, of a plane or, if `in_place`, of a tensor; None for a
-        tensor that the codec does not fit. Releases the GIL."""
+        tensor that the codec does not fit."""
         raise NotImplementedError
 
     def decompress(self, blob: Any, out: Any) -> None:
@@ -111,7 +111,8 @@ def room(name: str, n: int) -> np.ndarray:
 def in_blocks(shape: Shape) -> bool:
     """Whether weights of a shape are a matrix of whole blocks of 64, few enough to be counted in 32
     bits."""
-    return len(shape) > 1 and math.prod(shape) % BLOCK == 0 and 0 < math.prod(shape) < 1 << 32
+    n = math.prod(shape)
+    return len(shape) > 1 and n % BLOCK == 0 and 0 < n < 1 << 32
 
 
 def rows_in_blocks(shape: Shape) -> bool:

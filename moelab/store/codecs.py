@@ -12,14 +12,13 @@ Shapes: a tensor of n entries of w bytes ↔ w planes of n bytes, each in one or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from moelab.registry import Entry
+from moelab.registry import Entry, find
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec, room
@@ -31,99 +30,26 @@ MIN_SHARD = 3 * (180 << 10)
 _SAMPLE, _BLOCK = 1 << 15, 1 << 11
 
 
-class LZ4(Codec):
-    """LZ4HC, level 9, without the size."""
-
-    def compress(self, data: Any) -> bytes:
-        import lz4.block
-
-        return lz4.block.compress(
-            as_bytes(data), mode="high_compression", compression=9, store_size=False
-        )
-
-    def decompress(self, blob: Any, out: Any) -> None:
-        import lz4.block
-
-        target = as_bytes(out, writable=True)
-        try:
-            data = lz4.block.decompress(as_bytes(blob), uncompressed_size=len(target))
-        except lz4.block.LZ4BlockError as error:
-            raise ValueError(
-                f"the LZ4 blob cannot be decoded into {len(target)} bytes: {error}"
-            ) from None
-        if len(data) != len(target):
-            raise ValueError(f"the LZ4 blob holds {len(data)} bytes; {len(target)} were expected")
-        target[:] = np.frombuffer(data, np.uint8)
-
-
-@dataclass(frozen=True)
-class Zstd(Codec):
-    """Zstandard frames; level 0 is Huffman coding without matches, by parameters that find none."""
-
-    level: int
-
-    def compress(self, data: Any) -> bytes:
-        import zstandard
-
-        return zstandard.ZstdCompressor(**_zstd_options(self.level)).compress(as_bytes(data))
-
-    def decompress(self, blob: Any, out: Any) -> None:
-        import zstandard
-
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
-        try:
-            size = zstandard.get_frame_parameters(source).content_size
-            if size != len(target):
-                raise ValueError(f"the zstd frame holds {size} bytes; {len(target)} were expected")
-            with zstandard.ZstdDecompressor().stream_reader(source) as reader:
-                if reader.readinto(target) < len(target) or reader.read(1):
-                    raise ValueError(f"the zstd frame does not end after {len(target)} bytes")
-        except zstandard.ZstdError as error:
-            raise ValueError(f"the zstd frame of {len(source)} bytes is damaged: {error}") from None
-
-
-@lru_cache
-def _zstd_options(level: int) -> dict[str, Any]:
-    import zstandard
-
-    if level:
-        return {"level": level}
-    return {
-        "compression_params": zstandard.ZstdCompressionParameters(
-            window_log=17,
-            chain_log=6,
-            hash_log=6,
-            search_log=1,
-            min_match=7,
-            target_length=0,
-            strategy=zstandard.STRATEGY_FAST,
-        )
-    }
-
-
 #: name → `Codec` in an entry of `moelab.registry`
 CODECS: dict[str, Entry] = {
-    codec.name: Entry(codec, purpose)
-    for codec, purpose in (
-        (RAW, "uncompressed, read in place"),
-        (LZ4("lz4hc"), "ZipMoE's LZ4HC, level 9"),
-        (Zstd("zstd", 1), "ZipMoE's ZSTD, level 1"),
-        (Zstd("zstd-huffman", 0), "Huffman coding in standard zstd frames"),
-        (bf12.CODEC, "bf16 in twelve bits, read in place and multiplied as it lies"),
-        (huffman.CODEC, "table Huffman of our own, the smallest"),
-    )
+    "raw": Entry(RAW, "uncompressed, read in place"),
+    "lz4hc": Entry("moelab.zipmoe.codecs:LZ4HC", "ZipMoE's LZ4HC, level 9"),
+    "zstd": Entry("moelab.zipmoe.codecs:ZSTD", "ZipMoE's ZSTD, level 1"),
+    "zstd-huffman": Entry(
+        "moelab.zipmoe.codecs:ZSTD_HUFFMAN", "Huffman coding in standard zstd frames"
+    ),
+    "bf12": Entry(bf12.CODEC, "bf16 in twelve bits, read in place and multiplied as it lies"),
+    "huffman": Entry(huffman.CODEC, "table Huffman of our own, the smallest"),
 }
 DEFAULT = "bf12"
 #: of a tensor's exponents, if they are large enough
 SHARDS = 4
 
 
+@cache
 def find_codec(name: str) -> Codec:
     """The codec of a name. Raises ValueError, listing those there are."""
-    if name not in CODECS:
-        rounds = f"; {name} rounds weights: say quantize={name!r}" * (name in fewbit.FORMATS)
-        raise ValueError(f"unknown codec {name!r}; the codecs are {', '.join(CODECS)}{rounds}")
-    return CODECS[name].home
+    return find("codec", name)
 
 
 def read_codec(record: Any) -> Codec:
@@ -167,14 +93,17 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
     """(begin, end) of each shard of a plane; all but the last begin and end on a multiple of 64
     bytes."""
     step = -(-n_bytes // (64 * shards)) * 64
-    return [(min(i * step, n_bytes), min((i + 1) * step, n_bytes)) for i in range(shards)]
+    cuts = [min(i * step, n_bytes) for i in range(shards + 1)]
+    return list(zip(cuts, cuts[1:]))
 
 
-def compress_tensor(weights: Any, codec: str = DEFAULT, shards: int = SHARDS) -> PackedTensor:
-    """Compress a tensor or array of any dtype and shape; lossless for every bit pattern.
+def compress_tensor(
+    weights: torch.Tensor, codec: str = DEFAULT, shards: int = SHARDS
+) -> PackedTensor:
+    """Compress a tensor of any dtype and shape; lossless for every bit pattern.
 
-    weights : contiguous CPU tensor or array. Floats (and uint16, the bits of bf16) are split into
-        byte planes unless the codec is `in_place`; anything else is one plane of bytes.
+    weights : contiguous, on the CPU. Floats are split into byte planes unless the codec is
+        `in_place`; anything else is one plane of bytes.
     codec : a key of `CODECS`.
     shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
@@ -199,9 +128,7 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
     if first.codec.in_place and width == 1:
         return first.codec.decompress(first.shards[0], out)
     target = as_bytes(out, writable=True)
-    n, rest = divmod(len(target), width)
-    if rest:
-        raise ValueError(f"the output has {len(target)} bytes, no weights of {width} bytes")
+    n = len(target) // width
     if width == 1:
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
@@ -211,24 +138,25 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
             first.codec.decompress(blob, exponents)
             bits.join(exponents, sign_mantissa[begin:end], words[begin:end])
     else:
-        for i, plane in enumerate(packed.planes):
-            target.reshape(n, width)[:, width - 1 - i] = plane_bytes(plane, n)
+        columns = target.reshape(n, width)
+        for i, plane in enumerate(reversed(packed.planes)):
+            columns[:, i] = plane_bytes(plane, n)
         words = target.view(f"u{width}")
         words[:] = (words >> 1) | (words << (8 * width - 1))
 
 
-def _planes(weights: Any) -> list[np.ndarray]:
+def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
-    data, dtype = as_bytes(weights), getattr(weights, "dtype", np.dtype(np.uint8))
-    is_float = dtype.is_floating_point if isinstance(dtype, torch.dtype) else dtype.kind == "f"
-    width = dtype.itemsize if is_float or dtype in (torch.uint16, np.uint16) else 1
+    data, width = as_bytes(weights), weights.itemsize if weights.is_floating_point() else 1
     if width == 1:
         return [data]
     if width == 2:
-        return list(bits.split(data.view(np.uint16), room("exponents", len(data) // 2)))
+        words = data.view(np.uint16)
+        return list(bits.split(words, room("exponents", len(words))))
     words = data.view(f"u{width}")
-    rotated = ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
-    return [np.ascontiguousarray(rotated[:, i]) for i in reversed(range(width))]
+    rotated = (words << 1) | (words >> (8 * width - 1))
+    columns = rotated.view(np.uint8).reshape(-1, width)
+    return [np.ascontiguousarray(columns[:, i]) for i in reversed(range(width))]
 
 
 def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plane:
@@ -267,5 +195,6 @@ def plane_bytes(plane: Plane, n: int) -> np.ndarray:
 
 def unpack_plane(plane: Plane, out: np.ndarray) -> None:
     """Write the bytes of a plane into an array uint8."""
-    for (begin, end), blob in zip(shard_bounds(len(out), len(plane.shards)), plane.shards):
+    bounds = shard_bounds(len(out), len(plane.shards))
+    for (begin, end), blob in zip(bounds, plane.shards):
         plane.codec.decompress(blob, out[begin:end])

@@ -29,7 +29,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,14 +49,54 @@ from moelab.store.headers import DTYPES, Shape, Tensors
 GROUP, BLOCK = 32, 128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
+def nibbles(codes: Tensor) -> Tensor:
+    """The low half and the high one of each byte [..., n]: uint8 [..., 2n]."""
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+
+
 #: byte → the values of its low and its high half: [256, 2]
-_E2M1 = torch.tensor(
-    [[(E2M1 + tuple(-v for v in E2M1))[half] for half in (b & 15, b >> 4)] for b in range(256)]
-)
+_E2M1 = torch.tensor(E2M1 + tuple(-value for value in E2M1))[
+    nibbles(torch.arange(256, dtype=torch.uint8)).int()
+].view(256, 2)
+
+
+class FewBits(Codec):
+    """A codec whose blob is a few tensors one after another: codes, scales, perhaps more."""
+
+    in_place = few_bits = True
+
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """By name the dtype and shape of what is in the blob of a tensor of this shape, and how
+        often each of its entries stands there. Raises ValueError for a tensor that has none."""
+        raise NotImplementedError
+
+    def nbytes(self, shape: Shape, dtype: str = "") -> int:
+        parts = self.parts(shape).values()
+        return sum(prod(of) * times * dtype.itemsize for dtype, of, times in parts)
+
+    def split(self, blob: Any, shape: Shape) -> Tensors:
+        """The parts of a blob, as views of it where they can be; ValueError unless it is as long as
+        it must be."""
+        raw, size = as_bytes(blob), self.nbytes(shape)
+        if len(raw) != size:
+            raise ValueError(f"the {self.name} blob has {len(raw)} bytes; {size} were expected")
+        rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+        found, at = {}, 0
+        for name, (dtype, of, times) in self.parts(shape).items():
+            end = at + prod(of) * times * dtype.itemsize
+            piece = rest[at:end].clone() if at % dtype.itemsize else rest[at:end]
+            found[name], at = piece.view(dtype)[::times].view(of), end
+        return found
+
+    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
+        floating = planes == 1 and DTYPES[dtype].is_floating_point
+        return floating and lengths == [self.nbytes(shape)]
 
 
 @dataclass(frozen=True)
-class Format(Codec):
+class Format(FewBits):
     """How weights become codes and scales and come back.
 
     code, scale : their dtypes.
@@ -70,8 +110,6 @@ class Format(Codec):
     scale: torch.dtype
     dequantize: Callable[[Tensor, Tensor], Tensor]
     transposed: bool = False
-    in_place: ClassVar[bool] = True
-    few_bits: ClassVar[bool] = True
 
     @property
     def kind(self) -> str:
@@ -83,9 +121,8 @@ class Format(Codec):
         """The format of matrices whose inputs are their first axis."""
         return replace(self, name=f"{self.kind}.T", transposed=True)
 
-    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape]]:
-        """(dtype, shape) of the "codes" and of the "scales" in the blob of a tensor of this shape.
-        Raises ValueError for one that has none."""
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """Of the "codes" and of the "scales"."""
         shape = (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
         if len(shape) < 2 or shape[-1] % GROUP:
             raise ValueError(
@@ -96,36 +133,16 @@ class Format(Codec):
             codes, scales = (R, n // GROUP, self.group), (R, n // GROUP)
         else:
             codes, scales = (R, n), (-(-R // BLOCK), -(-n // BLOCK))
-        return {"codes": (self.code, codes), "scales": (self.scale, scales)}
-
-    def nbytes(self, shape: Shape, dtype: str = "") -> int:
-        return sum(prod(of) * dtype.itemsize for dtype, of in self.parts(shape).values())
-
-    def split(self, blob: Any, shape: Shape) -> Tensors:
-        """The parts of a blob, as views of it; ValueError unless it is as long as it must be."""
-        raw = blob_of_size(self.name, blob, self.nbytes(shape))
-        found, at = {}, 0
-        for part, (dtype, of) in self.parts(shape).items():
-            end = at + prod(of) * dtype.itemsize
-            found[part], at = raw[at:end].view(dtype).view(of), end
-        return found
+        return {"codes": (self.code, codes, 1), "scales": (self.scale, scales, 1)}
 
     def compress(self, data: Tensor) -> np.ndarray | None:
         """The blob of a tensor, uint8; None for one that stays as it is."""
         w = data.mT if self.transposed and data.dim() > 1 else data
-        if (
-            w.dim() < 2
-            or w.shape[-1] % GROUP
-            or not w.numel()
-            or not w.is_floating_point()
-            or not w.abs().max().isfinite()
-        ):
+        fits = w.dim() > 1 and w.numel() and w.shape[-1] % GROUP == 0 and w.is_floating_point()
+        if not fits or not w.abs().max().isfinite():
             return None
-        return joined(*self.quantize(w.detach().reshape(-1, w.shape[-1]).float().contiguous()))
-
-    def quantize(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and scales of finite weights, fp32 [..., n]; in blocks of 128 × 128, [R, n]."""
-        return quantize_groups(self, w) if self.group else _quantize_fp8(w)
+        rows = w.detach().reshape(-1, w.shape[-1]).float().contiguous()
+        return joined(*(_quantize_groups(self, rows) if self.group else _quantize_fp8(rows)))
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
@@ -134,23 +151,18 @@ class Format(Codec):
         if (found := _widened(self, codes, scales, target)) is not target:
             target.copy_(found.view(target.shape))
 
-    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
-        floating = planes == 1 and DTYPES[dtype].is_floating_point
-        return floating and lengths == [self.nbytes(shape)]
-
     def kernel(self, dtype: str, shape: Shape) -> str:
         return self.name if rows_in_blocks(shape[::-1] if self.transposed else shape) else ""
 
     def row(self, address: int, length: int, shape: Shape) -> list[int]:
-        dtype, of = self.parts(shape)["codes"]
+        dtype, of, _ = self.parts(shape)["codes"]
         return [address, address + prod(of) * dtype.itemsize, 0, 0]
 
 
 def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """fp32 [..., n/32, 32] of blocks uint8 [..., n/32, 16] and scales uint8 [..., n/32]."""
-    return torch.ldexp(
-        _E2M1.to(blocks.device)[blocks.int()].flatten(-2), scales.int()[..., None] - 127
-    )
+    values = _E2M1.to(blocks.device)[blocks.int()].flatten(-2)
+    return torch.ldexp(values, scales.int()[..., None] - 127)
 
 
 def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
@@ -158,8 +170,7 @@ def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    wide = torch.stack([codes & 15, codes >> 4], -1).flatten(-2).float() - 8
-    return wide * scales.float()[..., None]
+    return (nibbles(codes).float() - 8) * scales.float()[..., None]
 
 
 def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
@@ -172,25 +183,25 @@ def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
 
 
 def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of blocks of 128 × 128 finite weights, fp32 [R, n]."""
     R, n = w.shape
-    blocks = (
-        pad(w, (0, -n % BLOCK, 0, -R % BLOCK)).unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    )
+    whole = pad(w, (0, -n % BLOCK, 0, -R % BLOCK))
+    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     scales = blocks.abs().amax((1, 3)) / FP8_MAX  # blocks [R/128, 128, n/128, 128]
     scales = scales.masked_fill(scales == 0, 1)
-    codes = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX).flatten(2).flatten(0, 1)
-    return codes[:R, :n].to(torch.float8_e4m3fn), scales
+    scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
+    codes = scaled.flatten(2).flatten(0, 1)[:R, :n]
+    return codes.to(torch.float8_e4m3fn), scales
 
 
-def quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups of 32 finite weights, fp32 [..., n]."""
-    flat, shape = w.cpu().contiguous(), (*w.shape[:-1], w.shape[-1] // GROUP)
+def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of groups of 32 finite weights, fp32 [R, n]."""
+    shape = len(w), w.shape[1] // GROUP
     codes = torch.empty(*shape, form.group, dtype=form.code)
     scales = torch.empty(shape, dtype=form.scale)
-    round_groups(
-        PACKED[form.kind].tag, flat.data_ptr(), flat.numel(), codes.data_ptr(), scales.data_ptr()
-    )
-    return codes.to(w.device), scales.to(w.device)
+    tag, to = PACKED[form.kind].tag, (codes.data_ptr(), scales.data_ptr())
+    round_groups(tag, w.data_ptr(), w.numel(), *to)
+    return codes, scales
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.registry`
@@ -226,16 +237,7 @@ def find_format(name: str) -> Format:
 
 def joined(*tensors: Tensor) -> np.ndarray:
     """The bytes of tensors one after another: of codes and scales, a blob."""
-    return torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]).numpy()
-
-
-def blob_of_size(name: str, blob: Any, size: int) -> Tensor:
-    """A blob as a tensor uint8, without a copy if it can be written; ValueError unless it has this
-    size."""
-    raw = as_bytes(blob)
-    if len(raw) != size:
-        raise ValueError(f"the {name} blob has {len(raw)} bytes; {size} were expected")
-    return torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+    return np.concatenate([as_bytes(tensor.contiguous()) for tensor in tensors])
 
 
 def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray, list[Tensor]] | None:
@@ -266,8 +268,6 @@ def published(
     if (found := gathered(tensors)) is None:
         return None
     form, blob, wide = found
-    if not all(same_bits(w.to(t.dtype), t) for w, t in zip(wide, tensors) if w is not t):
-        return None
     for one in (form, form.T):
         out = torch.empty_like(made)
         try:
@@ -290,7 +290,8 @@ def _widened(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> Ten
         return form.dequantize(codes, scales).to(target.dtype)
     n, direct = target.shape[-1], target.is_cpu and target.is_contiguous()
     out = target if direct else torch.empty(target.shape, dtype=target.dtype)
-    job = np.array([0, codes.data_ptr(), scales.data_ptr(), out.numel() // n, n, out.data_ptr()])
+    rows = out.numel() // n
+    job = np.array([0, codes.data_ptr(), scales.data_ptr(), rows, n, out.data_ptr()])
     work = widening(PACKED[form.kind], KINDS[out.dtype])
     in_threads(TEAM, work, torch.get_num_threads(), job)
     return out

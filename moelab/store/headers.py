@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +21,6 @@ from moelab.records import Record
 Shape = tuple[int, ...]
 #: name → tensor
 Tensors = dict[str, torch.Tensor]
-#: bytes of a header or a JSON file at most; the limit of safetensors
-MOST_JSON = 100_000_000
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
 #: endings of files of weights; safetensors alone are read
@@ -132,29 +130,18 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 def read_json(file: Path) -> Record:
     """The object in a JSON file; ValueError, saying what is wrong, where there is none."""
-    if (size := file.stat().st_size) > MOST_JSON:
-        raise ValueError(f"{file} has {size:,} bytes, which no such file has; download it again")
     return _parse_json(file, file.read_bytes())
 
 
 def _parse_json(file: Path, raw: bytes) -> Record:
-    """A JSON object without duplicate keys; ValueError, naming the file, for anything else. As
-    JSON of Python, it may have Infinity, as some configs do."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> Record:
-        if len(found := dict(pairs)) < len(pairs):
-            raise ValueError(f"a key is there twice, among {', '.join(found)[:200]}")
-        return found
-
+    """A JSON object; ValueError, naming the file, for anything else. As JSON of Python, it may have
+    Infinity, as some configs do."""
     try:
-        found = json.loads(raw, object_pairs_hook=unique)
-        if not isinstance(found, dict):
-            raise ValueError(f"it is a {type(found).__name__}, where an object is expected")
-    except (ValueError, RecursionError) as error:
+        return {**json.loads(raw)}
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} is damaged ({type(error).__name__}: {error}); download or write it again"
         ) from error
-    return found
 
 
 def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
@@ -177,16 +164,12 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
     tensors: dict[str, Stored] = {}
     for file in files:
         if not file.is_file():
-            raise FileNotFoundError(
-                f"{folder} lacks {file.name}, or it is a link that leads nowhere; download the "
-                f"checkpoint again"
-            )
+            raise FileNotFoundError(f"{folder} lacks {file.name}; download the checkpoint again")
         for key, entry in read_header(file).items():
             if key in tensors:
                 raise ValueError(
                     f"{folder} has the tensor {key} twice, in {tensors[key].file.name} and in "
-                    f"{file.name}; remove the one that is not of this model, or add the index "
-                    f"{WEIGHT_MAP} that says which are"
+                    f"{file.name}; remove the one that is not of this model"
                 )
             tensors[key] = entry
     there = {key: entry.file.name for key, entry in tensors.items()}
@@ -225,14 +208,14 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def header_bytes(tensors: Record, about: dict[str, str] | None = None) -> bytes:
-    """The header, with its size before it, of tensors that follow each other: key → (dtype, shape,
-    …)."""
-    entries: Record = {"__metadata__": {"format": "pt", **(about or {})}}
+def header_bytes(tensors: Record, about: dict[str, str] | None = None, least: int = 0) -> bytes:
+    """The header, with its size before it, at least so many bytes, of tensors that follow each other:
+    key → (dtype, shape, …)."""
+    entries: Record = {"__metadata__": about or {"format": "pt"}}
     at = 0
     for key, (dtype, shape, *_) in tensors.items():
         end = at + nbytes(dtype, shape)
         entries[key], at = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}, end
     text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    size = max(least - 8, -(-len(text) // 8) * 8)
+    return size.to_bytes(8, "little") + text.ljust(size)

@@ -24,31 +24,29 @@ all; the store has checksums."""
 
 from __future__ import annotations
 
+import struct
 from typing import Any
 
 import numpy as np
 
 from moelab.kernels.compile import kernel
-from moelab.store.bits import as_bytes
+from moelab.store.bits import as_bytes, count
 from moelab.store.codec import Codec, room
 from moelab.store.huffman_decoder import (
-    CODED,
     CODED_HEADER,
-    CONSTANT,
-    ERRORS,
     HEADER,
     LEADS,
-    MAGIC,
     MAX_BITS,
-    RAW,
     STREAMS,
     WORDS,
-    canonical,
-    decompress,
-    segment,
+    decode,
 )
-from moelab.store.memory import copy, load, load_byte, store, store_byte
+from moelab.store.memory import load_byte, store
 
+RAW, CONSTANT, CODED = 0, 1, 2
+#: the words 0 and 1
+_HEAD = struct.Struct("<4sBBBBQ")
+_MAGIC = b"MHF1"
 _U = np.uint64
 #: bits a byte above the entropy (0.25 points of a bf16 weight) that are not worth leads, which
 #: halve the speed
@@ -60,220 +58,146 @@ class Huffman(Codec):
 
     def compress(self, data: Any) -> bytes:
         source = as_bytes(data)
-        target = room("blob", len(source) + 1024)
-        return target[: _compress(source.ctypes.data, len(source), target.ctypes.data)].tobytes()
+        counts = count(source, 0, np.zeros(256, np.int64))
+        used = np.flatnonzero(counts)
+        if len(used) == 1:
+            return _HEAD.pack(_MAGIC, used[0], used[0], 0, CONSTANT, len(source))
+        coded = _coded(source, counts) if len(used) else None
+        raw = _HEAD.pack(_MAGIC, 255, 0, 0, RAW, len(source))
+        return raw + source.tobytes() if coded is None else coded
 
     def decompress(self, blob: Any, out: Any) -> None:
         """`out` is undefined if this raises."""
         source, target = as_bytes(blob), as_bytes(out, writable=True)
-        error = decompress(source.ctypes.data, len(source), target.ctypes.data, len(target))
-        if error:
+        if not _decompress(source, target):
             raise ValueError(
-                f"the Huffman blob of {len(source)} bytes {ERRORS[error]} (decoding into {len(target)} bytes)"
+                f"the Huffman blob of {len(source)} bytes is damaged, or not one of {len(target)} bytes"
             )
 
 
 CODEC = Huffman("huffman")
 
 
+def _decompress(source: np.ndarray, target: np.ndarray) -> bool:
+    """Decode a blob; whether it is one of so many bytes."""
+    if len(source) < HEADER:
+        return False
+    magic, last, first, longest, mode, n = _HEAD.unpack_from(source)
+    if magic != _MAGIC or n != len(target):
+        return False
+    if mode == RAW and len(source) == HEADER + n:
+        target[:] = source[HEADER:]
+        return True
+    if mode == CONSTANT and len(source) == HEADER:
+        target[:] = first
+        return True
+    at, size, to = source.ctypes.data, len(source), target.ctypes.data
+    return decode(at, size, to, n, first, last, longest, mode - CODED)
+
+
 # ---------------------------------------------------------------------------------------------------
 # compression
 
 
-@kernel
-def histogram(source, n):
-    """Counts of the 256 byte values among `n` bytes at address `source`: int64 [256].
-
-    There is a table for each byte of a word, since adding to one counter twice in a row waits for
-    the first store."""
-    counts = np.zeros((8, 256), np.int64)
-    for i in range(n >> 3):
-        word = load(source + 8 * i)
-        for lane in range(8):
-            counts[lane, (word >> _U(8 * lane)) & _U(255)] += 1
-    for i in range(n & ~7, n):
-        counts[0, load_byte(source + i)] += 1
-    for lane in range(1, 8):  # `sum(axis=0)` would take seconds to compile
-        for s in range(256):
-            counts[0, s] += counts[lane, s]
-    return counts[0]
-
-
-@kernel
-def code_lengths(counts, limit):
+def code_lengths(counts: np.ndarray, limit: int) -> np.ndarray:
     """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0
     where unused.
 
     Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a
     count is among the cheapest 2n − 2 items, unpacked through the lists, its code is one bit
     longer."""
-    words, n = np.empty(len(counts), np.int64), 0
-    for s in range(len(counts)):  # insertion sort: few words occur
-        if counts[s] > 0:
-            j = n
-            while j > 0 and counts[words[j - 1]] > counts[s]:
-                words[j] = words[j - 1]
-                j -= 1
-            words[j] = s
-            n += 1
-    is_count = np.zeros((limit, 2 * n + 1), np.bool_)
-    old, new, size = np.zeros(2 * n + 1, np.int64), np.zeros(2 * n + 1, np.int64), 0
-    for level in range(limit):
-        a, b, pairs = 0, 0, size // 2
-        size = n + pairs
-        for j in range(size):
-            if b == pairs or (a < n and counts[words[a]] <= old[2 * b] + old[2 * b + 1]):
-                new[j] = counts[words[a]]
-                is_count[level, j] = True
-                a += 1
-            else:
-                new[j] = old[2 * b] + old[2 * b + 1]
-                b += 1
-        old, new = new, old
-    lengths, take = np.zeros(len(counts), np.int64), 2 * n - 2
-    for level in range(limit - 1, -1, -1):
-        a = 0
-        for j in range(take):
-            if is_count[level, j]:
-                lengths[words[a]] += 1
-                a += 1
-        take = 2 * (take - a)
+    words = np.flatnonzero(counts)
+    words = words[np.argsort(counts[words], kind="stable")]
+    items, lists = counts[:0], []
+    for _ in range(limit):
+        pairs = items[: len(items) & ~1].reshape(-1, 2).sum(1)
+        items = np.concatenate([counts[words], pairs])
+        order = np.argsort(items, kind="stable")
+        items = items[order]
+        lists.append(order < len(words))
+    lengths, take = np.zeros(len(counts), np.int64), 2 * len(words) - 2
+    for is_count in reversed(lists):
+        n = np.count_nonzero(is_count[:take])
+        lengths[words[:n]] += 1
+        take = 2 * (take - n)
     return lengths
 
 
-@kernel
-def _compress(source, n, target):
-    """Write the blob of `n` bytes at `source` to `target`; returns its size."""
-    counts, first, last = histogram(source, n), 0, 255
-    while first < 255 and counts[first] == 0:
-        first += 1
-    while last > first and counts[last] == 0:
-        last -= 1
-    if n > 0 and first == last:
-        _write_header(target, last, first, 0, CONSTANT, n)
-        return HEADER
-    size = _compress_words(source, n, target, counts, first, last) if n > 0 else 0
-    if size == 0:
-        _write_header(target, 255, 0, 0, RAW, n)
-        copy(source, n, target + HEADER)
-        size = HEADER + n
-    return size
-
-
-@kernel
-def _compress_words(source, n, target, counts, first, last):
-    """Write a coded blob, with leads where that pays; returns its size, or 0 if it is no smaller
-    than the bytes."""
-    alone, bits, ideal = np.zeros(WORDS, np.int64), 0, 0.0
+def _coded(source: np.ndarray, counts: np.ndarray) -> bytes | None:
+    """A coded blob, with leads where that pays; None if it is larger than the bytes."""
+    n, most = len(source), HEADER + len(source)
+    alone = np.zeros(WORDS, np.int64)
     alone[:256] = counts
     lengths = code_lengths(alone, MAX_BITS)
-    for s in range(256):
-        bits += alone[s] * lengths[s]
-        if counts[s] > 0:
-            ideal += counts[s] * np.log2(n / counts[s])
-    smallest, size = HEADER + n, 0
+    used = np.flatnonzero(counts)
+    first, last = int(used[0]), int(used[-1])
+    bits, ideal = int(alone @ lengths), counts[used] @ np.log2(n / counts[used])
     if bits - ideal > CLOSE * n:
-        words, leads, k = _expected_words(counts, n)
+        words, leads = _expected_words(counts)
         without = CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3)
-        lead_lengths = code_lengths(words, MAX_BITS)
-        limit = min(smallest, without)
-        size = _write(source, n, target, first, last, leads, k, lead_lengths, limit)
-    if size == 0:
-        leads = np.zeros(LEADS, np.int64)
-        size = _write(source, n, target, first, last, leads, 0, lengths, smallest)
-    return size
+        blob = _write(source, first, last, leads, code_lengths(words, MAX_BITS))
+        if len(blob) <= min(most, without):
+            return blob
+    blob = _write(source, first, last, [], lengths)
+    return blob if len(blob) <= most else None
 
 
-@kernel
-def _write_header(target, last, first, longest, mode, n):
-    store(
-        target,
-        _U(MAGIC)
-        | _U(last) << _U(32)
-        | _U(first) << _U(40)
-        | _U(longest) << _U(48)
-        | _U(mode) << _U(56),
-    )
-    store(target + 8, _U(n))
-
-
-@kernel
-def _expected_words(counts, n):
-    """How often each word occurs if bytes are independent, int64 [WORDS]; the most frequent bytes
-    and their number."""
-    words, leads, k = np.zeros(WORDS, np.int64), np.zeros(LEADS, np.int64), 0
-    for s in range(256):
-        words[s] = counts[s]
-    while k < LEADS:
-        lead = 0
-        for s in range(256):
-            lead = s if words[s] > words[lead] else lead
-        if words[lead] == 0:
+def _expected_words(counts: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """How often each word occurs if bytes are independent, int64 [WORDS]; the most frequent bytes,
+    which are leads."""
+    words, leads, n = np.zeros((1 + LEADS, 256), np.int64), [], counts.sum()
+    words[0] = counts
+    for follow in words[1:]:
+        lead = int(words[0].argmax())
+        if not words[0, lead]:
             break
-        words[lead], leads[k] = 0, lead
-        k += 1
-        for s in range(256):
-            if counts[s] > 0:  # what can occur needs a code
-                words[256 * k + s] = max(1, np.int64(counts[lead] * (counts[s] / n)))
-    return words, leads, k
+        words[0, lead] = 0
+        leads.append(lead)
+        expected = (counts[lead] * (counts / n)).astype(np.int64)
+        follow[:] = np.maximum(expected, 1) * (counts > 0)  # what can occur needs a code
+    return words.ravel(), leads
 
 
-@kernel
-def _write(source, n, target, first, last, leads, k, lengths, limit):
-    """Write a coded blob with `k` leads; returns its size, or 0 as soon as it becomes larger than
-    `limit`."""
-    longest, span = 0, last - first + 1
-    for word in range(WORDS):
-        longest = max(longest, lengths[word])
-    at = target + CODED_HEADER + ((span * (k + 1) + 1) >> 1)
-    _write_header(target, last, first, longest, CODED + k, n)
-    for i in range(target + CODED_HEADER - 8, at):
-        store_byte(i, _U(0))
+def _write(
+    source: np.ndarray, first: int, last: int, leads: list[int], lengths: np.ndarray
+) -> bytes:
+    """A coded blob, of codes whose lengths are those of the words."""
+    n, k, longest = len(source), len(leads), int(lengths.max())
     is_lead, row_of = np.zeros(256, np.uint64), np.zeros(256, np.uint64)
-    for j in range(k):
-        store_byte(target + CODED_HEADER - 8 + j, _U(leads[j]))
-        is_lead[leads[j]], row_of[leads[j]] = ~_U(0), _U(256 * (j + 1))
-    for i in range(span * (k + 1)):
-        place, word = target + CODED_HEADER + (i >> 1), 256 * (i // span) + first + i % span
-        store_byte(place, load_byte(place) | _U(lengths[word]) << _U(4 * (i & 1)))
-    # an entry a word: its code in the top bits, the code's length in the low byte; none for a lead
-    # that waits
-    codes, code = np.zeros(WORDS, np.uint64), 0
-    order, n_words = canonical(lengths, longest)
-    for j in range(n_words):
-        codes[order[j]] = _U(code) << _U(64 - longest) | _U(lengths[order[j]])
-        code += 1 << (longest - lengths[order[j]])
+    is_lead[leads], row_of[leads] = ~_U(0), 256 * np.arange(1, k + 1)
+    codes = _codes(lengths, longest)
+    nibbles = lengths.reshape(-1, 256)[: k + 1, first : last + 1].astype(np.uint8).ravel()
+    nibbles = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
+    table = nibbles[::2] | nibbles[1::2] << 4
+    blob = room("blob", 2 * n + 1024)
+    at, streams = CODED_HEADER + len(table), []
     for i in range(STREAMS):
-        begin, end = segment(n, i), segment(n, i + 1)
-        size, row = _encode(codes, is_lead, row_of, source + begin, end - begin, at, target + limit)
-        if size == 0:
-            return 0
-        store(target + HEADER + 8 * i, _U(size) | row >> _U(8) << _U(56))
+        begin, end = n * i // STREAMS, n * (i + 1) // STREAMS
+        place, to = source.ctypes.data + begin, blob.ctypes.data + at
+        size, row = _encode(codes, is_lead, row_of, place, end - begin, to)
+        streams.append(size | row >> 8 << 56)
         at += size
-    return at - target
+    head = _HEAD.pack(_MAGIC, last, first, longest, CODED + k, n)
+    head += struct.pack(f"<{STREAMS}Q8s", *streams, bytes(leads)) + table.tobytes()
+    blob[: len(head)] = np.frombuffer(head, np.uint8)
+    return blob[:at].tobytes()
+
+
+def _codes(lengths: np.ndarray, longest: int) -> np.ndarray:
+    """For each word its canonical code in the top bits and the code's length in the low byte,
+    uint64; 0 for one that has none, as a lead that waits for its second byte."""
+    used = np.flatnonzero(lengths)
+    used = used[np.argsort(lengths[used], kind="stable")]
+    sizes = 1 << (longest - lengths[used])
+    codes = np.zeros(len(lengths), np.uint64)
+    found = (np.cumsum(sizes) - sizes).astype(np.uint64) << _U(64 - longest)
+    codes[used] = found | lengths[used].astype(np.uint64)
+    return codes
 
 
 @kernel
-def _flushed(bits, used, at):
-    """Store the whole bytes of `bits`; returns what is left of them, its length, and where it
-    goes."""
-    store(at, bits)
-    return bits >> (used & _U(56)), used & _U(7), at + np.int64(used >> _U(3))
-
-
-@kernel
-def _closed(bits, used, at, target, limit):
-    """Write the last bits and the closing 1 bit; returns the stream's size, 0 if that is past
-    `limit`."""
-    store(at, bits | _U(1) << used)
-    at += np.int64((used + _U(8)) >> _U(3))
-    return at - target if at <= limit else 0
-
-
-@kernel
-def _encode(codes, is_lead, row_of, source, n, target, limit):
-    """Write one stream of `n` bytes; returns its size, 0 if it goes past `limit`, and the row of a
-    lead left over.
+def _encode(codes, is_lead, row_of, source, n, target):
+    """Write one stream of `n` bytes; returns its size and the row of a lead left over.
 
     `row` is the row of words of a lead that waits for its second byte (`waiting` is all ones then),
     else 0: two variables, so that a byte depends on the one before it by a single AND. Stores up to
@@ -287,14 +211,16 @@ def _encode(codes, is_lead, row_of, source, n, target, limit):
             code = codes[row + s]
             row = row_of[s] & ~waiting
             waiting = is_lead[s] & ~waiting
-            four = (
-                four >> (code & _U(63)) | code
-            )  # the lengths in the low byte stay below the codes
+            # the lengths in the low byte stay below the codes
+            four = four >> (code & _U(63)) | code
             length += code
         length &= low
-        bits, used, at = _flushed(bits | (four >> (_U(64) - length)) << used, used + length, at)
-        if at > limit:
-            return 0, row
+        bits |= (four >> (_U(64) - length)) << used
+        used += length
+        store(at, bits)
+        at += np.int64(used >> _U(3))
+        bits >>= used & _U(56)
+        used &= _U(7)
     for i in range(source + (n & ~3), source + n):
         s = load_byte(i)
         code = codes[row + s]
@@ -302,4 +228,5 @@ def _encode(codes, is_lead, row_of, source, n, target, limit):
         waiting = is_lead[s] & ~waiting
         bits |= (code >> _U(1) >> (_U(63) - (code & low))) << used
         used += code & low
-    return _closed(bits, used, at, target, limit), row
+    store(at, bits | _U(1) << used)  # closed by a 1 bit
+    return at + np.int64((used + _U(8)) >> _U(3)) - target, row

@@ -13,22 +13,13 @@ from numba.core import cgutils
 
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import I64, Value, address, emitted, kept
-from moelab.store.memory import copy, load, load_byte, store_byte, trailing_zeros
+from moelab.store.memory import load, load_byte, store_byte, trailing_zeros
 
-MAGIC = 0x3146484D  # "MHF1"
-RAW, CONSTANT, CODED = 0, 1, 2
 STREAMS = 6
 LEADS = 3
 MAX_BITS = 12  # longest code: the table has 4096 entries, 32 KB
 WORDS = 256 * (1 + LEADS)  # word s is byte s, word 256·j + s is the j-th lead and byte s
 HEADER, CODED_HEADER = 16, 24 + 8 * STREAMS
-ERRORS = (
-    "",
-    "does not start as a Huffman blob does",
-    "is for another number of bytes",
-    "is damaged",
-)
-_FOREIGN, _OTHER_SIZE, _DAMAGED = 1, 2, 3
 _WINDOW, _AT, _OUT = 0, 1, 2  # what is held of a stream, see `_opened`
 _U = np.uint64
 
@@ -89,7 +80,10 @@ def _decoding_table(lengths, leads, longest):
 def _entry(word, lengths, leads):
     """The table's entry of one word."""
     entry = _U(word & 255) << _U(56) | _U(0x100) | _U(lengths[word])
-    return entry if word < 256 else entry + (_U(leads[(word >> 8) - 1]) << _U(48)) + _U(0x100)
+    if word < 256:
+        return entry
+    lead = _U(leads[(word >> 8) - 1])
+    return entry + (lead << _U(48)) + _U(0x100)
 
 
 @emitted()
@@ -123,47 +117,14 @@ def _rounds(rounds, state, table, shift):
 
 
 @kernel
-def decompress(source, size, target, n):
-    """Decode the blob of `size` bytes at `source` into the `n` bytes at `target`; returns an index
-    of `ERRORS`."""
-    if size < HEADER:
-        return _FOREIGN
-    word = load(source)
-    last, first = np.int64(word >> _U(32) & _U(255)), np.int64(word >> _U(40) & _U(255))
-    longest, mode = np.int64(word >> _U(48) & _U(255)), np.int64(word >> _U(56))
-    if word & _U(0xFFFFFFFF) != _U(MAGIC) or mode > CODED + LEADS or first > last:
-        return _FOREIGN
-    if load(source + 8) != _U(n):
-        return _OTHER_SIZE
-    if mode == RAW and size == HEADER + n:
-        copy(source + HEADER, n, target)
-        return 0
-    if mode == CONSTANT and size == HEADER:
-        for i in range(target, target + n):
-            store_byte(i, _U(first))
-        return 0
-    k = mode - CODED
-    at = source + CODED_HEADER + (((last - first + 1) * (k + 1) + 1) >> 1)
-    if k < 0 or size < at - source or longest < 1 or longest > MAX_BITS:
-        return _DAMAGED
-    leads = np.zeros(LEADS, np.int64)
-    for j in range(k):
-        leads[j] = np.int64(load_byte(source + CODED_HEADER - 8 + j))
-    lengths, whole = _code_lengths(source + CODED_HEADER, first, last, k, longest)
-    if not whole:
-        return _DAMAGED
-    table = _decoding_table(lengths, leads, longest)
-    return _decode(source, at, size, target, n, k, longest, leads, table)
-
-
-@kernel
 def _code_lengths(at, first, last, k, longest):
     """The words' lengths from their 4 bits each at an address, and whether they are a code: every
     window starts with exactly one word (Kraft)."""
     span, room = last - first + 1, 0
     lengths = np.zeros(256 * (k + 1), np.int64)
     for i in range(span * (k + 1)):
-        length = np.int64(load_byte(at + (i >> 1)) >> _U(4 * (i & 1)) & _U(15))
+        two = load_byte(at + (i >> 1))
+        length = np.int64(two >> _U(4 * (i & 1)) & _U(15))
         if length > longest:
             return lengths, False
         if length > 0:
@@ -173,28 +134,48 @@ def _code_lengths(at, first, last, k, longest):
 
 
 @kernel
-def _decode(source, at, size, target, n, k, longest, leads, table):
-    """Decode the streams from `at` on; returns an index of `ERRORS`."""
-    state, start, base = np.empty((STREAMS, 3), np.int64), np.empty(STREAMS, np.int64), 0
+def decode(source, size, target, n, first, last, longest, k):
+    """Decode a coded blob of `size` bytes, with k leads, at `source` into the `n` bytes at
+    `target`; whether it is undamaged."""
+    if k > LEADS or first > last or longest < 1 or longest > MAX_BITS:
+        return False
+    at = source + CODED_HEADER + (((last - first + 1) * (k + 1) + 1) >> 1)
+    if at > source + size:
+        return False
+    leads = np.zeros(LEADS, np.int64)
+    for j in range(k):
+        leads[j] = np.int64(load_byte(source + CODED_HEADER - 8 + j))
+    lengths, whole = _code_lengths(source + CODED_HEADER, first, last, k, longest)
+    if not whole:
+        return False
+    table = _decoding_table(lengths, leads, longest)
+    return _decode_streams(source, at, size, target, n, k, longest, leads, table)
+
+
+@kernel
+def _decode_streams(source, at, size, target, n, k, longest, leads, table):
+    """Decode the streams from `at` on; whether they are undamaged."""
+    state, start = np.empty((STREAMS, 3), np.int64), np.empty(STREAMS, np.int64)
     for i in range(STREAMS):
         word = load(source + HEADER + 8 * i)
         length, lead = word & _U((1 << 56) - 1), np.int64(word >> _U(56))
         if length < _U(1) or length > _U(source + size - at) or lead > k:
-            return _DAMAGED
+            return False
         start[i] = at
         at += np.int64(length)
         out = target + segment(n, i + 1)
         if lead > 0:
             if out == target + segment(n, i):
-                return _DAMAGED
+                return False
             out -= 1
             store_byte(out, _U(leads[lead - 1]))
         window = _first_window(at - 8)  # at or above `source`: the header is longer
         if window == _U(0):
-            return _DAMAGED
-        state[i, _WINDOW], state[i, _AT], state[i, _OUT] = np.int64(window), at - 8, out
+            return False
+        state[i, _WINDOW] = np.int64(window)
+        state[i, _AT], state[i, _OUT] = at - 8, out
     if at != source + size:
-        return _DAMAGED
+        return False
     entries, shift = address(table) + (8 << longest), 64 - longest
     while True:
         # a round uses at most 8 + 48 bits (7 bytes) of a stream, and writes at most 24 bytes and 2
@@ -210,10 +191,10 @@ def _decode(source, at, size, target, n, k, longest, leads, table):
         left = (state[i, _AT] - start[i]) * 8 + 64 - trailing_zeros(state[i, _WINDOW])
         base = target + segment(n, i)
         if not _finish(address(table), longest, start[i], left, base, state[i, _OUT]):
-            return _DAMAGED
+            return False
     kept(table)
     kept(state)
-    return 0
+    return True
 
 
 @kernel

@@ -18,8 +18,9 @@ def describe(store: ExpertStore) -> str:
         f"exponent shards a tensor, checksums {CHECKSUM}",
         f"rounded to {store.quantized}, so its source cannot be restored"
         if store.quantized
-        else f"restored, it is {'' if SOURCE_LAYOUT in store.files else 'the tensors of the model, but not '}the files "
-        f"that it was made from",
+        else "restored, it is the files that it was made from"
+        if SOURCE_LAYOUT in store.files
+        else "without the bytes of its source, which cannot be restored",
         "",
     ]
     head = ["tensor", "dtype", "shape", "experts", "MB", "E MB", "SM MB", "stored", "codec"]

@@ -17,7 +17,7 @@ both. Every chunk begins on a multiple of 4096 bytes of its file, for direct I/O
 `pad.…` fill the gaps, since a safetensors file may have none.
 
 Nothing in an index is trusted: every number is an integer within bounds, every name a plain one,
-every chunk lies where the order of the file puts it, without gaps; files are no links. Its SHA-256
+every chunk lies where the order of the file puts it, without gaps. Its SHA-256
 is in the header of weights.safetensors too, so that neither file can be exchanged alone. A forger
 can still write a whole store of other weights, which is a store of another model.
 
@@ -28,9 +28,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
@@ -53,7 +51,6 @@ FORMAT, VERSION = "moelab-store", 2
 ALIGN = 4096  # what direct I/O wants of offsets, lengths and addresses
 INDEX, WEIGHTS = "index.json", "weights.safetensors"
 SOURCE_LAYOUT = "layout.json"  # of the source, see `moelab.checkpoint.restore`
-PARTS = ("E", "SM", "both")
 #: bytes of the other weights that a checksum covers, and of an index and of a small file at most
 PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20
 AGAIN = "copy the store again, or convert the model again"
@@ -72,7 +69,14 @@ def checksum(data: Any) -> str:
 
 
 #: what reading JSON of another form than expected raises
-MAKES_NO_SENSE = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
+MAKES_NO_SENSE = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    OverflowError,
+    RecursionError,
+)
 
 
 def aligned(n: int) -> int:
@@ -136,34 +140,19 @@ class TensorEntry(NamedTuple):
 def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str, TensorEntry]:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
     checksum]]]]]."""
-    _need(
-        list(fields) == list(tensors),
-        f"impossible entry: an expert has {', '.join(fields) or 'nothing'} where the others have "
-        f"{', '.join(tensors)}",
-    )
-    return {name: _read_entry(name, *tensors[name], *fields[name]) for name in fields}
+    _need(list(fields) == list(tensors), "impossible entry: an expert has not the others' tensors")
+    return {name: _read_entry(*tensors[name], *fields[name]) for name in fields}
 
 
-def _read_entry(
-    name: str, dtype: str, shape: Shape, checksum: str, planes: list[list]
-) -> TensorEntry:
-    _need(
-        len(planes) in (1, DTYPES[dtype].itemsize),
-        f"impossible entry: {name} in {len(planes)} planes",
-    )
-    found = []
+def _read_entry(dtype: str, shape: Shape, checksum: str, planes: list[list]) -> TensorEntry:
+    possible, found = len(planes) in (1, DTYPES[dtype].itemsize), []
     for record, given in planes:
         codec = read_codec(record)
-        chunks = tuple(
-            Chunk(_integer(offset), _integer(length), check) for offset, length, check in given
-        )
+        chunks = tuple(Chunk(int(offset), int(length), check) for offset, length, check in given)
         lengths = [chunk.length for chunk in chunks]
-        _need(
-            codec.admits(dtype, tuple(shape), len(planes), lengths),
-            f"impossible entry: {name} is {dtype} {list(shape)}, and a plane of it in {codec.name} "
-            f"has {lengths} bytes",
-        )
+        possible = possible and codec.admits(dtype, tuple(shape), len(planes), lengths)
         found.append((codec, chunks))
+    _need(possible, "impossible entry: chunks that do not fit their tensor's type and shape")
     return TensorEntry(dtype, tuple(shape), checksum, tuple(found))
 
 
@@ -187,6 +176,23 @@ def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
                 yield from ((f"{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
 
 
+def intact(entries: dict[str, TensorEntry], data: Any, offset: int) -> bool:
+    """Whether an expert's bytes from `offset` of its file on are its chunks, by their checksums, one
+    after another, with zeros behind each up to a multiple of `ALIGN`."""
+    at = 0
+    for _, chunk in in_file(entries):
+        end = at + chunk.length
+        after = at + aligned(chunk.length)
+        if (
+            chunk.offset != offset + at
+            or checksum(data[at:end]) != chunk.checksum
+            or np.any(as_bytes(data[end:after]))
+        ):
+            return False
+        at = after
+    return at == len(data)
+
+
 class Layer:
     """The index of one MoE layer.
 
@@ -197,27 +203,23 @@ class Layer:
     """
 
     def __init__(self, index: int, fields: Record) -> None:
-        self.file = layer_file(index)
+        self.index, self.file = index, layer_file(index)
         self.module, self.stacked = fields["module"], fields["stacked"]
-        self.size, self.header = _integer(fields["size"]), _integer(fields["header"])
+        self.size, self.header = int(fields["size"]), int(fields["header"])
         self.tensors = {name: _dtype_and_shape(*of) for name, of in fields["tensors"].items()}
-        _need(
-            self.tensors and self.header % ALIGN == 0 < self.header <= self.size,
-            f"{self.file} has no room",
-        )
         self.experts = [read_entries(expert, self.tensors) for expert in fields["experts"]]
         at = self.header
-        for expert, entries in enumerate(self.experts):
-            what = f"impossible entry: expert {expert} of {self.module}"
+        contiguous = self.tensors and self.header % ALIGN == 0 < self.header
+        for entries in self.experts:
             size = sum(entry.nbytes for entry in entries.values())
-            _need(size <= 256 * self.size, f"{what} has {size:,} bytes")
+            contiguous = contiguous and size <= 256 * self.size
             for _, chunk in in_file(entries):
-                _need(
-                    chunk.offset == at,
-                    f"{what} has a chunk at {chunk.offset:,}; the one before it ends at {at:,}",
-                )
+                contiguous = contiguous and chunk.offset == at
                 at += aligned(chunk.length)
-        _need(at == self.size, f"{self.file} has {self.size:,} bytes, and its chunks end at {at:,}")
+        _need(
+            contiguous and at == self.size,
+            f"impossible entry: the chunks in {self.file} do not follow each other to its end",
+        )
 
 
 def layer_file(layer: int) -> str:
@@ -228,34 +230,23 @@ def layer_file(layer: int) -> str:
 # headers of files, and the index
 
 
-def layer_header(index: int, layer: Layer) -> bytes:
+def layer_header(layer: Layer) -> bytes:
     """The safetensors header of a layer's chunks and the padding between them."""
-    start = layer.header
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
-    entries: Record = {"__metadata__": {"moelab.layer": json.dumps(about)}}
-
-    def enter(key: str, begin: int, end: int) -> None:
-        entries[key] = {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}
-
-    for expert, tensors in enumerate(layer.experts):
-        for name, chunk in in_file(tensors):
-            key, begin = f"{index}.{expert}.{name}", chunk.offset - start
-            end, after = begin + chunk.length, begin + aligned(chunk.length)
-            enter(key, begin, end)
-            if after > end:
-                enter("pad." + key, end, after)
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    if len(text) > start - 8:
-        raise StoreError(
-            f"a header of {len(text):,} bytes does not fit into the {start - 8:,} reserved for it"
-        )
-    return (start - 8).to_bytes(8, "little") + text.ljust(start - 8)
+    parts: Record = {}
+    for expert, entries in enumerate(layer.experts):
+        for name, chunk in in_file(entries):
+            key = f"{layer.index}.{expert}.{name}"
+            parts[key] = "U8", [chunk.length]
+            if padding := aligned(chunk.length) - chunk.length:
+                parts["pad." + key] = "U8", [padding]
+    return header_bytes(parts, {"moelab.layer": json.dumps(about)}, layer.header)
 
 
 def weights_header(weights: dict[str, list], digest: str) -> bytes:
     """The safetensors header of the other weights, key → [dtype, shape, …]; `digest` is that of the
     index."""
-    return header_bytes(weights, {"moelab.index": digest})
+    return header_bytes(weights, {"format": "pt", "moelab.index": digest})
 
 
 def seal(fields: Record) -> tuple[bytes, str]:
@@ -265,15 +256,12 @@ def seal(fields: Record) -> tuple[bytes, str]:
     return f'{text},"sha256":"{digest}"}}'.encode(), digest
 
 
-def unseal(raw: bytes, file: Path) -> Record:
+def unseal(raw: bytes) -> Record:
     """The fields of a sealed index; StoreError unless every byte is as it was written."""
     text, _, _ = raw.rpartition(b',"sha256":"')
-    if raw != text + f',"sha256":"{sha256(text).hexdigest()}"}}'.encode():
-        raise StoreError(f"{file} is damaged: it does not match its own checksum; {AGAIN}")
-    try:
-        return json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise StoreError(f"{file} is no JSON ({type(error).__name__}: {error}); {AGAIN}") from error
+    intact = raw == text + f',"sha256":"{sha256(text).hexdigest()}"}}'.encode()
+    _need(intact, f"it does not match its own checksum; {AGAIN}")
+    return json.loads(raw)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -285,17 +273,10 @@ def _need(ok: Any, what: str) -> None:
         raise StoreError(what)
 
 
-def _integer(value: Any) -> int:
-    _need(
-        type(value) is int and 0 <= value < 1 << 50,
-        f"{str(value)[:40]!r} is no number of bytes or entries",
-    )
-    return value
-
-
 def _dtype_and_shape(dtype: str, shape: list[int]) -> tuple[str, Shape]:
-    _need(dtype in DTYPES, f"there is no type {str(dtype)[:40]!r}")
-    return dtype, tuple(map(_integer, shape))
+    shape = tuple(map(int, shape))
+    _need(dtype in DTYPES and min(shape, default=0) >= 0, "impossible entry: its type or shape")
+    return dtype, shape
 
 
 def plain_name(name: Any) -> str:
@@ -304,19 +285,6 @@ def plain_name(name: Any) -> str:
     ok = type(name) is str and re.fullmatch(r"[^/\\:\x00-\x1f]{1,200}", name)
     _need(ok and name not in (".", ".."), f"{str(name)[:80]!r} is not the plain name of a file")
     return name
-
-
-def regular_file(path: Path) -> int:
-    """The size of a file; StoreError if there is none, or a link, which may lead anywhere."""
-    try:
-        found = os.lstat(path)
-    except FileNotFoundError:
-        raise StoreError(f"{path.parent} lacks {path.name}; {AGAIN}") from None
-    _need(
-        stat.S_ISREG(found.st_mode),
-        f"{path} is a link, folder or device, not a file; copy the store itself (cp -L follows links)",
-    )
-    return found.st_size
 
 
 # ---------------------------------------------------------------------------------------------
@@ -349,21 +317,11 @@ class ExpertFiles:
     scratch = 0
 
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
-        """One expert's entries by tensor name; LookupError for an expert that the model does not
-        have."""
-        if not 0 <= layer < len(self.layers) or not 0 <= expert < len(self.layers[layer].experts):
-            raise LookupError(
-                f"{self.folder} has no expert {expert} of MoE layer {layer}; it has "
-                f"{len(self.layers)} layers of {self.spec.E} experts"
-            )
+        """One expert's entries by tensor name."""
         return self.layers[layer].experts[expert]
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         """Bytes that are read for a part of an expert."""
-        raise NotImplementedError
-
-    def paths(self, layer: int) -> list[Path]:
-        """The files that hold a layer's experts."""
         raise NotImplementedError
 
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
@@ -371,36 +329,36 @@ class ExpertFiles:
         raise NotImplementedError
 
     @cached_property
-    def _kinds(self) -> set[tuple[Codec, str, Shape, bool]]:
-        """(codec, dtype, shape, whether it is in place) of all tensors of experts."""
-        return {
-            (entry.codec, entry.dtype, entry.shape, entry.in_place)
+    def _kinds(self) -> list[TensorEntry]:
+        """A tensor of each kind that experts have."""
+        kinds = {
+            (entry.codec, entry.dtype, entry.shape, len(entry.planes)): entry
             for layer in self.layers
             for entries in layer.experts
             for entry in entries.values()
         }
+        return list(kinds.values())
 
     @property
     def in_place(self) -> bool:
         """Whether every tensor of every expert can be computed from as it lies."""
-        return all(in_place for *_, in_place in self._kinds)
+        return all(entry.in_place for entry in self._kinds)
 
     @property
     def few_bits(self) -> bool:
         """Whether some expert's tensor is in few bits."""
-        return any(codec.few_bits for codec, *_ in self._kinds)
+        return any(entry.codec.few_bits for entry in self._kinds)
 
     @property
     def raw(self) -> bool:
         """Whether every tensor is stored as eager computes with it."""
-        return all(codec is RAW for codec, *_ in self._kinds)
+        return all(entry.codec is RAW for entry in self._kinds)
 
     @property
     def multiplied(self) -> bool:
         """Whether kernels multiply every tensor in few bits as it lies."""
-        return all(
-            codec.kernel(dtype, shape) for codec, dtype, shape, _ in self._kinds if codec.few_bits
-        )
+        packed = [entry for entry in self._kinds if entry.codec.few_bits]
+        return all(entry.codec.kernel(entry.dtype, entry.shape) for entry in packed)
 
 
 class ExpertStore(ExpertFiles):
@@ -429,106 +387,82 @@ class ExpertStore(ExpertFiles):
         self.folder = absolute(folder)
         index = self.folder / INDEX
         if not index.is_file():
-            unfinished = self.folder.with_name(self.folder.name + ".part").is_dir()
             raise FileNotFoundError(
-                f"there is no expert store at {self.folder}"
-                + (
-                    ": its conversion was cut off; run the same convert command again and it goes on"
-                    if unfinished
-                    else f" (no {INDEX}); make one with `moelab convert SOURCE {self.folder}`"
-                )
+                f"there is no expert store at {self.folder} (no {INDEX}); `moelab convert SOURCE "
+                f"{self.folder}` makes one, or goes on with one that was cut off"
             )
-        if (size := regular_file(index)) > INDEX_LIMIT:
-            raise StoreError(f"{index} has {size:,} bytes; an index has {INDEX_LIMIT:,} at most")
-        fields = unseal(index.read_bytes(), index)
         try:
-            self._set_model(fields)
-            self._set_layers(fields["layers"])
-            self._set_weights(fields)
+            self._read(self._begin(INDEX, index.stat().st_size, INDEX_LIMIT))
         except MAKES_NO_SENSE as error:
             what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
             raise StoreError(
                 f"{index} is no index of an expert store ({what}). Convert the model again"
             ) from error
-        self._check_files(fields["sha256"])
+        self._check_files()
 
-    def _set_model(self, fields: Record) -> None:
-        found = tuple(fields[name] for name in ("format", "version", "layout", "checksum"))
-        readable = FORMAT, VERSION, LAYOUT, CHECKSUM
-        _need(
-            found == readable,
-            f"format, version, layout and checksum are {found}; this moelab reads {readable}",
-        )
+    def _read(self, index: bytes) -> None:
+        fields = unseal(index)
+        found = [fields[name] for name in ("format", "version", "layout", "checksum")]
+        readable = [FORMAT, VERSION, LAYOUT, CHECKSUM]
+        _need(found == readable, f"it is in {found}; this moelab reads {readable}")
         self.spec, self.identity = MoESpec.from_dict(fields["spec"]), fields["identity"]
-        _need(re.fullmatch("[0-9a-f]{16}", self.identity), f"its identity is {self.identity!r:.40}")
+        _need(re.fullmatch("[0-9a-f]{16}", self.identity), "an impossible identity")
         self.quantized: str | None = fields.get("quantized") or None
         if self.quantized:
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"
-        self.codec, self.shards = fields["codec"], _integer(fields["K"])
+        self.codec, self.shards = fields["codec"], int(fields["K"])
         find_codec(self.codec)
-
-    def _set_layers(self, layers: list[Record]) -> None:
-        self.layers = [Layer(i, layer) for i, layer in enumerate(layers)]
+        self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
         self._paths = [self.folder / layer.file for layer in self.layers]
         experts = [len(layer.experts) for layer in self.layers]
         _need(
-            experts and experts == [self.spec.E] * self.spec.L,
-            f"its layers have {str(experts)[:80]} experts; {self.spec.name} has {self.spec.L} layers "
-            f"of {self.spec.E:,}",
+            len(experts) == self.spec.L and {*experts} == {self.spec.E},
+            f"its layers are not {self.spec.L} of {self.spec.E} experts, as of {self.spec.name}",
+        )
+        self._set_weights(fields["weights"], fields["sha256"])
+        files = fields["files"].items()
+        self.files = {plain_name(name): (int(size), check) for name, (size, check) in files}
+
+    def _set_weights(self, weights: Record, digest: str) -> None:
+        shapes = {key: _dtype_and_shape(*of[:2]) for key, of in weights.items()}
+        self._weights_header = weights_header(shapes, digest)
+        self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
+        at = len(self._weights_header)
+        for key, (dtype, shape) in shapes.items():
+            size, checks = nbytes(dtype, shape), weights[key][2]
+            _need(len(checks) == -(-size // PIECE), f"{key} has {len(checks)} checksums")
+            self.weights[key] = dtype, shape, at, size, checks
+            at += size
+        self.weights_size, self.weights_bytes = at, at - len(self._weights_header)
+
+    def _check_files(self) -> None:
+        """Sizes of all files, contents of small ones, headers of the others."""
+        headers = [(WEIGHTS, self.weights_size, self._weights_header)]
+        headers += [(layer.file, layer.size, layer_header(layer)) for layer in self.layers]
+        wrong = [
+            name for name, size, header in headers if self._begin(name, size, len(header)) != header
+        ]
+        for name, (size, check) in self.files.items():
+            if checksum(self._begin(name, size, FILE_LIMIT)) != check:
+                wrong.append(name)
+        _need(
+            not wrong,
+            f"{self.folder}: {', '.join(wrong)[:200]} is damaged at its beginning, or does not belong "
+            f"to this {INDEX}; {AGAIN}",
         )
 
-    def _set_weights(self, fields: Record) -> None:
-        shapes = {key: _dtype_and_shape(*of[:2]) for key, of in fields["weights"].items()}
-        self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
-        self.weights_size = len(weights_header(shapes, fields["sha256"]))
-        for key, (dtype, shape) in shapes.items():
-            size, checks = nbytes(dtype, shape), fields["weights"][key][2]
-            _need(
-                len(checks) == -(-size // PIECE),
-                f"{key} of {size:,} bytes has {len(checks)} checksums",
-            )
-            self.weights[key] = dtype, shape, self.weights_size, size, checks
-            self.weights_size += size
-        self.weights_bytes = sum(size for _, _, _, size, _ in self.weights.values())
-        self.files: dict[str, list] = {
-            plain_name(name): [_integer(size), check]
-            for name, (size, check) in fields["files"].items()
-        }
-        others = {INDEX, WEIGHTS, *(layer.file for layer in self.layers)}
-        _need(not others & self.files.keys(), f"{others & self.files.keys()} are no small files")
-
-    def _check_files(self, digest: str) -> None:
-        """Sizes of all files, contents of small ones, headers of the others; nothing but plain
-        files of the folder."""
-        header = weights_header(self.weights, digest)
-        right = {WEIGHTS: self._begin(WEIGHTS, self.weights_size, len(header)) == header}
-        for name, (size, check) in self.files.items():
-            _need(size <= FILE_LIMIT, f"{name} has {size:,} bytes; {FILE_LIMIT:,} are the most")
-            right[name] = self.checksum(self._begin(name, size, size)) == check
-        for i, layer in enumerate(self.layers):
-            begin = self._begin(layer.file, layer.size, layer.header)
-            right[layer.file] = begin == layer_header(i, layer)
-        for name, equal in right.items():
-            _need(
-                equal,
-                f"{self.folder / name} is damaged at its beginning, or does not belong to this "
-                f"{INDEX}; {AGAIN}",
-            )
-
-    def _begin(self, name: str, size: int, n: int) -> bytes:
-        """The first n bytes of a file, which must have `size` bytes."""
+    def _begin(self, name: str, size: int, most: int) -> bytes:
+        """What a file begins with; StoreError if it is not there or has another size."""
         path = self.folder / name
-        found = regular_file(path)
-        _need(found == size, f"{path} has {found:,} bytes, {size:,} were written; {AGAIN}")
+        _need(path.is_file(), f"{self.folder} lacks {name}; {AGAIN}")
+        found = path.stat().st_size
+        _need(found == size, f"{path} has {found:,} bytes, not {size:,}; {AGAIN}")
         with open(path, "rb") as f:
-            return f.read(n)
+            return f.read(most)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         return run(self.entries(layer, expert), part)[1]
-
-    def paths(self, layer: int) -> list[Path]:
-        return [self._paths[layer]]
 
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
         memory = [memoryview(part.data) for part in parts]

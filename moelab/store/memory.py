@@ -6,7 +6,6 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import types
 
-from moelab.kernels.compile import kernel
 from moelab.kernels.emit import I8, I64, emitted
 
 
@@ -34,11 +33,3 @@ def store_byte(address, value):
 def trailing_zeros(value):
     """Zeros below the lowest 1 of a u64 that has one."""
     return value.made("cttz", value.of(1, ir.IntType(1)))
-
-
-@kernel
-def copy(source, n, target):
-    for i in range(n >> 3):
-        store(target + 8 * i, load(source + 8 * i))
-    for i in range(n & ~7, n):
-        store_byte(target + i, load_byte(source + i))

@@ -22,8 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from moelab.store import fewbit
 from moelab.store.bits import as_bytes
-from moelab.store.codec import Codec, rows_in_blocks
+from moelab.store.codec import rows_in_blocks
 from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
 
 _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of AWQ
@@ -39,29 +38,33 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of 
 # ---------------------------------------------------------------------------------------------
 # from a config.json
 
-#: method → field of its quantization_config → what is read there, as text in lower case; "none"
-#: where a field is missing
+_FORMATS = ("none", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_WEIGHTS = "config_groups.*.weights."
+#: method → field of its quantization_config, with * for every member → what is read there, as text
+#: in lower case; "none" where a field is missing
 READ: dict[str, dict[str, tuple[str, ...]]] = {
     "gptq": {
         "bits": ("4", "8"),
         "checkpoint_format": ("none", "gptq", "gptq_v2"),
         "zero_point": ("none", "true"),
-        "dynamic": ("-:",),  # layers that are left out
+        "dynamic.*": ("none", "{}"),  # layers that are left out, and no others' bits
     },
     "awq": {"bits": ("4",), "version": ("none", "gemm"), "zero_point": ("none", "true")},
     "compressed-tensors": {
-        "kv_cache_scheme": ("none",),
-        "transform_config": ("none",),
-        "sparsity_config": ("none", "dense"),
-        "format": ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-        "weights": ("int4", "int8", "float8"),
-        "strategy": ("tensor", "channel", "group", "block"),
-        "block_structure": ("none", "128x128", "[128, 128]"),
-        "actorder": ("none", "false", "static", "weight"),
+        "kv_cache_scheme": ("none", "{}"),
+        "transform_config": ("none", "{}"),
+        "sparsity_config.format": ("none", "dense"),
+        "format": (*_FORMATS, "mixed-precision"),
+        "config_groups.*.format": _FORMATS,
+        _WEIGHTS + "type": ("none", "int", "float"),
+        _WEIGHTS + "num_bits": ("4", "8"),
+        _WEIGHTS + "strategy": ("tensor", "channel", "group", "block"),
+        _WEIGHTS + "block_structure": ("none", "128x128", "[128, 128]"),
+        _WEIGHTS + "actorder": ("none", "false", "static", "weight"),
         # what would be quantised as it comes stays as it is: more exact than the model's own
-        "input_activations": ("none", "dynamic"),
-        "output_activations": ("none", "dynamic"),
-        "packed widths": ("one",),
+        "config_groups.*.input_activations.dynamic": ("none", "true"),
+        "config_groups.*.output_activations.dynamic": ("none", "true"),
+        "packed widths": ("[]", "[4]", "[8]"),
     },
 }
 
@@ -70,9 +73,10 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
     """(kind, bits) of a quantization_config; bits are those of packed codes. Raises ValueError, by
     name and with a remedy, for what is not read."""
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
-    compressed = method == "compressed-tensors"
     try:
-        fields = list(_compressed_fields(config) if compressed else _word_fields(config, method))
+        widths = _packed_widths(config)
+        config = config | {"packed widths": widths}
+        fields = [(field, of) for field in READ[method] for of in _at(config, field.split("."))]
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
             f"the quantization_config of {checkpoint} makes no sense ({type(error).__name__}: {error}); "
@@ -85,43 +89,31 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
                 f"{checkpoint} is quantised with {method}, and {field} {text[:60]!r} is not read here; "
                 f"{', '.join(known)} are. Take one of these, or the unquantised checkpoint of the model"
             )
-    if compressed:
-        return method, max(_packed_widths(config), default=8)
-    found = dict(fields)
-    return str(found.get("checkpoint_format") or method).lower(), int(found["bits"])
+    if method == "compressed-tensors":
+        return method, max(widths, default=8)
+    return str(config.get("checkpoint_format") or method).lower(), int(config["bits"])
 
 
-def _word_fields(config: dict[str, Any], method: str) -> Iterator[tuple[str, Any]]:
-    """The fields of GPTQ or AWQ that `READ` names."""
-    yield from ((field, config.get(field)) for field in READ[method] if field != "dynamic")
-    if method == "gptq":
-        yield from (("dynamic", pattern[:2]) for pattern in config.get("dynamic") or ())
+def _at(node: Any, path: list[str]) -> Iterator[Any]:
+    """What lies at a path through dictionaries; None where it ends too early."""
+    if not path or node is None:
+        yield node
+    elif path[0] == "*":
+        for member in node.values():
+            yield from _at(member, path[1:])
+    else:
+        yield from _at(node.get(path[0]), path[1:])
 
 
-def _compressed_fields(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The fields of compressed-tensors that `READ` names, those of each group of layers."""
-    for field in ("kv_cache_scheme", "transform_config"):
-        yield field, config.get(field) or None
-    yield "sparsity_config", (config.get("sparsity_config") or {}).get("format")
-    for group in config["config_groups"].values():
-        weights = group["weights"]
-        yield "format", group.get("format") or config.get("format")
-        yield "weights", f"{weights.get('type', 'int')}{weights.get('num_bits')}"
-        for field in ("strategy", "block_structure", "actorder"):
-            yield field, weights.get(field)
-        for field in ("input_activations", "output_activations"):
-            given = group.get(field) or None
-            yield field, "dynamic" if given and given.get("dynamic") is True else given
-    yield "packed widths", "one" if len(_packed_widths(config)) < 2 else "several"
-
-
-def _packed_widths(config: dict[str, Any]) -> set[int]:
-    """Bits of the codes that are packed in words."""
-    return {
-        group["weights"]["num_bits"]
-        for group in config["config_groups"].values()
-        if (group.get("format") or config.get("format")) == "pack-quantized"
-    }
+def _packed_widths(config: dict[str, Any]) -> list[int]:
+    """Bits of the codes that are packed in words, by compressed-tensors."""
+    return sorted(
+        {
+            group["weights"]["num_bits"]
+            for group in (config.get("config_groups") or {}).values()
+            if (group.get("format") or config.get("format")) == "pack-quantized"
+        }
+    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -130,12 +122,13 @@ def _packed_widths(config: dict[str, Any]) -> set[int]:
 
 def _codes(words: Tensor, bits: int) -> Tensor:
     """The codes in words int32 that are packed along the last axis: uint8."""
-    codes = words.reshape(-1).view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
-    return codes if bits == 8 else torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
+    *rows, n = words.shape
+    codes = words.reshape(-1).view(torch.uint8).view(*rows, 4 * n)
+    return codes if bits == 8 else fewbit.nibbles(codes)
 
 
 def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
-    """codes [R, n], zero points and scales [R, n/g], g any number."""
+    """codes [R, n], zero points and scales [R, n/g] or [1, 1], g any number."""
     wide = codes.unflatten(1, (scales.shape[1], -1)).float()
     if zeros is not None:
         wide.sub_(zeros.unsqueeze(-1))
@@ -143,37 +136,32 @@ def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
 
 
 def _compressed(t: Tensors, bits: int) -> Tensor:
-    scales, zeros, codes = t["weight_scale"], t.get("weight_zero_point"), t.get("weight")
-    if codes is None:
+    scales, zeros = t["weight_scale"], t.get("weight_zero_point")
+    if (codes := t.get("weight")) is None:
         codes = _codes(t["weight_packed"], bits).view(torch.int8) - (1 << bits - 1)
-    elif codes.dtype not in (torch.int8, torch.float8_e4m3fn):
-        raise ValueError(f"weight is {codes.dtype}; codes are int8 or e4m3")
     R, n = codes.shape
     if zeros is not None and zeros.dtype == torch.int32:
         zeros = _codes(zeros.mT, bits).view(torch.int8).mT[:R] - (1 << bits - 1)
-    if scales.numel() == 1:
-        scales = scales.reshape(1, 1).expand(R, 1)
-        zeros = None if zeros is None else zeros.reshape(1, 1).expand(R, 1)
-    elif scales.shape == (-(-R // fewbit.BLOCK), -(-n // fewbit.BLOCK)) and scales.shape[0] != R:
+    blocks = -(-R // fewbit.BLOCK), -(-n // fewbit.BLOCK)
+    if scales.numel() > 1 and scales.shape == blocks and blocks[0] != R:
         scales = fewbit.spread_blocks(scales, R, n)
-    return _product(codes, zeros, scales.reshape(R, -1))
+    scales = scales.reshape(R if scales.numel() > 1 else 1, -1)
+    return _product(codes, None if zeros is None else zeros.reshape(scales.shape), scales)
 
 
 def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
     codes, scales = _codes(t["qweight"].transpose(0, 1), bits), t["scales"].mT
     zeros = (_codes(t["qzeros"], bits) + less & (1 << bits) - 1).mT
-    groups, G = t["g_idx"].long(), scales.shape[1]
-    there = G > 0 and (groups.is_meta or int(groups.min()) >= 0 and int(groups.max()) < G)
-    if groups.shape != codes.shape[1:] or not there:
-        raise ValueError(f"g_idx should name one of {G} groups for each of {codes.shape[1]} inputs")
+    groups = t["g_idx"].long()
+    negative = not groups.is_meta and bool((groups < 0).any())
+    if negative or groups.shape != codes.shape[1:] or not scales.shape[1]:
+        raise ValueError(f"g_idx does not name a group for each of {codes.shape[1]} inputs")
     return _product(codes, zeros[:, groups], scales[:, groups])
 
 
 def _awq(t: Tensors, bits: int) -> Tensor:
-    codes, zeros = (
-        _codes(t[name], bits).unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2).mT
-        for name in ("qweight", "qzeros")
-    )
+    words = _codes(t["qweight"], bits), _codes(t["qzeros"], bits)
+    codes, zeros = (of.unflatten(-1, (-1, 8))[..., _ORDER].flatten(-2).mT for of in words)
     return _product(codes, zeros, t["scales"].mT)
 
 
@@ -188,24 +176,18 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[Tensors, int], Tensor]]] = {
     "gptq_v2": (("qweight", "scales", "qzeros", "g_idx"), lambda t, bits: _gptq(t, bits, 0)),
     "awq": (("qweight", "scales", "qzeros"), _awq),
 }
-#: last parts of keys that are a quantised layer's scales
-SCALES = ("weight_scale", "scales")
 
 
 def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
     """Weights [R, n] of a layer's tensors by name, in the scales' dtype. Raises ValueError where
     they do not fit."""
     try:
-        made = KINDS[kind][1](tensors, bits)
+        return KINDS[kind][1](tensors, bits)
     except (KeyError, IndexError, RuntimeError, ZeroDivisionError) as error:
+        shapes = ", ".join(f"{name} {list(t.shape)}" for name, t in tensors.items())
         raise ValueError(
-            f"{', '.join(f'{name} {list(t.shape)}' for name, t in tensors.items())} are no {kind} layer "
-            f"of {bits} bits ({type(error).__name__}: {error})"
+            f"{shapes} are no {kind} layer of {bits} bits ({type(error).__name__}: {error})"
         ) from error
-    shape = tensors.get("weight_shape")
-    if shape is not None and not shape.is_meta and shape.tolist() != list(made.shape):
-        raise ValueError(f"weight_shape is {shape.tolist()} and the codes are {list(made.shape)}")
-    return made
 
 
 # ---------------------------------------------------------------------------------------------
@@ -213,7 +195,7 @@ def dequantize(kind: str, bits: int, tensors: Tensors) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Packing(Codec):
+class Packing(fewbit.FewBits):
     """The tensors of matrices that lie one below the other in the model's: the first tensor of all
     matrices, the second one of all … Where kernels can multiply them as they lie, each scale stands
     in the blob once for 32 inputs.
@@ -225,18 +207,12 @@ class Packing(Codec):
     bits: int
     matrices: int
     tensors: tuple[tuple[str, str, Shape], ...]
-    in_place: ClassVar[bool] = True
-    few_bits: ClassVar[bool] = True
 
     @property
     def record(self) -> dict[str, Any]:
         tensors = [[name, dtype, list(shape)] for name, dtype, shape in self.tensors]
-        return {
-            "kind": self.name,
-            "bits": self.bits,
-            "matrices": self.matrices,
-            "tensors": tensors,
-        }
+        kind, bits, matrices = self.name, self.bits, self.matrices
+        return {"kind": kind, "bits": bits, "matrices": matrices, "tensors": tensors}
 
     @cached_property
     def times(self) -> int:
@@ -245,52 +221,33 @@ class Packing(Codec):
         given = {name: (dtype, shape) for name, dtype, shape in self.tensors}
         scales, grid = given.get("weight_scale", ("", ()))
         _, codes, shape = self.tensors[0]
-        if (
-            (codes, self.bits) not in (("I32", 4), ("I8", 8))
-            or scales != "BF16"
-            or "weight_zero_point" in given
-            or not len(shape) == len(grid) == 2
-            or grid[0] != shape[0]
-        ):
+        packed = {("I32", 4): 8, ("I8", 8): 1}.get((codes, self.bits))
+        if not packed or scales != "BF16" or "weight_zero_point" in given or len(grid) != 2:
             return 0
-        n = shape[1] * (8 if codes == "I32" else 1)
-        whole = grid[1] and n % (2 * fewbit.GROUP) == 0 and n % (fewbit.GROUP * grid[1]) == 0
-        return n // (fewbit.GROUP * grid[1]) if whole else 0
+        R, groups = shape[0], shape[1] * packed // fewbit.GROUP  # of 32 inputs
+        whole = shape[1] * packed % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1]
+        return groups // grid[1] if whole and groups % grid[1] == 0 else 0
 
-    def _repeats(self, tensor: str) -> int:
-        return (self.times or 1) if tensor == "weight_scale" else 1
-
-    def nbytes(self, shape: Shape, dtype: str = "") -> int:
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """Of the tensors of each matrix, "qweight.0" and so on."""
         if tuple(shape) != _shape_of(self):
             raise ValueError(f"a tensor {list(shape)} cannot be {str(self)[:200]}")
-        return self.matrices * sum(
-            prod(shape) * self._repeats(name) * DTYPES[dtype].itemsize
-            for name, dtype, shape in self.tensors
-        )
+        return {
+            f"{name}.{i}": (DTYPES[dtype], of, self.repeats(name))
+            for name, dtype, of in self.tensors
+            for i in range(self.matrices)
+        }
 
-    def split(self, blob: Any, shape: Shape) -> Tensors:
-        """The tensors of each matrix in a blob, "qweight.0" and so on, as views of it where they
-        can be."""
-        rest, found, at = fewbit.blob_of_size(self.name, blob, self.nbytes(shape)), {}, 0
-        for name, dtype, of in self.tensors:
-            times, size = self._repeats(name), DTYPES[dtype].itemsize
-            for i in range(self.matrices):
-                end = at + prod(of) * times * size
-                piece = rest[at:end].clone() if at % size else rest[at:end]
-                found[f"{name}.{i}"] = piece.view(DTYPES[dtype])[::times].view(of)
-                at = end
-        return found
+    def repeats(self, tensor: str) -> int:
+        """How often each entry of a tensor stands in the blob."""
+        return (self.times or 1) if tensor == "weight_scale" else 1
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         found = self.split(blob, out.shape)
-        matrices = []
-        for i in range(self.matrices):
-            tensors = {name: found[f"{name}.{i}"] for name, *_ in self.tensors}
-            matrices.append(dequantize(self.name, self.bits, tensors))
-        out.copy_(torch.cat(matrices))
-
-    def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
-        return planes == 1 and DTYPES[dtype].is_floating_point and lengths == [self.nbytes(shape)]
+        matrices = (
+            {name: found[f"{name}.{i}"] for name, *_ in self.tensors} for i in range(self.matrices)
+        )
+        out.copy_(torch.cat([dequantize(self.name, self.bits, of) for of in matrices]))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         """A format's, whose blob this is. Rounding to the scales' bf16 is left out there, which is
@@ -324,14 +281,7 @@ def from_record(record: dict[str, Any]) -> Packing:
     if kind not in KINDS or bits not in (4, 8) or matrices not in range(1, 100):
         raise ValueError(f"{str(record)[:200]} is no packing")
     tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in record["tensors"])
-    return _one(Packing(kind, bits, int(matrices), tensors))
-
-
-@lru_cache(4096)
-def _one(packing: Packing) -> Packing:
-    """One for all that are equal, of which the first one checks that there can be such weights."""
-    _shape_of(packing)
-    return packing
+    return Packing(kind, bits, int(matrices), tensors)
 
 
 def gathered(
@@ -354,7 +304,7 @@ def gathered(
     )
     packing = Packing(kind, bits, len(layers), tensors)
     blob = [
-        as_bytes(layer[name].reshape(-1).repeat_interleave(packing._repeats(name)))
+        as_bytes(layer[name].reshape(-1).repeat_interleave(packing.repeats(name)))
         for name, *_ in tensors
         for layer in layers.values()
     ]

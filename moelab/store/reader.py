@@ -3,9 +3,9 @@ buffer that is given.
 
 Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preallocated buffers).
 O_DIRECT (Linux, "direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold
-what the expert cache keeps anyway. Which is faster depends on the disk and the file system, so it
-is measured, once a store and machine. "buffered" must be faster by `MARGIN`: that is measured where
-memory is free; where it is short, pages are dropped and read again.
+what the expert cache keeps anyway: in 3 GB, a 5 GB model read 425 MB a token buffered instead of
+230. So "auto" is the first of them that the system has; a file system that refuses it is read
+"buffered".
 
 Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the expert's tensors.
 """
@@ -14,24 +14,20 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
+import fcntl
 import mmap
 import os
-import platform
-import statistics
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from moelab.files import write_json
 from moelab.forks import renew_in_children
 from moelab.registry import require
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
@@ -39,23 +35,12 @@ from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import (
     AGAIN,
     ALIGN,
-    MAKES_NO_SENSE,
-    PARTS,
     ExpertFiles,
     StoreError,
     TensorEntry,
     run,
 )
 
-try:
-    import fcntl
-except ImportError:
-    fcntl = None
-
-
-#: the file in a store that remembers which mode is fastest
-MEASURED = "read_mode.json"
-MARGIN = 1.5  # in 3 GB, a 5 GB model read 425 MB a token buffered instead of 230
 KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
 
@@ -120,7 +105,9 @@ class Chunks:
     def plane(self, name: str, i: int) -> Plane:
         """Plane `i` of a tensor, as views of `data`."""
         codec, chunks = self.entries[name].planes[i]
-        return Plane(codec, tuple(self.data[c.offset - self.offset :][: c.length] for c in chunks))
+        begins = (chunk.offset - self.offset for chunk in chunks)
+        shards = (self.data[at : at + c.length] for at, c in zip(begins, chunks))
+        return Plane(codec, tuple(shards))
 
 
 class Reader:
@@ -129,7 +116,7 @@ class Reader:
 
     store : what to read; a `moelab.checkpoint.experts.CheckpointStore` has no checksums and cannot be
         read "direct".
-    mode : one of `modes()`, or "auto" for the one that `measure_modes` found fastest; where a file
+    mode : one of `modes()`, or "auto" for the first of them, "buffered" for a checkpoint; where a file
         system refuses direct reads, the attribute becomes "buffered".
     bandwidth : bytes a second that reads of all threads together are throttled to, to stand for a
         slower disk (a token bucket without a burst); None for no limit.
@@ -148,8 +135,8 @@ class Reader:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
         if mode == "direct" and not store.aligned:
             raise ValueError(
-                f"the tensors in {store.folder} do not begin at multiples of {ALIGN} bytes, so they "
-                f"cannot be read past the page cache; convert it to a store, or use another mode"
+                f"{store.folder} is no expert store, whose tensors are aligned to be read past the page "
+                f"cache: convert it, or use another mode"
             )
         self.store, self.bandwidth = store, bandwidth
         self.verify = verify and store.checksum is not None
@@ -162,7 +149,7 @@ class Reader:
         self._free_at = 0.0
         self.forked()
         renew_in_children(self)
-        self.mode = mode if mode != "auto" else fastest_mode(store) if store.aligned else "buffered"
+        self.mode = mode if mode != "auto" else modes()[0] if store.aligned else "buffered"
 
     def forked(self) -> None:
         """In a child process a thread that is not there may have taken the lock."""
@@ -186,9 +173,8 @@ class Reader:
         StoreError : the file is cut off, or a chunk does not match its checksum; names file, expert
             and offset.
         OSError : the system could not read; says the same.
-        LookupError : there is no such expert.        ValueError : an unsuitable buffer, an unknown part.
+        LookupError : there is no such expert.        ValueError : an unsuitable buffer.
         """
-        require("part", part, PARTS)
         (chunks,) = self.read_parts(layer, expert, {part: buffer})
         if self.verify:
             self.check(chunks)
@@ -215,41 +201,35 @@ class Reader:
             self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
         offset, length, nbytes = self._runs[key]
         buffer = aligned_buffer(length) if buffer is None else buffer
-        fits = buffer.dtype == np.uint8 and buffer.ndim == 1 and len(buffer) >= length
-        if not fits or length and buffer.ctypes.data % ALIGN:
+        if len(buffer) < length or length and buffer.ctypes.data % ALIGN:
             raise ValueError(
-                f"the buffer must be uint8, {length:,} bytes or more, and begin on a multiple of "
-                f"{ALIGN} bytes; this one is {buffer.dtype} {list(buffer.shape)} at "
-                f"{buffer.ctypes.data % ALIGN}. Reader.buffer() makes one"
+                f"a buffer of {len(buffer):,} bytes at {buffer.ctypes.data % ALIGN}: {length:,} are "
+                f"read, to a multiple of {ALIGN}. Reader.buffer() makes one"
             )
         return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
 
     def _count(self, total: int, requests: int, start: float) -> None:
-        """Wait as long as throttling says, and count."""
+        """Count, and wait as long as throttling says."""
         with self._lock:
+            now = time.perf_counter()
             if self.bandwidth:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
-            wait = self._free_at - time.perf_counter()
-        if wait > 0:
-            time.sleep(wait)
-        with self._lock:
+            wait = max(0.0, self._free_at - now)
             self.counters.bytes += total
             self.counters.requests += requests
-            self.counters.seconds += time.perf_counter() - start
+            self.counters.seconds += now - start + wait
+        time.sleep(wait)
 
     def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> int:
         """Fill the views with a file's bytes from `begin` on; returns how many requests that
         took."""
-        offset, requests, end = begin, 0, begin + sum(map(len, views))
+        offset, requests = begin, 0
         try:
             while views:
                 requests += 1
                 n = self._request(path, views, offset)
                 if not n:
-                    raise StoreError(
-                        f"{path} ends at byte {offset:,}, inside {_which(what)}, which take the bytes "
-                        f"{begin:,} to {end:,}; the file is cut off"
-                    )
+                    raise StoreError(f"{path} is cut off at byte {offset:,}, inside {_which(what)}")
                 offset += n
                 while views and n >= len(views[0]):
                     n -= len(views.pop(0))
@@ -301,18 +281,13 @@ class Reader:
             for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
                 for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
                     if self.store.checksum(data) != chunk.checksum:
+                        file = self.store.layers[chunks.layer].file
                         raise StoreError(
-                            f"{self.store.paths(chunks.layer)[0]} is damaged: chunk "
+                            f"{self.store.folder / file} is damaged: chunk "
                             f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
                             f"layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) does not match "
                             f"its checksum; {AGAIN}"
                         )
-
-    def drop_cache(self, layer: int) -> None:
-        """Ask the system to forget what it has cached of a layer's files, where it can be asked."""
-        for path in self.store.paths(layer) if hasattr(os, "posix_fadvise") else ():
-            with open(path, "rb") as f:
-                os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -370,17 +345,12 @@ def named(chunks: Chunks, name: str) -> Iterator[None]:
 
 class StoreExperts:
     """A source for the seam, `plug(model, source=StoreExperts(store))`: reads and decodes an expert
-    on each call.
+    on each call. Options as of `Reader`."""
 
-    dtype : what floating-point tensors are cast to; None keeps the stored one. Other options as in
-    `Reader`."""
-
-    def __init__(
-        self, store: ExpertFiles, dtype: torch.dtype | None = None, **options: Any
-    ) -> None:
-        self.store, self.dtype = store, dtype
-        self.reader, self._local = Reader(store, **options), threading.local()
+    def __init__(self, store: ExpertFiles, **options: Any) -> None:
+        self.store, self.reader = store, Reader(store, **options)
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
+        self._local = threading.local()
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and
@@ -388,54 +358,7 @@ class StoreExperts:
         if not hasattr(self._local, "buffer"):
             self._local.buffer = self.reader.buffer()
         chunks = self.reader.read(layer, expert, "both", self._local.buffer)
-        tensors = decode(chunks, chunks)
-        return tensors if self.dtype is None else cast(tensors, self.dtype)
-
-    def close(self) -> None:
-        """Close the files."""
-        self.reader.close()
-
-    def __enter__(self) -> StoreExperts:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def measure_modes(store: ExpertFiles, reads: int = 8, seed: int = 0) -> dict[str, float]:
-    """Median bytes a second of reading `reads` random experts in every mode, interleaved, from the
-    disk itself: each mode has others, as a disk or its host may keep for the next mode what one has
-    read."""
-    everyone = [(i, e) for i, layer in enumerate(store.layers) for e in range(len(layer.experts))]
-    rates: dict[str, list[float]] = {mode: [] for mode in modes()}
-    chosen = cycle(np.random.default_rng(seed).permutation(everyone).tolist())
-    buffer = Reader(store, "buffered").buffer()
-    buffer[:] = 0  # so that no page is touched for the first time below
-    for mode, (layer, expert) in zip([*rates] * reads, chosen):
-        with Reader(store, mode, verify=False) as reader:
-            reader.drop_cache(layer)
-            reader.read(layer, expert, "both", buffer)
-            rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
-    return {mode: statistics.median(found) for mode, found in rates.items()}
-
-
-def fastest_mode(store: ExpertFiles) -> str:
-    """The mode that `measure_modes` finds fastest, "buffered" by `MARGIN`; the rates are remembered
-    in a file beside the index for this machine."""
-    file, machine = store.folder / MEASURED, f"{platform.node()} {os.stat(store.folder).st_dev}"
-    try:
-        known = json.loads(file.read_text())
-        rates = {mode: float(known["bytes a second"][mode]) for mode in modes()}
-        here = known["machine"] == machine
-    except (OSError, *MAKES_NO_SENSE, RecursionError):
-        here = False
-    if not here:
-        rates = measure_modes(store)
-        if not file.is_symlink():
-            with contextlib.suppress(OSError):  # a read-only store is measured each time
-                write_json(file, {"machine": machine, "bytes a second": rates})
-    rates["buffered"] /= MARGIN
-    return max(rates, key=rates.__getitem__)
+        return decode(chunks, chunks)
 
 
 def _which(chunks: Chunks) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from moelab.progress import progress
-from moelab.store.layout import PIECE, WEIGHTS, ExpertStore, StoreError, aligned, in_file
+from moelab.store.layout import AGAIN, PIECE, WEIGHTS, ExpertStore, StoreError, intact
 from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
 
 
@@ -29,7 +29,11 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
     found = {"experts": 0, "chunks": 0, "bytes": check_weights(store)}
     for chunks, _ in checked_experts(store, "verifying"):
-        _check_padding(store, chunks)
+        if not intact(chunks.entries, chunks.data, chunks.offset):
+            raise StoreError(
+                f"{store.folder / store.layers[chunks.layer].file} is damaged: behind the chunks of expert "
+                f"{chunks.expert} is something else than zeros; {AGAIN}"
+            )
         found["experts"] += 1
         found["chunks"] += sum(len(c) for entry in chunks.entries.values() for _, c in entry.planes)
         found["bytes"] += len(chunks.data)
@@ -74,18 +78,6 @@ def check_weights(store: ExpertStore) -> int:
                         f"again, or convert the model again"
                     )
     return store.weights_bytes
-
-
-def _check_padding(store: ExpertStore, chunks: Chunks) -> None:
-    """StoreError unless the bytes behind each of an expert's chunks are zero."""
-    for _, chunk in in_file(chunks.entries):
-        end = chunk.offset + chunk.length
-        begin, rest = end - chunks.offset, aligned(chunk.length) - chunk.length
-        if chunks.data[begin : begin + rest].any():
-            raise StoreError(
-                f"{store.paths(chunks.layer)[0]} is damaged: the padding at {end:,} (expert "
-                f"{chunks.expert} of MoE layer {chunks.layer}) is not zero; copy the store again"
-            )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -38,15 +38,15 @@ from moelab.store.layout import (
     SOURCE_LAYOUT,
     VERSION,
     WEIGHTS,
-    Chunk,
     Layer,
     aligned,
     checksum,
-    in_file,
+    intact,
     layer_file,
     layer_header,
     plain_name,
     read_entries,
+    run,
     seal,
     weights_header,
 )
@@ -73,8 +73,8 @@ class StoreWriter:
     Raises
     ------
     FileExistsError : the destination is there, or another process is writing it.
-    ValueError : an unknown codec or impossible number of shards, before anything is written; an
-        unfinished store of another model, codec or number of shards is in the way.
+    ValueError : an unknown codec, before anything is written; an unfinished store of another model,
+        codec or number of shards is in the way.
     """
 
     def __init__(
@@ -91,14 +91,10 @@ class StoreWriter:
         self.destination = vacant(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         codecs.find_codec(codec)
-        if type(shards) is not int or not 1 <= shards <= 1024:
+        experts = [E for _, E, _ in layers]
+        if len(layers) != spec.L or {*experts} != {spec.E}:
             raise ValueError(
-                f"shards is {shards!r}; the exponents of a tensor go into 1 to 1024 shards"
-            )
-        if [E for _, E, _ in layers] != [spec.E] * spec.L or not spec.L:
-            raise ValueError(
-                f"{spec.name} says {spec.L} MoE layers of {spec.E} experts, and its model has "
-                f"{[E for _, E, _ in layers]}; a store holds layers of equally many"
+                f"{spec.name} has MoE layers of {experts} experts; a store holds {spec.L} of {spec.E}"
             )
         self.layers, self.codec, self.shards = layers, codec, shards
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
@@ -155,44 +151,34 @@ class StoreWriter:
         if differ or len(self.records) < len(lines) - 1:
             with self._explained():
                 self._journal.restart([head, *self.records])
+        self._end = self.records[-1]["end"] if self.records else 0
         for path in self.folder.glob("experts-*.safetensors"):
             if path.name not in (layer_file(record["layer"]) for record in self.records):
                 path.unlink()
 
     def _whole(self, records: list[Record]) -> Iterator[Record]:
         """The journal's records up to the first one of an expert that is not whole."""
-        before: Record = {}
         checked = progress(records, "checking what is there", unit="expert") if records else ()
-        for key, record in zip(self._keys, checked):
+        for (layer, expert), record in zip(self._keys, checked):
             try:
-                whole = (record["layer"], record["expert"]) == key and "sources" in record
-                if not whole or not self._is_written(record, before if key[1] else {}):
+                if not self._is_whole(layer, expert, record):
                     return
             except (*MAKES_NO_SENSE, MemoryError, OSError):
                 return
             yield record
-            before = record
 
-    def _is_written(self, record: Record, before: Record) -> bool:
-        """Whether an expert's chunks and the padding between them are in its layer's file, right
-        behind the expert before."""
-        chunks = _chunks(record)
-        at = before.get("end", chunks[0].offset)
-        if before.get("tensors", record["tensors"]) != record["tensors"]:
-            return False
-        with open(self.folder / layer_file(record["layer"]), "rb") as f:
-            f.seek(at)
-            for chunk in chunks:
-                data = f.read(aligned(chunk.length))
-                if (
-                    chunk.offset != at
-                    or len(data) != aligned(chunk.length)
-                    or checksum(data[: chunk.length]) != chunk.checksum
-                    or any(data[chunk.length :])
-                ):
-                    return False
-                at += len(data)
-        return at == record["end"]
+    def _is_whole(self, layer: int, expert: int, record: Record) -> bool:
+        """Whether a record is this expert's, and its bytes lie right behind those of the one
+        before."""
+        entries = read_entries(record["entries"], record["tensors"])
+        begin, size = run(entries, "both")
+        with open(self.folder / layer_file(layer), "rb") as f:
+            f.seek(begin)
+            data = f.read(size)
+        follows = not expert or begin == self._end
+        self._end = begin + size
+        said = record["layer"], record["expert"], record["end"]
+        return follows and said == (layer, expert, self._end) and intact(entries, data, begin)
 
     # -----------------------------------------------------------------------------------------
     # experts
@@ -234,14 +220,8 @@ class StoreWriter:
             size += tensor.nbytes
             del tensor
         self._wait()
-        before = (self._pending or self.records)[-1] if expert else {}
-        if before.get("tensors", shapes) != shapes:
-            raise ValueError(
-                f"{self.folder}: expert {expert} of MoE layer {layer} has other tensors than the one "
-                f"before: {shapes} against {before['tensors']}"
-            )
         record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
-        begin = before.get("end") or self._room_for_header(layer, packed, shapes)
+        begin = self._end if expert else self._room_for_header(layer, packed, shapes)
         self._writing = self._thread.submit(
             self._write_expert, record | {"sources": sources}, packed, begin
         )
@@ -325,7 +305,7 @@ class StoreWriter:
         self._wait()
         with self._explained():
             self._commit()
-            experts = [record["sources"] for record in self.records]
+            experts = [record.get("sources") for record in self.records]
             if source is not None and None not in experts:
                 files = [
                     *files,
@@ -359,7 +339,7 @@ class StoreWriter:
                     "module": module,
                     "stacked": stacked,
                     "tensors": records[0]["tensors"],
-                    "header": _chunks(records[0])[0].offset,
+                    "header": _begin(records[0]),
                     "size": records[-1]["end"],
                     "experts": [record["entries"] for record in records],
                 }
@@ -367,7 +347,7 @@ class StoreWriter:
             os.truncate(self.folder / layer_file(layer), records[-1]["end"])
             _write(
                 self.folder / layer_file(layer),
-                layer_header(layer, Layer(layer, layers[-1])),
+                layer_header(Layer(layer, layers[-1])),
                 "r+b",
             )
         return layers
@@ -375,22 +355,15 @@ class StoreWriter:
     def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
         """Copy the other weights behind room for their header; returns key → dtype, shape,
         checksums of its pieces."""
-        written, room = {}, memoryview(bytearray(PIECE))
+        written = {}
         with open(self.folder / WEIGHTS, "wb") as out:
             out.write(bytes(len(weights_header(_shapes(weights), "0" * 64))))
             for key, tensor in weights.items():
                 checks = []
-                with open(tensor.file, "rb") as f:
-                    f.seek(tensor.begin)
-                    for i in range(0, tensor.nbytes, PIECE):
-                        piece = room[: min(PIECE, tensor.nbytes - i)]
-                        if (n := f.readinto(piece)) != len(piece):
-                            raise OSError(
-                                f"{tensor.file} ends inside the tensor {key}, at byte "
-                                f"{tensor.begin + i + n:,}"
-                            )
-                        checks.append(checksum(piece))
-                        out.write(piece)
+                for begin in range(0, tensor.nbytes, PIECE):
+                    piece = tensor.read(begin, min(PIECE, tensor.nbytes - begin))
+                    checks.append(checksum(piece))
+                    out.write(piece)
                 written[key] = [tensor.dtype, list(tensor.shape), checks]
             out.flush()
             os.fsync(out.fileno())
@@ -427,9 +400,9 @@ class StoreWriter:
             ) from error
 
 
-def _chunks(record: Record) -> list[Chunk]:
-    """An expert's chunks in the order of the file."""
-    return [chunk for _, chunk in in_file(read_entries(record["entries"], record["tensors"]))]
+def _begin(record: Record) -> int:
+    """Where in its file an expert's bytes begin."""
+    return run(read_entries(record["entries"], record["tensors"]), "both")[0]
 
 
 def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:

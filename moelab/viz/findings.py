@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.datasets import REMEMBERED
+from moelab.comparison import MetricsFile
+from moelab.evaluation.intervals import t95
+from moelab.evaluation.questions import REMEMBERED
 from moelab.files import atomic, read_json, results_root
-from moelab.intervals import t95
 from moelab.ndp.fit import JUDGED
-from moelab.records import MetricsFile
 from moelab.results import bench_file, sections_of
 from moelab.viz import theme
 from moelab.viz.figures import (

@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 from moelab.bench.predictors import Learned
 from moelab.bench.prefetch import ARMS, Taken, hideable
 from moelab.bench.prefetch import by_layer as by_layers
-from moelab.intervals import Interval, interval
+from moelab.evaluation.intervals import Interval, interval
+from moelab.evaluation.predictors import Score
 from moelab.specs import Event
-from moelab.speculate.scoring import Score
 from moelab.viz import theme
 from moelab.viz.engine_figures import AHEAD, gantt
 from moelab.viz.figures import (

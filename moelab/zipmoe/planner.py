@@ -136,7 +136,6 @@ def best_pools(
             machine,
             staging=staging,
             order=ordered(default_order, machine),
-            quiet=True,
         )
         took = fmean(end - start for start, end, *_ in run.forwards)
         return Tried(one, took, run.counters.hit_rate())

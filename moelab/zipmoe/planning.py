@@ -95,7 +95,7 @@ def plan(
     and applied to the whole budget.
 
     f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
-        `moelab.calibration.inclusion_probabilities`, or the mean of its rows. See `selection.whole`
+        `moelab.zipmoe.inclusion`, or the mean of its rows. See `selection.whole`
         for batches.
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
     delays : seconds of one expert. workers : decode workers.

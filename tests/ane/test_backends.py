@@ -19,8 +19,8 @@ from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.ane.runtime import prefill_through
-from moelab.calibration import loads_of_ids
 from moelab.recording import record
+from moelab.static.loads import loads_of_ids
 from moelab.static.tiers import Tiers
 from tests.models import tiny
 

@@ -26,8 +26,8 @@ from moelab.ane.systems import (
     TABLE_2,
     why_no_graph,
 )
-from moelab.calibration import loads_of_ids
 from moelab.specs import MoESpec
+from moelab.static.loads import loads_of_ids
 from moelab.static.tiers import capacity_tiers
 from tests.depth import depth
 

@@ -11,9 +11,9 @@ import moelab
 from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
 from moelab.ane.runtime import PlannedExperts, prefill_through
-from moelab.calibration import loads_of_ids
 from moelab.models import SeamExperts, discover, plugged
 from moelab.specs import MoESpec
+from moelab.static.loads import loads_of_ids
 from moelab.static.tiers import Tiers
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny

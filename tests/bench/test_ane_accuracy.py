@@ -8,9 +8,10 @@ import json
 import numpy as np
 import pytest
 
-from moelab import datasets, open_model
+from moelab import open_model
 from moelab.ane.device.published import TABLE_3
 from moelab.bench import ane_accuracy
+from moelab.evaluation import questions
 from moelab.recording import record
 
 
@@ -19,7 +20,7 @@ def trace():
     model = open_model()
     return record(
         model,
-        [p for s in ("needle", "code") for p in datasets.prompts(s, 2, tokens=96, split="train")],
+        [p for s in ("needle", "code") for p in questions.prompts(s, 2, tokens=96, split="train")],
     )
 
 

@@ -125,7 +125,7 @@ def test_the_lru_baseline_is_an_lru_of_experts(place):
     kept, hits, total = [], 0, 0
     for number, forward in enumerate(json.loads(trace.read_text())["steps"]):
         for layer, experts in forward:
-            keys = [(layer, expert) for expert, _ in experts]
+            keys = [(layer, expert) for expert, _ in sorted(experts)]
             found = [key for key in keys if key in kept]
             if number >= len(PROMPTS):
                 hits, total = hits + len(found), total + len(keys)

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from moelab.bench import recall_and_misses as bench
+from moelab.evaluation.predictors import Score
 from moelab.files import small_model
 from moelab.specs import MoESpec
-from moelab.speculate.scoring import Score
 from moelab.trace import DECODE, RoutingTrace
 from tests.depth import depth
 

@@ -55,10 +55,11 @@ def test_invariants(policy, scope, steps, pools, margin):
             was = next((state for state in HIERARCHY if request.key in before[state]), State.MISSED)
             assert request.state is was and residency.state(request.key) is request.keep
             assert request.keep is State.MISSED or LEVEL[request.keep] >= LEVEL[was]  # only upward
-        for key, state in step.evicted:  # pinned experts never leave for others
-            assert key not in used and key in before[state] and residency.state(key) is State.MISSED
+        for key in step.evicted:  # pinned experts never leave for others
+            assert key not in used and residency.state(key) is State.MISSED
+            assert any(key in before[state] for state in HIERARCHY)
         for state in HIERARCHY:  # nobody else moved
-            assert before[state] - used - {key for key, _ in step.evicted} == after[state] - used
+            assert before[state] - used - {*step.evicted} == after[state] - used
             # places are taken while the step runs: those who were there and stay or leave late, and
             # the newcomers
             held = {r.key for r in step.requests if state in (r.state, r.keep)} | (
@@ -73,7 +74,7 @@ def test_invariants(policy, scope, steps, pools, margin):
             for request in step.requests
         )
     counters = residency.counters
-    assert counters.steps == len(steps) and counters.evictions == totals["evicted"]
+    assert counters.evictions == totals["evicted"]
     assert counters.requests == totals["requests"] and sum(counters.hits.values()) == totals["hits"]
 
 
@@ -122,7 +123,8 @@ def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope)
                         for key in rivals
                         if key not in before[state] & used
                     )
-        for victim, state in step.evicted:  # the fewest tokens of those who may leave
+        for victim in step.evicted:  # the fewest tokens of those who may leave
+            state = next(state for state in HIERARCHY if victim in before[state])
             stayed = [
                 key
                 for key in before[state] - used
@@ -131,12 +133,12 @@ def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope)
             assert all(by_rank.index(key) < by_rank.index(victim) for key in stayed)
 
 
-def test_rereads_reset_and_clear():
+def test_reset_and_clear():
     residency = Residency(1, 4, Pools(F=1))
     for expert in (0, 1, 0):
         residency.begin(0, {expert: 1})
     counters = residency.reset_counters()
-    assert (counters.misses, counters.rereads, counters.evictions) == (3, 1, 2)
+    assert (counters.misses, counters.evictions) == (3, 2)
     residency.begin(0, {0: 1})
     assert residency.counters.hits[State.FULL] == 1 and residency.counters.hit_rate() == 1
     residency.reset_counters()
@@ -151,11 +153,9 @@ def test_rereads_reset_and_clear():
         (lambda: Residency(2, 4, Pools(F=1), "mru"), "there is no cache 'mru'"),
         (lambda: Residency(2, 4, Pools(F=1), scope="expert"), "whole 'model' or of each 'layer'"),
         (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
-        (lambda: Residency(0, 4, Pools(F=1)), "L=0 layers"),
         (lambda: Pools(S=-2), "pool S holds -2"),
         (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "of 2 layers with 4 experts"),
         (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "of 2 layers with 4 experts"),
-        (lambda: Residency(2, 4, Pools(F=1)).begin(0, {1: 0}), "one or more each"),
     ],
 )
 def test_errors_are_for_people(make, words):

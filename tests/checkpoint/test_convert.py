@@ -127,7 +127,7 @@ def test_places_of_source_tensors(shape, dim, dtype, how):
 def test_refusals(tmp_path, monkeypatch):
     source, other = small_checkpoint(tmp_path / "m"), small_checkpoint(tmp_path / "n", seed=1)
     assert identity_of(source) != identity_of(other)
-    with pytest.raises(ValueError, match="unknown codec"):
+    with pytest.raises(ValueError, match="no codec"):
         convert(source, tmp_path / "s", "gzip")
     store = convert(source, tmp_path / "s")
     with pytest.raises(FileExistsError, match="not overwritten"):

@@ -46,21 +46,21 @@ def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
     folder = tiny.save_few(name, tmp_path)
     store = store_of(folder, dtype)
     truth = CheckpointExperts(store.checkpoint, dtype)
-    with StoreExperts(store) as experts:
-        for layer in range(len(store.layers)):
-            for expert in range(store.spec.E):
-                read, wanted = experts(layer, expert), truth(layer, expert)
-                assert read.keys() == wanted.keys()
-                assert all(
-                    read[key].dtype == dtype and torch.equal(read[key], wanted[key]) for key in read
-                )
-        counters, n = experts.reader.counters, len(store.layers) * store.spec.E
-        assert counters.requests == requests * n
-        assert counters.bytes == sum(
-            store.stored_bytes(layer, expert, "both")
-            for layer in range(len(store.layers))
-            for expert in range(store.spec.E)
-        )
+    experts = StoreExperts(store)
+    for layer in range(len(store.layers)):
+        for expert in range(store.spec.E):
+            read, wanted = experts(layer, expert), truth(layer, expert)
+            assert read.keys() == wanted.keys()
+            assert all(
+                read[key].dtype == dtype and torch.equal(read[key], wanted[key]) for key in read
+            )
+    counters, n = experts.reader.counters, len(store.layers) * store.spec.E
+    assert counters.requests == requests * n
+    assert counters.bytes == sum(
+        store.stored_bytes(layer, expert, "both")
+        for layer in range(len(store.layers))
+        for expert in range(store.spec.E)
+    )
     plain = name not in ("mxfp4", "fp8") and dtype == torch.bfloat16
     assert plain == (store.scratch == 0)
 

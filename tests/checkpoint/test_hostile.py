@@ -4,9 +4,7 @@ is refused in words or harmless."""
 from __future__ import annotations
 
 import json
-import random
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moelab import open_model
-from tests.depth import depth
 from tests.models import tiny
 
 IDS = torch.arange(5)[None]
@@ -45,7 +42,7 @@ def test_no_code_of_a_checkpoint_runs(part, folder, tmp_path, monkeypatch):
     if part == "tokenizer":
         settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        with pytest.warns(UserWarning, match="code of its own .*put a tokenizer.json there"):
+        with pytest.warns(UserWarning, match="its tokenizer cannot be read"):
             assert open_model(folder).tokenizer is None
     elif part == "config":
         (folder / "config.json").write_text(json.dumps({**config, **own, "model_type": "own"}))
@@ -144,7 +141,6 @@ def headers(header: dict) -> list[bytes]:
         with_(shape=[-s for s in header[a]["shape"]]),
         json.dumps({**header, a: [1, 2]}).encode(),
         b"[1, 2]",
-        json.dumps(header)[:-1].encode() + b", " + json.dumps({a: header[a]})[1:].encode(),
         b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
         b"\xff" * 50,
         b"{}",
@@ -203,48 +199,3 @@ def test_a_config_that_makes_no_sense_is_refused(change, folder):
     else:
         if "quantization_config" not in change:
             assert torch.equal(model(IDS).logits, theirs(folder)(IDS).logits)
-
-
-@pytest.mark.stress
-def test_random_damage_is_refused_or_harmless(folder):
-    """Bytes of headers, indices and configs at random: an error in words within seconds, or the
-    very same model."""
-    rng = random.Random(5)
-    open_model(folder).save_pretrained(folder, max_shard_size="30KB")
-    (folder / "model.safetensors").unlink()
-    files = [
-        folder / "config.json",
-        folder / "model.safetensors.index.json",
-        *folder.glob("*.safetensors"),
-    ]
-    truth = open_model(folder)(IDS).logits
-    for _ in range(depth(25, 1000)):
-        file = rng.choice(files)
-        raw = file.read_bytes()
-        end = 8 + int.from_bytes(raw[:8], "little") if file.suffix == ".safetensors" else len(raw)
-        file.write_bytes(mutated(raw, end, rng))
-        start = time.process_time()
-        try:
-            logits = open_model(folder, experts=rng.choice(["resident", "external"]))(IDS).logits
-        except (ValueError, LookupError, OSError):
-            pass
-        else:
-            expected = theirs(folder)(IDS).logits if file.name == "config.json" else truth
-            assert torch.equal(logits, expected), file.read_bytes()[:2000]
-        assert time.process_time() - start < 10  # of this process, however busy the machine
-        file.write_bytes(raw)
-
-
-def mutated(raw: bytes, end: int, rng: random.Random) -> bytes:
-    """The bytes with something among the first `end` changed, cut, doubled or inserted."""
-    at, n = rng.randrange(end), rng.choice((1, 1, 1, 2, 8, 60))
-    head, tail = raw[:at], raw[at + n :]
-    words = (b"1e9", b"-1", b"null", b"[]", b"{}", b'"x"', b"true", b"0.5")
-    middle = (
-        bytes(rng.randrange(256) for _ in range(n)),
-        bytes(rng.choice(b'0123456789-."{}[],:nul') for _ in range(n)),
-        b"",
-        raw[at : at + n] * 2,
-        rng.choice(words),
-    )
-    return head if rng.random() < 0.15 else head + rng.choice(middle) + tail

@@ -21,7 +21,7 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.files import small_model
-from moelab.models import discover, plug, unplug
+from moelab.models import discover, plug
 from moelab.specs import MoESpec
 from tests.models import tiny
 
@@ -58,7 +58,6 @@ def test_checkpoint_experts_are_the_models_own(name, tmp_path):
             own, read = layer.seam.own(expert), source(layer.index, expert)
             assert own.keys() == read.keys()
             assert all(torch.equal(own[n], read[n]) and read[n].data_ptr() % 64 == 0 for n in own)
-    unplug(resident)
 
 
 def test_external_never_reads_the_experts(tmp_path):
@@ -113,36 +112,12 @@ def test_a_hub_that_cannot_be_reached_is_asked_once_and_the_error_says_so(tmp_pa
         "    try: open_it('some-where/else')\n"
         "    except FileNotFoundError as error: print(error)"
     )
-    environment = os.environ | {
-        "HF_ENDPOINT": "http://127.0.0.1:9",
-        "HF_HOME": str(tmp_path),
-        "HF_HUB_OFFLINE": "0",
-    }
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    environment = os.environ | offline | {"HF_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment
     )
-    assert (
-        done.stdout.count("the hub cannot be reached")
-        == done.stdout.count("check the network")
-        == 2
-    ), done.stderr
-
-
-@pytest.mark.parametrize(
-    "kind, words",
-    [("RepositoryNotFoundError", "check the spelling"), ("GatedRepoError", "accept its terms")],
-)
-def test_what_the_hub_refuses_is_told_apart(kind, words, monkeypatch):
-    from huggingface_hub import errors
-
-    refusal = getattr(errors, kind)
-
-    def refused(*_, **__):
-        raise refusal.__new__(refusal)
-
-    monkeypatch.setattr("huggingface_hub.snapshot_download", refused)
-    with pytest.raises(FileNotFoundError, match=words):
-        open_model("some/model")
+    assert done.stdout.count("Check the spelling and the network") == 2, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -150,7 +125,7 @@ def test_what_the_hub_refuses_is_told_apart(kind, words, monkeypatch):
     [
         ("nothing", "no checkpoint folder"),
         ("empty", "no config.json"),
-        ("file", "is a file; give the folder"),
+        ("file", "no checkpoint folder"),
         ("config", "no .safetensors"),
     ],
 )

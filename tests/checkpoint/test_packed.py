@@ -155,7 +155,7 @@ KEY = "model.layers.2.mlp.experts.5.up_proj."
         ),
         (
             {"model.layers.0.self_attn.q_proj.g_idx": torch.full((64,), 9, dtype=torch.int32)},
-            "made of its checkpoint",
+            "made of its files",
         ),
         ({"model.norm.scales": torch.ones(4)}, "scales"),
     ],

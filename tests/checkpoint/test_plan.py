@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moelab import convert, open_model
+from moelab import configs, convert, open_model
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.files import small_model
@@ -169,7 +169,7 @@ def test_a_store_opens_as_the_model_that_it_holds(name, tmp_path):
     assert stored.keys() == read.keys() and all(torch.equal(stored[n], read[n]) for n in read)
 
 
-def test_a_store_that_is_unfinished_or_damaged_is_no_model(tmp_path):
+def test_a_store_that_is_damaged_is_no_model(tmp_path):
     folder = tiny.save("mixtral", tmp_path / "m", torch.bfloat16)
     store = convert(folder, tmp_path / "s").folder
     for name, old, new in (
@@ -181,9 +181,22 @@ def test_a_store_that_is_unfinished_or_damaged_is_no_model(tmp_path):
         with pytest.raises(ValueError, match=name):
             open_model(store)
         (store / name).write_bytes(raw)
-    store.rename(tmp_path / "s.part")
-    with pytest.raises(FileNotFoundError, match="cut off.*same convert"):
-        open_model(tmp_path / "s")
-    (tmp_path / "s.part.jsonl").touch()
-    with pytest.raises(ValueError, match="unfinished"):
-        open_model(tmp_path / "s.part")
+
+
+def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
+    folder = tiny.save("mixtral", tmp_path / "m")
+    monkeypatch.setitem(configs.EXCEPTIONS, "mixtral", {"moe_layers": lambda config: [0, 2]})
+    for use in (open_model, lambda folder: convert(folder, tmp_path / "s")):
+        with pytest.raises(ValueError, match=r"are \(3, 4, \d+\), and by its config \(2, 4"):
+            use(folder)
+
+
+def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
+    said = "12 rows for 8 experts.*longcat_flash cannot be converted"
+    with pytest.raises(ValueError, match=said):
+        convert(tiny.save("longcat_flash", tmp_path / "m"), tmp_path / "s")
+
+
+def test_a_width_by_layer_is_no_number_of_layers(tmp_path):
+    """Gemma 4's `vocab_size_per_layer_input` is 262,144."""
+    open_model(tiny.save("gemma4_text", tmp_path / "m"))

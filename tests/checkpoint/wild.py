@@ -19,7 +19,7 @@ CHANGES = {
         ("granitemoe", "granitemoe_swa", "granitemoeshared", "granitemoehybrid"),
         {"residual_multiplier": 0.37, "shared_intermediate_size": 40},
     ),
-    **dict.fromkeys(("deepseek_v3", "beam", "minimax_m3_vl_text"), {"routed_scaling_factor": 2.5}),
+    **dict.fromkeys(("deepseek_v3", "minimax_m3_vl_text"), {"routed_scaling_factor": 2.5}),
     "laguna": {"moe_routed_scaling_factor": 2.5},
     "afmoe": {"num_dense_layers": 1, "route_scale": 1.7},
     "phimoe": {"num_experts_per_tok": 2},

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
-from moelab import datasets, registry
-from moelab.evaluation import accuracy, scores
-from moelab.models import eager, plug, unplug
+from moelab import registry
+from moelab.evaluation import accuracy, questions, scores
+from moelab.models import plugged
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,8 @@ def model():
 
 @contextmanager
 def wrong_experts(model):
-    plug(model, executor=lambda x, ids, weights, experts: 10 * x.flip(-1))
-    try:
+    with plugged(model, lambda x, ids, weights, experts: 10 * x.flip(-1)):
         yield
-    finally:
-        plug(model, executor=eager)
-        unplug(model)
 
 
 # ---- the scores
@@ -58,7 +54,7 @@ def test_decode_steps_predict_what_one_pass_predicts(model):
 
 
 def test_right_answers_in_decode_steps_are_those_of_generate(model):
-    prompts = datasets.prompts("needle_multikey", 4, tokens=64) + datasets.prompts(
+    prompts = questions.prompts("needle_multikey", 4, tokens=64) + questions.prompts(
         "code", 6, tokens=64
     )
     expected = []

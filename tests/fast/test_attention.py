@@ -2,7 +2,6 @@
 transformers' own modules."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from tests.models import tiny
 
 pytest.importorskip("numba")
 from moelab.fast import attention as fused
-from moelab.fast.attention import ATTENTIONS, DecodeAttention
+from moelab.fast.attention import DecodeAttention
 from moelab.fast.fast_decode import FastDecode
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -42,42 +41,29 @@ class MixtralAttention(nn.Module):
 
     def __init__(self, H, heads, kv_heads, D, norm, bias, dtype):
         super().__init__()
-        self.head_dim, self.scaling, self.layer_idx, self.config, self.training = (
-            D,
-            1 / math.sqrt(D),
-            0,
-            Config,
-            False,
-        )
-        for name, n, m in (
-            ("q_proj", H, heads * D),
-            ("k_proj", H, kv_heads * D),
-            ("v_proj", H, kv_heads * D),
-            ("o_proj", heads * D, H),
-        ):
-            linear = nn.Linear(n, m, bias).requires_grad_(False)
-            linear.weight.normal_(0, n**-0.5)
-            setattr(self, name, linear.to(dtype))
-        for name, n in (("q_norm", heads), ("k_norm", kv_heads)) if norm else ():
-            module = nn.RMSNorm(D if norm == "head" else n * D, eps=1e-3).requires_grad_(False)
-            module.weight.normal_(1, 0.3)
+        self.head_dim, self.scaling, self.layer_idx, self.config = D, D**-0.5, 0, Config
+
+        def put(name, module, mean, deviation):
+            module.requires_grad_(False).weight.normal_(mean, deviation)
             setattr(self, name, module.to(dtype))
+
+        for name, n in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
+            put(name, nn.Linear(H, n * D, bias), 0, H**-0.5)
+        put("o_proj", nn.Linear(heads * D, H, bias), 0, (heads * D) ** -0.5)
+        for name, n in (("q_norm", heads), ("k_norm", kv_heads)) if norm else ():
+            put(name, nn.RMSNorm(D if norm == "head" else n * D, eps=1e-3), 1, 0.3)
 
     def forward(self, x, position_embeddings, attention_mask, past_key_values):
         D, (cos, sin) = self.head_dim, (t.double() for t in position_embeddings)
 
         def heads(name, norm):
             linear, module = getattr(self, name), getattr(self, norm, None)
-            y = x.double() @ linear.weight.double().T + (
-                0 if linear.bias is None else linear.bias.double()
-            )
+            y = x.double() @ linear.weight.double().T
+            y = y if linear.bias is None else y + linear.bias.double()
             if module is not None:
                 y = y.view(-1, len(module.weight))
-                y = (
-                    y
-                    * torch.rsqrt(y.square().mean(-1, keepdim=True) + module.eps)
-                    * module.weight.double()
-                )
+                size = torch.rsqrt(y.square().mean(-1, keepdim=True) + module.eps)
+                y = y * size * module.weight.double()
             return y.view(-1, D)
 
         def turned(y):
@@ -93,9 +79,8 @@ class MixtralAttention(nn.Module):
         y = torch.einsum("hs,hsd->hd", shares, values).flatten()
         bias = 0 if self.o_proj.bias is None else self.o_proj.bias.double()
         weight = self.o_proj.weight.double().T
-        type(self).summed = float(
-            (y.abs() @ weight.abs() + abs(bias)).max()
-        )  # what rounding is relative to
+        # what rounding is relative to
+        type(self).summed = float((y.abs() @ weight.abs() + abs(bias)).max())
         return (y @ weight + bias)[None, None], None
 
 
@@ -111,7 +96,7 @@ class MixtralAttention(nn.Module):
     st.sampled_from([1, 2]),
     st.integers(0, 99),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_one_token_equals_softmax_by_hand(
     dtype, H, kv_heads, group, half, S, norm, bias, threads, seed
 ):
@@ -142,29 +127,19 @@ def test_windows_slide_as_transformers_would_have_it():
     """Until a window is full the kernel continues it, then the module does; what is kept stays the
     same."""
     torch.manual_seed(0)
-    module, past = (
-        MixtralAttention(64, 4, 2, 32, None, False, torch.float32),
-        torch.randn(2, 1, 2, 3, 32).unbind(),
-    )
-    ours, mine, theirs = DecodeAttention(module), past_of(past, 8), past_of(past, 8)
-    angle, ran = torch.randn(1, 1, 16).repeat(1, 1, 2), []
-    ours.own = lambda *args, own=ours.own, **kwargs: ran.append(1) or own(*args, **kwargs)
+    module = MixtralAttention(64, 4, 2, 32, None, False, torch.float32)
+    past, angle = torch.randn(2, 1, 2, 3, 32).unbind(), torch.randn(1, 1, 16).repeat(1, 1, 2)
+    given = {"position_embeddings": (angle.cos(), angle.sin()), "attention_mask": None}
+    mine, theirs, ours = past_of(past, 8), past_of(past, 8), DecodeAttention(module)
     for _ in range(9):
-        given = {"position_embeddings": (angle.cos(), angle.sin()), "attention_mask": None}
         x = torch.randn(1, 1, 64)
         with torch.inference_mode():
-            wanted, got = (
-                f(x, **given, past_key_values=cache)[0]
-                for f, cache in ((module, theirs), (ours, mine))
-            )
-        torch.testing.assert_close(got.double(), wanted, rtol=1e-5, atol=1e-5)
-        assert mine.layers[0].cumulative_length == theirs.layers[0].cumulative_length
-        for a, b in zip(
-            (mine.layers[0].keys, mine.layers[0].values),
-            (theirs.layers[0].keys, theirs.layers[0].values),
-        ):
-            torch.testing.assert_close(a.double(), b.double(), rtol=1e-5, atol=1e-5)
-    assert len(ran) == 5  # 3 and 4 tokens fill a window of 8 but for one
+            wanted, _ = module(x, **given, past_key_values=theirs)
+            got, _ = ours(x, **given, past_key_values=mine)
+        a, b = mine.layers[0], theirs.layers[0]
+        assert a.cumulative_length == b.cumulative_length
+        for one, other in ((got, wanted), (a.keys, b.keys), (a.values, b.values)):
+            torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_no_such_attention_is_left_alone():
@@ -177,42 +152,24 @@ def test_what_is_no_such_attention_is_left_alone():
     assert DecodeAttention.of(module) is None
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """The calls of the kernel."""
-    found, run = [], fused.attend
-    monkeypatch.setattr(fused, "attend", lambda *args: found.append(args) or run(*args))
-    return found
+def test_masks_are_heard(tmp_path):
+    model = open_model(tiny.save("qwen2_moe", tmp_path / "model", torch.float32))
+    ids, mask = torch.arange(3, 9)[None], torch.tensor([[0, 1, 1, 1, 1, 1]])
+
+    @torch.inference_mode()
+    def step():
+        cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+        return model(ids[:, 5:], attention_mask=mask, past_key_values=cache).logits
+
+    wanted = step()
+    with FastDecode(model):
+        torch.testing.assert_close(step(), wanted, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "phimoe"])
-def test_prompts_batches_masks_and_gradients_take_the_modules_way(name, tmp_path, calls):
-    model = open_model(tiny.save(name, tmp_path / "model", torch.float32))
-    attention = next(m for m in model.modules() if type(m).__name__ in ATTENTIONS)
-    attention.forward = ours = DecodeAttention.of(attention)
-    ours.parts.seal()
-    calls.clear()
-    ids = torch.randint(3, 90, (2, 5))
-    with torch.inference_mode():
-        out = model(ids, use_cache=True)  # a batch of prompts
-        model(ids[:, :1], past_key_values=out.past_key_values)  # one token each
-        mask = torch.tensor([[0, 1, 1, 1, 1, 1]])
-        out = model(ids[:1], attention_mask=mask[:, :5], use_cache=True)
-        model(ids[:1, :1], attention_mask=mask, past_key_values=out.past_key_values)
-    model(ids[:1, :1])
-    assert not calls
-    with torch.inference_mode():
-        out = model(ids[:1], use_cache=True)
-        model(ids[:1, :1], past_key_values=out.past_key_values)
-        attention.o_proj.weight = nn.Parameter(attention.o_proj.weight.detach() * 2)
-        model(ids[:1, :1], past_key_values=out.past_key_values)  # a weight is another one
-    assert len(calls) == 1
-
-
-def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch, calls):
+def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch):
     """Beyond its memory, cropped, copied and continued both ways, and given away in between."""
     monkeypatch.setattr(fused, "GROWTH", 3)
-    monkeypatch.setattr("moelab.fast.fast_decode.KERNELS", {"attentions": DecodeAttention})
+    monkeypatch.setattr("moelab.fast.fast_decode.KERNELS", [DecodeAttention])
     model = open_model(tiny.save("qwen3_moe", tmp_path / "model", torch.float32))
     tokens = torch.randint(3, 90, (1, 40), generator=torch.Generator().manual_seed(0))
 
@@ -234,7 +191,5 @@ def test_a_cache_grows_as_transformers_would_have_it(tmp_path, monkeypatch, call
 
     wanted = walk()
     with FastDecode(model):
-        calls.clear()
         for got, plain in zip(walk(), wanted, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-5)
-    assert len(calls) == 31 * model.config.num_hidden_layers

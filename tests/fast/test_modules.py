@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("numba")
-from moelab.fast.modules import Linear, Norm, Router, Rows
+from moelab.fast.modules import Linear, Norm, Router
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 
 @any_dtype
 @given(rows=st.integers(1, 5), H=st.integers(1, 200), seed=st.integers(0, 99))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_norms_equal_the_module(dtype, rows, H, seed):
     torch.manual_seed(seed)
     norm, x = RMSNorm(H, dtype), (torch.randn(1, rows, H) * 10 ** torch.randn(1)).to(dtype)
@@ -70,7 +70,7 @@ class TopKRouter(nn.Module):
     normalised=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_routers_choose_as_the_module(dtype, E, H, K, normalised, seed):
     torch.manual_seed(seed)
     router, x = TopKRouter(E, H, min(E, K), dtype, normalised), torch.randn(1, 1, H).to(dtype)
@@ -92,7 +92,7 @@ def test_routers_choose_as_the_module(dtype, E, H, K, normalised, seed):
     seed=st.integers(0, 99),
     wrong=st.sampled_from([None, None, float("nan"), float("inf"), float("-inf")]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_between_equal_scores_the_modules_code_decides(dtype, E, K, values, seed, wrong):
     """Logits of a few values, so that many are equal, or that are no numbers: the choice is torch's
     own."""
@@ -123,7 +123,7 @@ def test_only_routers_that_the_kernel_equals_are_replaced(dtype):
 
 def test_linear_layers_use_the_kernel_for_few_rows_and_no_gradient():
     layer = nn.Linear(256, 512)
-    ours = Linear.of(layer, Rows(4))
+    ours = Linear.of(layer, rows=4)
     x, many = torch.randn(3, 256), torch.randn(9, 256)
     with torch.inference_mode():
         assert torch.allclose(ours(x), layer(x), atol=1e-5)
@@ -132,11 +132,8 @@ def test_linear_layers_use_the_kernel_for_few_rows_and_no_gradient():
     assert layer.weight.grad is not None
     with pytest.raises(RuntimeError):
         ours(torch.randn(3, 255))
-    assert not Linear.of(nn.Linear(8, 8), Rows(4)) and not Linear.of(nn.ReLU(), Rows(4))
+    assert not Linear.of(nn.Linear(8, 8)) and not Linear.of(nn.ReLU())
 
 
-def test_rows_are_measured_once_for_each_type():
-    rows = Rows()
-    for layer in nn.Linear(256, 256), nn.Linear(256, 512), nn.Linear(256, 256).bfloat16():
-        Linear.of(layer.requires_grad_(False), rows)
-    assert set(rows.found) == set(DTYPES) and min(rows.found.values()) >= 1
+def test_rows_are_measured():
+    assert Linear.of(nn.Linear(256, 256).bfloat16().requires_grad_(False)).rows >= 1

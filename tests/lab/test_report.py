@@ -261,7 +261,6 @@ def test_no_element_of_an_exported_notebook_comes_from_a_name(word, monkeypatch)
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_no_element_of_a_view_comes_from_a_name(word):
-    from moelab.table import html_table
     from moelab.viz.plotly_json import Figure
     from moelab.viz.views.base import View
     from moelab.viz.views.detailed import html_rows
@@ -280,7 +279,6 @@ def test_no_element_of_a_view_comes_from_a_name(word):
         html = re.sub(r"(?s)<script[^>]*>/\*\*.*?</script>", "", view.html())
         texts = [
             html,
-            html_table(said, {said: said}),
             html_rows([said, said], [[said, said]], said),
         ]
         pages[said] = [

@@ -434,23 +434,16 @@ def test_a_class_with_another_forward(part, way, tmp_path, monkeypatch):
         assert close(logits(lm), wanted, dtype) and not close(plain, wanted, dtype)
 
 
-@pytest.mark.parametrize("name, said", [("mixtral", ""), ("llama4_text", "forward since")])
-def test_an_experts_class_with_another_forward_opens_nothing(name, said, tmp_path, monkeypatch):
-    """One that transformers does not dispatch by name is refused in an open model, too."""
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_an_experts_class_with_another_forward_opens_nothing(name, tmp_path, monkeypatch):
+    """transformers does not dispatch it by name any more, so nobody knows what it computes."""
     stock, options, dtype = opened(name, "offloaded", tmp_path)
     modules = dict(stock.named_modules())
     experts = type(next(modules[path] for path in modules if path.endswith(".experts")))
     own = experts.forward
-    with open_model(**options) as lm:
-        wanted = logits(lm)
-        with monkeypatch.context() as patch:
-            patch.setattr(experts, "forward", lambda self, *a, **k: 2 * own(self, *a, **k))
-            with pytest.raises(ValueError, match=f"{experts.__name__} .*otherwise than the seam"):
-                open_model(**options)
-            if said:
-                with pytest.raises(ValueError, match=f"replaced {experts.__name__}.{said}"):
-                    logits(lm)
-        assert close(logits(lm), wanted, dtype)
+    monkeypatch.setattr(experts, "forward", lambda self, *a, **k: 2 * own(self, *a, **k))
+    with pytest.raises(ValueError, match=f"{experts.__name__} .*may compute anything"):
+        open_model(**options)
 
 
 HOW = {

@@ -97,11 +97,10 @@ def test_every_tensor_counts_and_so_does_the_config(mixtral, tmp_path):
     assert len(found) == len(keys) + 3
 
 
-def test_a_model_that_was_changed_is_another_one_and_a_cast_one_is_the_same(mixtral):
+def test_a_model_that_was_changed_is_another_one(mixtral):
     model = open_model(mixtral[0])
     first = identity(model)
-    for precision in (torch.float32, torch.float16):
-        assert identity(open_model(mixtral[0]).to(precision).float()) == first
+    assert identity(open_model(mixtral[0], dtype="float16")) == first
     with torch.no_grad():
         discover(model)[0].experts.down_proj[1].mul_(1.5)
     assert identity(model) != first
@@ -127,7 +126,7 @@ def test_a_source_of_another_model_is_refused(mixtral, tmp_path):
     for experts in ("external", "resident"):
         plug(open_model(source, experts=experts), source=theirs)
         with pytest.raises(
-            ValueError, match=f"{identity_of(source)}.*the model is m .*{identity_of(other)}"
+            ValueError, match=f"{identity_of(source)}.*the model is {identity_of(other)}"
         ):
             plug(open_model(other, experts=experts), source=theirs)
     with pytest.raises(

@@ -14,7 +14,6 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from moelab import convert, open_model
-from tests.checkpoint import packed
 from tests.models import tiny
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8, 41, 17, 90, 3, 11]])
@@ -283,40 +282,3 @@ def test_more_shards_than_a_process_may_open_files(tmp_path):
                 assert greedy(lm, n=24) == reference
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_experts_apart_in_gptq_that_bf16_has_stacked(tmp_path):
-    """kvcache-ai/ktransformers issue 1928: Qwen3.5-MoE."""
-    plain = tiny.save(
-        "qwen3_5_moe_text",
-        tmp_path / "plain",
-        torch.bfloat16,
-        hidden_size=64,
-        moe_intermediate_size=64,
-    )
-    folder, generator, kept, meant = tmp_path / "gptq", torch.Generator().manual_seed(0), {}, {}
-    folder.mkdir()
-    for key, w in load_file(plain / "model.safetensors").items():
-        module, _, name = key.rpartition(".")
-        if not module.endswith("experts"):
-            kept[key] = meant[key] = w
-            continue
-        stacked = []
-        for e in range(len(w)):
-            parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
-            for part, matrix in zip(parts, w[e].chunk(len(parts))):
-                tensors, truth = packed.layer("gptq", *matrix.shape, 32, generator)
-                kept |= {f"{module}.{e}.{part}.{kind}": tensor for kind, tensor in tensors.items()}
-                stacked.append(truth)
-        meant[key] = torch.stack(stacked).view(w.shape).contiguous()
-    save_file(meant, plain / "model.safetensors", {"format": "pt"})
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = packed.config("gptq", 32) | {
-        "dynamic": {"-:.*attn.*": {}, "-:.*shared_expert.*": {}, "-:lm_head": {}}
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    reference = greedy(eager(plain))
-    for options in ({}, {"memory": "50%"}):
-        with open_model(folder, **options) as lm:
-            assert greedy(lm) == reference

@@ -15,8 +15,10 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
-from moelab.checkpoint import deepseek
-from moelab.models import compat
+from moelab.models import (
+    compat,
+    deepseek,  # noqa: F401  (makes transformers know it)
+)
 
 #: field → small value; fields that a config does not have are left out
 SMALL: dict[str, Any] = {
@@ -253,7 +255,6 @@ def every() -> tuple[str, ...]:
     """The model types of all causal language models, encoder-decoders and image-text models of this
     transformers whose code has routed experts: those whose modeling file defines a class with
     "Expert" in its name."""
-    deepseek.register()
     maps = (
         modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -271,7 +272,6 @@ def every() -> tuple[str, ...]:
 
 def config(name: str, **changes: Any) -> transformers.PretrainedConfig:
     """A small config of one architecture."""
-    deepseek.register()
     return _small(
         type(transformers.AutoConfig.for_model(name)), {**DIFFERENT.get(name, {}), **changes}
     )

@@ -40,12 +40,12 @@ class Driver:
         self.kinds, self.tensors = ("full",) if in_place else KINDS, tensors
         self.reading, self.working, self.ready = [], [], []
         self.dropped = []  # prefetched loads that nobody wanted, still busy
-        self.expected = SimpleNamespace(begun=0, used=0, early=0, nbytes=0, wasted=0)
+        self.expected = SimpleNamespace(begun=0, used=0, wasted=0)
         self.read, self.decoded = Counter(), Counter()  # of each load: parts, tensors
 
     def check(self):
         queue = self.queue
-        ahead = [load for batch in queue.prefetched.values() for load in batch.admitted()]
+        ahead = self.admitted()
         self.dropped = [load for load in self.dropped if load.busy]
         for kind in KINDS:
             taken = [slots[kind] for slots in queue.held.values() if kind in slots]
@@ -61,11 +61,14 @@ class Driver:
             ) and self.decoded[load] == len(self.tensors) * (self.kinds == KINDS)
             assert (load.phase is Phase.LOADED) == done
 
+    def admitted(self):
+        """The prefetched loads that have slots."""
+        return [l for l in self.queue.prefetched.values() if l.phase is not Phase.WAITING]
+
     def account(self, load, wanted):
         """A prefetched load that has slots meets its layer."""
         self.expected.begun += 1
         self.expected.used += wanted
-        self.expected.early += wanted and load.phase is Phase.LOADED
         if not wanted:
             self.expected.wasted += load.nbytes
             self.dropped.append(load)
@@ -86,9 +89,8 @@ class Driver:
             return False
         what, i = self.chance.choice(choices)
         if what == "landed":
-            load, kinds, ahead = self.reading.pop(i)
+            load, kinds, _ = self.reading.pop(i)
             nbytes = sum(BYTES[kind] for kind in kinds)
-            self.expected.nbytes += nbytes * ahead
             self.expected.wasted += nbytes * (load.phase is Phase.DROPPED)
             self.read[load] += len(kinds)
             self.queue.read_done(load, kinds, nbytes)
@@ -102,22 +104,18 @@ class Driver:
     def step(self, layer, experts, guesses, distance):
         step = self.residency.begin(layer, dict.fromkeys(experts, 1))
         asked = [request for request in step.requests if request.state is not State.FULL]
-        evicted, keys = [key for key, _ in step.evicted], {request.key for request in asked}
-        for at, batch in self.queue.prefetched.items():
-            for load in batch.admitted():
-                if at == layer or load.key in evicted:
-                    self.account(load, at == layer and load.key in keys)
+        evicted, keys = step.evicted, {request.key for request in asked}
+        for load in self.admitted():
+            if load.key.layer == layer or load.key in evicted:
+                self.account(load, load.key.layer == layer and load.key in keys)
         self.ready = []
         how = self.chance.choice([lambda r: order(r, DELAYS, self.workers), naive_order])
         self.queue.begin(layer, asked, evicted, self.ready.append, how)
         self.check()
-        found = [
-            Request(ExpertKey(layer + distance, e), 1, state, State.MISSED)
-            for e in (guesses if layer + distance < L else ())
-            if (state := self.residency.state(ExpertKey(layer + distance, e))) is not State.FULL
-        ]
-        if found:
-            self.queue.prefetch(layer + distance, found)
+        if layer + distance < L:
+            keys = [ExpertKey(layer + distance, e) for e in guesses]
+            state = self.residency.state
+            self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])
             self.check()
         self.queue.computed(
             [r for r in step.requests if r.state is State.FULL and r.keep is not State.FULL]
@@ -141,9 +139,8 @@ class Driver:
         }
 
     def end(self):
-        for batch in self.queue.prefetched.values():
-            for load in batch.admitted():
-                self.account(load, False)
+        for load in self.admitted():
+            self.account(load, False)
         self.queue.drop_prefetched()
         self.check()
 
@@ -205,9 +202,8 @@ def finish(queue, error=None):
 def test_a_prefetch_that_fails_is_begun_anew_by_who_wants_the_expert(wanted):
     queue = LoadQueue(dict.fromkeys(KINDS, 4), ahead=2)
     demand(queue, [])
-    asked, error = requests(5, layer=1), OSError("the disk")
-    queue.prefetch(1, asked)
-    finish(queue, error)
+    queue.prefetch(requests(5, layer=1))
+    finish(queue, OSError("the disk"))
     expert = 5 if wanted else 6
     ready = demand(queue, requests(expert, layer=1), layer=1)
     finish(queue)
@@ -220,8 +216,7 @@ def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(
     stays."""
     queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
     demand(queue, [])
-    asked = requests(5, layer=2)
-    queue.prefetch(2, asked)
+    queue.prefetch(requests(5, layer=2))
     if loaded:
         finish(queue)
     else:

@@ -124,15 +124,8 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
 
 @pytest.mark.parametrize("scheduler", names("scheduler"))
 def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager, scheduler):
-    offloaded = offload(
-        qwen[1],
-        "10MB",
-        plan=Pools(2, 3, 2, 4),
-        staging=3,
-        workers=2,
-        scheduler=scheduler,
-        delays=None if scheduler == "default" else DELAYS,
-    )
+    how = {"scheduler": scheduler, "delays": None if scheduler == "default" else DELAYS}
+    offloaded = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 4), staging=3, workers=2, **how)
     with offloaded.moelab as offloading:
         assert_equal(offloaded, eager)
         run = offloading.run
@@ -218,46 +211,39 @@ def damaged(folder, experts):
     return store.folder
 
 
-def test_a_damaged_chunk_is_named_and_leaves_no_thread(tmp_path):
+@pytest.mark.parametrize("memory", [0.5, 1.0, "1GB"])  # of the last two, when it is opened
+def test_a_damaged_chunk_is_named_and_leaves_no_thread(memory, tmp_path):
     with pytest.raises(StoreError, match=r"damaged: chunk 0\.\d\.down_proj"):
-        with offload(damaged(tmp_path, range(1, 8)), 0.5) as offloaded:
+        with offload(damaged(tmp_path, range(1, 8)), memory) as offloaded:
             generate(offloaded)
     assert not threads()
 
 
 def test_close_and_forgetting_a_model_end_the_threads(qwen):
-    _, store = qwen
-    offloaded = offload(store, 0.4)
+    offloaded = offload(qwen[1], 0.4)
     generate(offloaded)
     offloaded.moelab.close()
     offloaded.moelab.close()
     with pytest.raises(RuntimeError, match="closed"):
         generate(offloaded)
     assert not threads()
-    offloaded = offload(store, 0.4)
-    generate(offloaded)
-    del offloaded
+    generate(offload(qwen[1], 0.4))
     gc.collect()
     assert not threads()
 
 
 def test_metrics_and_steps_of_a_run(qwen):
-    _, store = qwen
-    offloaded = offload(store, 0.4)  # measures its delays itself
-    generate(offloaded, batch=2, prompt=9, new=5)
-    found, offloading = offloaded.moelab.metrics(), offloaded.moelab
-    assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4
-    assert len(offloading.steps) == len(offloading.forwards) == 5
-    assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
-    assert sum(offloading.steps[0][0][1].values()) == 18 * 3
-    assert found.read_bytes == offloading.engine.loader.reader.counters.bytes > 0
-    offloading.reset()
-    assert (
-        not offloading.steps
-        and not len(offloading.timeline)
-        and not offloading.residency.counters.requests
-    )
-    offloading.close()
+    with (offloaded := offload(qwen[1], 0.4)).moelab as offloading:
+        generate(offloaded, batch=2, prompt=9, new=5)
+        found = offloading.metrics()
+        assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4
+        assert len(offloading.steps) == len(offloading.forwards) == 5
+        assert all([layer for layer, _ in forward] == [0, 1] for forward in offloading.steps)
+        assert sum(offloading.steps[0][0][1].values()) == 18 * 3
+        assert found.read_bytes == offloading.engine.loader.reader.counters.bytes > 0
+        offloading.reset()
+        assert not offloading.steps and not len(offloading.timeline)
+        assert not offloading.residency.counters.requests
 
 
 def test_a_policy_is_told_what_routers_see(qwen, eager):
@@ -304,7 +290,6 @@ with moelab.open_model(memory="50%") as lm:
 def test_ever_other_numbers_of_tokens_do_not_fill_the_memory():
     """Once as many shapes are known as are kept, code for 300 more is kept nowhere; 0.4 MB each it
     was."""
-    done = subprocess.run(
-        [sys.executable, "-c", GROWTH], capture_output=True, text=True, timeout=300
-    )
+    run = [sys.executable, "-c", GROWTH]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert int(done.stdout) < 300 * 100_000, done.stderr

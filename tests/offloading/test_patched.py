@@ -1,8 +1,6 @@
 """Everything that puts something on a model at once: in any order, exact meanwhile, and nothing
 left behind."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -25,22 +23,16 @@ from tests.offloading.test_offload import generate
 PROMPT = [5, 9, 33, 12, 60, 7, 8]
 
 
-def estimator(model):
-    matrices = torch.randn(
-        model.spec.L, model.spec.E, model.spec.H, generator=torch.Generator().manual_seed(0)
-    )
-    return lambda q, layer: q.float() @ matrices[layer].T
-
-
 def speculation(model, mode="hint"):
     if mode == "hint":
         return Speculation(model, make("predictor", "router", model))
-    vectors = default_vectors(model, [PROMPT])  # which puts on and takes off, too
-    return Speculation(
-        model,
-        make("predictor", "estimator", model, vectors=vectors, estimator=estimator(model)),
-        mode,
-    )
+    of, generator = model.spec, torch.Generator().manual_seed(0)
+    matrices = torch.randn(of.L, of.E, of.H, generator=generator)
+    given = {
+        "vectors": default_vectors(model, [PROMPT]),  # which puts on and takes off, too
+        "estimator": lambda q, layer: q.float() @ matrices[layer].T,
+    }
+    return Speculation(model, make("predictor", "estimator", model, **given), mode)
 
 
 PUT_ON = {
@@ -48,18 +40,9 @@ PUT_ON = {
     "second": speculation,
     "free": lambda model: speculation(model, "router-free"),
     "fast": FastDecode,
-    "plugged": lambda model: _entered(plugged(model)),
+    "plugged": plugged,
 }
 INEXACT = {"free", "fast"}
-
-
-class _entered:
-    def __init__(self, context):
-        self.context = context
-        context.__enter__()
-
-    def close(self):
-        self.context.__exit__(None, None, None)
 
 
 @pytest.fixture(scope="module")
@@ -78,22 +61,21 @@ def test_whatever_is_on_a_model_it_is_exact_and_leaves_nothing_behind(which, mod
     before = snapshot(model)
 
     def check(on):
-        if not INEXACT & set(on):
-            assert all(torch.equal(*pair) for pair in zip(generate(model), exact))
+        found = generate(model)
+        if not INEXACT & {*on}:
+            assert all(map(torch.equal, found, exact))
             assert torch.equal(record(model, [PROMPT]).ids, trace)
-        else:
-            generate(model)
+
+    def put_on(operations, on=()):
+        if operations:
+            with PUT_ON[operations[0]](model):
+                put_on(operations[1:], (*on, operations[0]))
+        check(on)
 
     @given(st.lists(st.sampled_from([*PUT_ON]), min_size=1, max_size=4, unique=True))
     @settings(max_examples=depth(4, 100))
     def in_order(operations):
-        on = {}
-        for operation in operations:
-            on[operation] = PUT_ON[operation](model)
-            check(on)
-        while on:
-            on.popitem()[1].close()
-            check(on)
+        put_on(operations)
         assert snapshot(model) == before
 
     in_order()
@@ -117,6 +99,6 @@ def test_a_copy_of_a_cache_grows_by_itself(qwen):
 
     wanted = walk()
     with FastDecode(model) as fast:
-        assert fast.fused["attentions"]
+        assert fast.fused
         for got, plain in zip(walk(), wanted, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-3, atol=1e-3)

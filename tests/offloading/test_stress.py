@@ -2,22 +2,12 @@
 eager bit for bit; `make stress` runs hundreds.
 
 Each one draws a codec, a budget from the least that works to everything, pools, policy, scope,
-margin, workers, staging, good or bad predictions to prefetch one or two layers ahead, batch, lengths
-and padding; reads and workers are delayed at random. It stops at the first output that differs from
-eager's, and with the stacks of all threads if one generation takes too long."""
+margin, workers, staging, good or bad predictions to prefetch one or two layers ahead, batch and
+lengths; reads are delayed at random. It stops at the first output that differs from eager's, and with
+the stacks of all threads if one generation takes too long."""
 
-from __future__ import annotations
-
-import faulthandler
 import random
-import tempfile
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -25,30 +15,26 @@ import torch
 from moelab import convert, open_model
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
-from moelab.offloading.decoders import CpuDecoder
+from moelab.offloading import decoders
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.registry import make
 from moelab.speculate import Speculation
-from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader
 from tests.depth import depth
 from tests.models import tiny
+from tests.offloading.test_interruption import watched
+from tests.offloading.test_offload import generate, jitter
 
 MODELS = ("qwen3_moe", "qwen2_moe")
 CODECS = ("raw", "bf12", "zstd-huffman", "huffman")
-WATCHDOG = 300  # seconds that one generation may take
 
 
-def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
+def draw(rng, store):
     """Options of `offload`, all that are allowed being about equally likely."""
     everyone = store.spec.L * store.spec.E
-    workers, staging, ahead = (
-        rng.randint(1, 4),
-        rng.choice((None, 1, 2, 5)),
-        rng.choice((0, 1, 3, 8)),
-    )
+    workers, staging = rng.randint(1, 4), rng.choice((None, 1, 2, 5))
+    ahead = rng.choice((0, 1, 3, 8))
     options = {
         "workers": workers,
         "staging": staging,
@@ -73,105 +59,53 @@ def draw(rng: random.Random, store: ExpertStore) -> dict[str, Any]:
     return options | {"plan": pools, "budget": max(2, room + rng.choice((0, 5 * sizes.in_flight)))}
 
 
-def draw_inputs(rng: random.Random) -> dict[str, Any]:
-    """Arguments of `generate`: a batch of prompts, padded on the left, and how many tokens to
-    add."""
-    batch, length, new = (
-        rng.randint(1, 4),
-        rng.choice((1, 2, rng.randint(3, 40))),
-        rng.randint(1, 6),
-    )
-    ids = torch.tensor([[rng.randrange(3, 96) for _ in range(length)] for _ in range(batch)])
-    mask = torch.ones_like(ids)
-    if length > 2:
-        padded = rng.randrange(length - 1)
-        ids[0, :padded], mask[0, :padded] = 0, 0
-    return {
-        "inputs": ids,
-        "attention_mask": mask,
-        "max_new_tokens": new,
-        "min_new_tokens": new,
-        "do_sample": False,
-    }
-
-
-def output(model: Any, inputs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and all logits of a generation."""
-    said = model.generate(**inputs, output_logits=True, return_dict_in_generate=True)
-    return said.sequences, torch.stack(said.logits)
-
-
-@contextmanager
-def held_up(rng: random.Random) -> Iterator[None]:
-    """Reads and workers take a random while longer; if it takes too long, the process ends with
-    the stacks of all threads."""
-    longest = rng.choice((0, 1e-4, 1e-3, 5e-3))
-
-    def slow(function: Callable[..., Any]) -> Callable[..., Any]:
-        def slowed(*args: Any, **kwargs: Any) -> Any:
-            if longest and random.random() < 0.3:
-                time.sleep(random.uniform(0, longest))
-            return function(*args, **kwargs)
-
-        return slowed
-
-    faulthandler.dump_traceback_later(WATCHDOG, exit=True)
-    with ExitStack() as stack:
-        stack.callback(faulthandler.cancel_dump_traceback_later)
-        for owner, name in ((Reader, "read_parts"), (CpuDecoder, "__call__")):
-            stack.enter_context(mock.patch.object(owner, name, slow(getattr(owner, name))))
-        yield
-
-
-def stress(n: int, seed: int = 0) -> Counter:
+def stress(n, folder, seed=0):
     """`n` generations; returns the cache's counts over all.
 
     Raises AssertionError, with the options, at the first output that differs from eager's."""
-    rng, counts = random.Random(seed), Counter()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, references, stores = Path(temporary), {}, []
-        for name in MODELS:
-            references[name] = open_model(tiny.save(name, folder / name, torch.bfloat16))
-            stores += [
-                (name, convert(folder / name, folder / f"{name}-{codec}", codec))
-                for codec in CODECS
-            ]
-        for i in progress(range(n), "stress", unit="generations"):
-            name, store = rng.choice(stores)
-            options, inputs = draw(rng, store), draw_inputs(rng)
-            said = f"generation {i} of seed {seed}: {name}, {store.codec}, {options}"
-            wanted = output(references[name], inputs)
-            guess, distance = rng.choice(("router", "random", "previous")), rng.choice((1, 1, 2))
-            with (
-                held_up(rng),
-                (model := offload(store, **options)).moelab as session,
-                Speculation(model, make("predictor", guess, model, ahead=distance), "hint"),
-            ):
-                for _ in range(rng.choice((1, 1, 2))):  # then a cache that is not empty
-                    assert all(map(torch.equal, output(model, inputs), wanted)), (
-                        f"{said}: not eager's output"
-                    )
-                found = session.residency.counters
-            counts.update(
-                hits=sum(found.hits.values()), misses=found.misses, evictions=found.evictions
-            )
+    rng, counts, references, stores = random.Random(seed), Counter(), {}, []
+    for name in MODELS:
+        references[name] = open_model(tiny.save(name, folder / name, torch.bfloat16))
+        for codec in CODECS:
+            stores.append((name, convert(folder / name, folder / f"{name}-{codec}", codec)))
+    for i in progress(range(n), "stress", unit="generations"):
+        name, store = rng.choice(stores)
+        options = draw(rng, store)
+        given = {"seed": i, "batch": rng.randint(1, 4), "new": rng.randint(1, 6)}
+        given["prompt"] = rng.choice((1, 2, rng.randint(3, 40)))
+        said = f"generation {i} of seed {seed}: {name}, {store.codec}, {options}, {given}"
+        wanted = generate(references[name], **given)
+        guess, distance = rng.choice(("router", "random", "previous")), rng.choice((1, 1, 2))
+        with (
+            watched(),
+            (model := offload(store, **options)).moelab as session,
+            Speculation(model, make("predictor", guess, model, ahead=distance), "hint"),
+        ):
+            jitter(model, random.Random(i))
+            for _ in range(rng.choice((1, 1, 2))):  # then a cache that is not empty
+                same = all(map(torch.equal, generate(model, **given), wanted))
+                assert same, f"{said}: not eager's output"
+            found = session.residency.counters
+        counts += Counter(
+            hits=sum(found.hits.values()), misses=found.misses, evictions=found.evictions
+        )
     return counts
 
 
 @pytest.mark.stress
-def test_stress_finds_nothing():
-    assert stress(depth(8, 300))["misses"] > 0
+def test_stress_finds_nothing(tmp_path):
+    assert stress(depth(8, 300), tmp_path)["misses"] > 0
 
 
-def test_stress_notices_a_wrong_weight(monkeypatch):
-    right = CpuDecoder.__call__
+def test_stress_notices_a_wrong_weight(monkeypatch, tmp_path):
+    right = decoders.on_cpu
 
-    def wrong(self, kind, chunks, name, out, slot):
-        right(self, kind, chunks, name, out, slot)
+    def wrong(kind, chunks, name, out, slot):
+        right(kind, chunks, name, out, slot)
         out.add_(1)
 
-    monkeypatch.setattr(CpuDecoder, "__call__", wrong)
+    monkeypatch.setattr(decoders, "on_cpu", wrong)
     monkeypatch.setitem(globals(), "CODECS", ["huffman"])  # others are not decoded
     monkeypatch.setitem(globals(), "draw", lambda rng, store: {"budget": 1.0})
     with pytest.raises(AssertionError, match="not eager's"):
-        stress(1)
+        stress(1, tmp_path)

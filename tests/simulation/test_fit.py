@@ -108,38 +108,6 @@ def test_layers_differ_and_those_that_predict_take_longer():
     assert found.other[0] == pytest.approx(fmean(every))
 
 
-@pytest.mark.parametrize(
-    "experts, events, seconds",
-    [
-        (  # prefetched, it was there before it was waited for
-            {1: 1},
-            [
-                ("disk", "read", 1, 1, 2),
-                ("compute", "other", -1, 0, 7),
-                ("compute", "wait", 1, 7, 10),
-                ("worker 0", "check", 1, 8, 9),
-                ("compute", "expert", 1, 10, 12),
-            ],
-            10 - 9,
-        ),
-        (
-            {1: 1, 2: 1},
-            [
-                ("compute", "other", -1, 0, 1),
-                ("disk", "read", 1, 1, 3),
-                ("worker 0", "decode", 1, 4, 9),
-                ("compute", "wait", 1, 2, 10),
-                ("worker 0", "decode", 2, 9, 12),
-                ("compute", "wait", 2, 11, 15),
-            ],
-            ((10 - 9) + (15 - 12)) / 2,
-        ),
-    ],
-)
-def test_handovers_by_hand(experts, events, seconds):
-    assert fitted(run_of((1, experts, events))).handover == seconds
-
-
 def test_what_runs_outside_forwards_is_left_out():
     """A part that was called by itself has no step; a pass that was interrupted has no end."""
     outside = [("compute", "other", -1, 91, 92), ("compute", "expert", 5, 92, 95)]

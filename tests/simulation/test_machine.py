@@ -166,13 +166,6 @@ def test_steps_by_hand(states, expected):
     assert sorted(found) == sorted(expected) and end == expected[-1][-1]
 
 
-@pytest.mark.parametrize("workers, decoding", [(4, 5 / 3), (2, 10 / 3), (1, 5)])
-def test_tensors_are_decoded_side_by_side(workers, decoding):
-    asked, machine = [request(0, "M")], replace(UNIT, N=3)
-    end = execute(asked, order(asked, machine, workers), machine, workers)[1]
-    assert end == pytest.approx(5 + decoding + 6)
-
-
 def test_more_experts_in_a_block_than_slots_is_no_deadlock():
     asked, machine = [request(e, "M") for e in range(4)], replace(UNIT, decompress=0.5, recover=0.1)
     plan = order(asked, machine, 1)
@@ -209,12 +202,6 @@ def test_an_expert_that_is_waited_for_is_handed_over_and_hits_are_one_call():
     ]
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="0 workers"):
-        SimulatedMachine(Machine(UNIT, 0), dict.fromkeys(KINDS, 1))
-    with pytest.raises(ValueError, match="e_read is -1"):
-        replace(UNIT, e_read=-1.0)
-    with pytest.raises(ValueError, match="N=0 tensors"):
-        replace(UNIT, N=0)
+def test_an_order_of_other_experts_is_refused():
     with pytest.raises(ValueError, match="the order has experts"):
         execute([request(0, "M")], given_order([request(1, "M")]), UNIT, 1)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from moelab import cards, convert, open_model, registry
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
-from moelab.offloading.metrics import Forward
 from moelab.offloading.offload import offload
 from moelab.simulation.costs import Delays, Machine, MachineRates, delays_of
 from moelab.simulation.fit import fitted
@@ -26,7 +25,6 @@ from moelab.simulation.simulator import (
 from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.zipmoe.affinity import naive_order
-from moelab.zipmoe.tasks import execute
 from tests.models import tiny
 from tests.timelines import check
 
@@ -99,9 +97,9 @@ def test_of_a_resident_model_times_add_up():
     residency = Residency(L, E, Pools(F=L * E))
     residency.fill()
     machine = Machine(DELAYS, other=(1e-3, 1e-4), head=(2e-3, 1e-5))
-    found = simulate(steps, forwards, residency, machine, start=7.0)
+    found = simulate(steps, forwards, residency, machine)
     assert {event.kind for event in found.events} == {"other", "expert"}
-    clock = 7.0
+    clock = 0.0
     for forward, step, (tokens, phase) in zip(found.forwards, steps, forwards, strict=True):
         took = 2e-3 + 1e-5 * tokens
         for _, experts in step:
@@ -115,17 +113,6 @@ def test_one_miss_by_hand():
     machine = Machine(DELAYS, other=(1e-3, 0.0), decide=((0, 1e-4), (1, 2e-4)))
     found = simulate([[(0, {3: 1})]], [(1, "decode")], Residency(L, E, Pools(F=1)), machine)
     assert found.tpot == pytest.approx(1e-3 + 2e-4 + 8e-4 + 5e-4 + 2.1e-4)
-
-
-def test_a_faster_disk_is_never_slower():
-    steps, forwards = run()
-    times = []
-    for slower in (8.0, 4.0, 2.0, 1.0, 0.5, 0.0):
-        delays = replace(DELAYS, e_read=3e-4 * slower, sm_read=5e-4 * slower)
-        found = simulate(steps, forwards, Residency(L, E, Pools(F=6)), Machine(delays, 2))
-        times.append(found.forwards[-1].end)
-        assert times[-1] >= sum(e.end - e.start for e in found.events if e.resource == "disk")
-    assert times == sorted(times, reverse=True) and times[0] > 3 * times[-1]
 
 
 def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
@@ -142,32 +129,18 @@ def test_a_run_goes_on_from_a_warm_cache_and_another_scheduler_reads_the_same():
         assert one.metrics().read_bytes == other.metrics().read_bytes
 
 
-def test_a_runs_own_forwards_are_accepted():
-    steps, forwards = run(3)
-    recorded = [Forward(float(n), n + 0.5, *kind) for n, kind in enumerate(forwards)]
-    one, other = (
-        simulate(steps, kinds, Residency(L, E, Pools(F=4)), MACHINE)
-        for kinds in (forwards, recorded)
-    )
-    assert one == other
-
-
 def test_errors():
     steps, forwards = [[(0, {0: 1})]], [(1, "decode")]
 
     def play(steps=steps, forwards=forwards, **more):
         return simulate(steps, forwards, Residency(1, 2, Pools()), MACHINE, **more)
 
-    with pytest.raises(ValueError, match="1 forwards are to be played.*given of 2"):
+    with pytest.raises(ValueError, match="zip.. argument 2 is longer"):
         play(forwards=forwards * 2)
-    with pytest.raises(ValueError, match="predictions of 2"):
+    with pytest.raises(ValueError, match="zip.. argument 3 is longer"):
         play(prefetching=Prefetching([[], []], 1))
-    with pytest.raises(ValueError, match="the distance is 0"):
-        play(prefetching=Prefetching(steps, 1, distance=0))
     with pytest.raises(ValueError, match="ahead is -1"):
         play(prefetching=Prefetching(steps, -1))
-    with pytest.raises(ValueError, match="staging is 0"):
-        play(staging=0)
 
 
 # --------------------------------------------------------------------------------- reading ahead
@@ -209,34 +182,6 @@ def runs(draw):
     return L, E, steps, predictions, pools
 
 
-@settings(deadline=None, max_examples=50)
-@given(runs(), machines)
-def test_without_predictions_layers_are_executed_one_by_one(run, machine):
-    L, E, steps, predictions, pools = run
-    asked, events, now = Residency(L, E, pools), [], 0.0
-    order = ordered("default", machine)
-    for forward in steps:
-        for layer, experts in forward:
-            now += machine.other[0]
-            requests = asked.begin(layer, experts).requests
-            found, now = execute(
-                requests, order(requests), machine.delays, machine.workers, now, layer
-            )
-            events += found
-        now += machine.head[0]
-    for prefetching in (None, Prefetching(predictions, 0)):
-        played = simulate(
-            steps,
-            [(1, "decode")] * len(steps),
-            Residency(L, E, pools),
-            machine,
-            order=order,
-            prefetching=prefetching,
-        )
-        assert [event for event in played.events if event.kind != "other"] == events
-        assert played.forwards[-1].end == now and not any(asdict(played.fetched).values())
-
-
 @settings(deadline=None, max_examples=80)
 @given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 3))
 def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
@@ -252,7 +197,6 @@ def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
         machine,
         staging=staging,
         prefetching=Prefetching(predictions, ahead, distance),
-        start=7.3,
     )
     assert played.counters == alone.counters
     assert all(inside.resident(state) == alone.resident(state) for state in State)
@@ -264,9 +208,8 @@ def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
     fetched, found = played.fetched, played.metrics()
     assert found.prefetched == asdict(fetched)
     assert found.read_bytes == needed(decisions, machine.delays) + fetched.wasted
-    assert 0 <= fetched.wasted <= fetched.nbytes <= found.read_bytes
-    assert 0 <= fetched.early <= fetched.used <= fetched.begun
-    clock = 7.3  # compute never rests: it is at something, or says that it waits
+    assert 0 <= fetched.wasted <= found.read_bytes and 0 <= fetched.used <= fetched.begun
+    clock = 0.0  # compute never rests: it is at something, or says that it waits
     for event in sorted(
         (e for e in played.events if e.resource == "compute"), key=lambda e: e[4:6]
     ):
@@ -324,7 +267,7 @@ def test_wrong_predictions_by_hand(other, reads, end):
         prefetching=Prefetching([[(1, [5, 6, 7])]], 2),
     )
     assert [tuple(e[2:6]) for e in played.events if e.resource == "disk"] == reads
-    assert asdict(played.fetched) == {"begun": 2, "used": 0, "early": 0, "nbytes": 2, "wasted": 2}
+    assert asdict(played.fetched) == {"begun": 2, "used": 0, "wasted": 2}
     assert played.forwards[0].end == end
 
 
@@ -356,22 +299,10 @@ def test_delays_of_a_card_by_hand():
     assert other == pytest.approx((1000 / 10e9, 1000 / 1e9))
 
 
-def test_rates_of_a_card_prefer_the_link_and_16_bit():
-    assert MachineRates.of(cards.load_device("jetson-agx-orin-64gb")) == MachineRates(
-        3.5e9, 204.8e9, 42.5e12
-    )
-    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
-    assert MachineRates.of(cards.load_device("oneplus-12")).flops == pytest.approx(0.355e12)
-    with pytest.raises(
-        ValueError, match="Apple M2 Ultra: .* no host link and no disk .*storage_read_gbs"
-    ):
-        MachineRates.of(cards.load_device("m2-ultra"))
-    bare = DeviceSpec("bare", {"storage_read_gbs": Figure(1, "GB/s", "measured", "here")})
-    with pytest.raises(ValueError, match="no TFLOPS .*fp32_tflops"):
-        MachineRates.of(bare)
-
-
 def test_cards_of_the_package_and_what_they_lack():
+    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
+    with pytest.raises(ValueError, match="no host link and no disk .*storage_read_gbs"):
+        MachineRates.of(cards.load_device("m2-ultra"))
     orin = cards.load_device("jetson-agx-orin-64gb")
     delays, _ = delays_of(
         orin, cards.load_model("Qwen3-30B-A3B"), 0.32, dense_bytes=2e9, decompress_gbs=1.5
@@ -379,8 +310,6 @@ def test_cards_of_the_package_and_what_they_lack():
     assert delays.e_bytes / delays.e_read == pytest.approx(3.5e9)
     with pytest.raises(ValueError, match="doesn't say how fast a thread decompresses"):
         delays_of(card(storage_read_gbs=1, memory_bandwidth_gbs=1, fp32_tflops=1), SPEC, 0.5, 0)
-    with pytest.raises(ValueError, match="rho is 0"):
-        delays_of(orin, SPEC, 0, 0, 1)
     with pytest.raises(ValueError, match=r"with_dtype\('bfloat16'\)"):
         delays_of(orin, SPEC.with_dtype("mxfp4"), 0.5, 0, 1)
     assert delays_of(

@@ -144,8 +144,8 @@ def test_a_batch_is_its_prompts(tiny_model):
     for name in ("router", "quasi", "frequency", "previous", "estimator"):
         with Speculation(model, make(name, model, **bag), "speculative") as speculation:
             together = run(model, PROMPTS)
-            counts = speculation.requests.clone(), speculation.hits.clone()
-            speculation.reset()
+        counts = speculation.requests, speculation.hits
+        with Speculation(model, make(name, model, **bag), "speculative") as speculation:
             for i, prompt in enumerate(PROMPTS):
                 tokens, logits = run(model, [prompt])
                 assert torch.equal(together[0][i], tokens[0]), name

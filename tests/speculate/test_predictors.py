@@ -6,8 +6,6 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from moelab import registry
 from moelab.checkpoint.opening import spec_of
@@ -15,7 +13,6 @@ from moelab.models import discover
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, takes
-from moelab.speculate.predictors import popular
 from moelab.speculate.routers import LOGITS, ask, route
 from tests.checkpoint import wild
 from tests.models import tiny
@@ -105,23 +102,6 @@ def test_the_hybrid_is_one_or_the_other(tiny_model):
         assert not torch.equal(said["hybrid"][0], said[other][0])
     with pytest.raises(ValueError, match="one for each of the 3 MoE layers"):
         make("hybrid", model, **{**bag, "choice": [True]})
-
-
-@settings(max_examples=40)
-@given(B=st.integers(1, 3), n=st.integers(1, 12), E=st.integers(2, 6), seed=st.integers(0, 10**6))
-def test_popular_counts_like_a_loop(B, n, E, seed):
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, E + 1, (B, n), generator=generator)
-    weights = torch.rand(B, n, generator=generator)
-    chosen, mean = popular(ids, weights, E, 2)
-    for b in range(B):
-        counts = Counter(e for e in ids[b].tolist() if e != E)
-        by_count = sorted((counts[e] for e in range(E)), reverse=True)[:2]
-        assert [counts[e] for e in chosen[b].tolist()] == by_count
-        assert len(set(chosen[b].tolist())) == 2
-        for e, m in zip(chosen[b].tolist(), mean[b].tolist()):
-            mine = weights[b][ids[b] == e]
-            assert m == pytest.approx(float(mine.mean()) if len(mine) else 0, abs=1e-6)
 
 
 def steps(E, K, B, S, n, seed=0):

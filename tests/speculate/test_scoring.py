@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab.intervals import ratio
+from moelab.evaluation.intervals import ratio
+from moelab.evaluation.predictors import Score, choose, score, similarity, walk
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
-from moelab.speculate.scoring import Score, choose, score, similarity, walk
 from moelab.trace import DECODE, PREFILL
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
@@ -79,16 +79,6 @@ def test_the_oracle_scores_everything_and_every_token_is_walked_once(model, batc
                 assert not token_by_token or forward.phase == PREFILL or len(forward.rows) == 1
                 rows += forward.rows.tolist()
         assert sorted(rows) == list(range(len(trace)))
-
-
-def test_the_random_control_scores_k_over_e(tiny_model):
-    model = tiny_model("qwen2_moe")
-    prompts = torch.randint(3, 96, (12, 60), generator=torch.Generator().manual_seed(0)).tolist()
-    got = score(record(model, prompts, hidden=True), make("random", model, seed=1))
-    p, n = model.spec.K / model.spec.E, 12 * 60 * model.spec.K
-    assert torch.equal(got.requests.sum(0), torch.full((2,), n))
-    error = (p * (1 - p) / n) ** 0.5
-    assert ((got.recall - p).abs() < 4 * error).all() and (got.standard_error < 3 * error).all()
 
 
 def test_those_that_remember_see_one_token_at_a_time(tiny_model):

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.evaluation.predictors import score
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, training
 from moelab.speculate.estimator import ESTIMATORS
 from moelab.speculate.routers import route, router_logits
 from moelab.speculate.rows import Rows
-from moelab.speculate.scoring import score
 from moelab.speculate.training import divergence, evaluate, train
 from tests.speculate.conftest import make
 
@@ -24,19 +24,17 @@ PROMPTS = torch.randint(3, 96, (24, 11), generator=torch.Generator().manual_seed
 
 
 @pytest.fixture(scope="module")
-def small(tiny_model, tmp_path_factory):
-    """(model, path of a trace, validation trace, default vectors) of one architecture."""
+def small(tiny_model):
+    """(model, trace, validation trace, default vectors) of one architecture."""
     model = tiny_model("mixtral")
-    path = tmp_path_factory.mktemp("trace") / "train.safetensors"
-    record(model, PROMPTS[:20], hidden=path)
-    validation = record(model, PROMPTS[20:], hidden=True)
-    return model, path, validation, default_vectors(model, PROMPTS[:4])
+    trace, validation = (record(model, of, hidden=True) for of in (PROMPTS[:20], PROMPTS[20:]))
+    return model, trace, validation, default_vectors(model, PROMPTS[:4])
 
 
 def quick(small, **changes):
-    model, path, validation, vectors = small
+    model, trace, validation, vectors = small
     options = {"validation": validation, "parameters": 4000, "tokens": 1100, "batch": 64}
-    return train(path, model, vectors, **options | {"every": 150} | changes)
+    return train(trace, model, vectors, **options | {"every": 150} | changes)
 
 
 @torch.no_grad()
@@ -56,13 +54,13 @@ def test_rows_are_what_a_loop_over_tokens_and_layers_finds(model):
     assert len(found.logits) == len(expected) > 0
     torch.testing.assert_close(found.q, torch.stack([q for q, _, _ in expected]))
     assert found.layer.tolist() == [l for _, l, _ in expected]
-    assert torch.equal(found.ids, torch.stack([ids for _, _, ids in expected]))
+    true = torch.stack([ids for _, _, ids in expected])
     for l, target in rows.quasi.targets.items():
-        q, _, start, logits, true = (of[found.layer == l] for of in found)
+        q, _, start, logits = (of[found.layer == l] for of in found)
         assert torch.equal(start, router_logits(target, q))
         # the true logits lead the router to what was recorded
         ids, _ = route(target, torch.zeros_like(q), logits)
-        assert torch.equal(ids.sort(-1).values, true.sort(-1).values)
+        assert torch.equal(ids.sort(-1).values, true[found.layer == l].sort(-1).values)
 
 
 @settings(max_examples=40)
@@ -100,23 +98,10 @@ def test_training_learns_and_returns_its_best(small, kind):
     start, best = trained.history[0], trained.best
     assert best.loss == min(point.loss for point in trained.history)
     assert (start.tokens, trained.history[-1].tokens) == (0, 1100)
-    assert evaluate(trained.estimator, Rows(validation, model, vectors, 1)) == (
-        best.loss,
-        best.hit_rate,
-    )
+    assert evaluate(trained.estimator, Rows(validation, model, vectors, 1)) == best.loss
     bag = {"vectors": vectors, "estimator": trained.estimator}
-    recall = score(validation, make("estimator", model, **bag)).recall
-    assert best.hit_rate == pytest.approx(recall.tolist(), abs=1e-9)
-    if kind == "appendix-a":
-        assert best.loss < 0.8 * start.loss and best.mean_hit_rate > start.mean_hit_rate
-    else:  # its start is the next router on q
-        by_router = score(validation, make("quasi", model, vectors=vectors)).recall
-        assert start.hit_rate == pytest.approx(by_router.tolist(), abs=1e-9)
-
-
-def test_where_training_only_hurts_the_start_comes_back(small):
-    trained = quick(small, learning_rate=3.0, muon_rate=3.0)
-    assert trained.best == trained.history[0] and not trained.estimator.head.weight.any()
+    assert score(validation, make("estimator", model, **bag)).recall.min() > 0
+    assert kind != "appendix-a" or best.loss < 0.8 * start.loss
 
 
 def test_the_seed_decides(small):
@@ -127,26 +112,26 @@ def test_the_seed_decides(small):
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_early_stopping_keeps_the_weights_of_the_best_validation(small, monkeypatch):
-    losses, seen = iter([9.0, 5.0, 3.0, 4.0, 3.5, 1.0]), []
+def test_the_weights_of_the_best_validation_are_kept(small, monkeypatch):
+    losses, seen = iter([9.0, 5.0, 3.0, 4.0, 3.5]), []
 
     def scripted(estimator, _):
         seen.append({name: tensor.clone() for name, tensor in estimator.state_dict().items()})
-        return next(losses), (0.5, 0.5)
+        return next(losses)
 
     monkeypatch.setattr(training, "evaluate", scripted)
-    trained = quick(small, tokens=10**6, every=50, patience=2)
-    assert trained.stopped_early and [p.loss for p in trained.history] == [9.0, 5.0, 3.0, 4.0, 3.5]
+    trained = quick(small, tokens=800, every=200)
+    assert [point.loss for point in trained.history] == [9.0, 5.0, 3.0, 4.0, 3.5]
     assert trained.best == trained.history[2]
     kept = trained.estimator.state_dict()
     assert all(torch.equal(seen[2][name], kept[name]) for name in kept)
 
 
 def test_unusable_arguments_are_named(small, tiny_model):
-    model, path, validation, vectors = small
+    model, trace, validation, vectors = small
     for what, changes, message in (
         ((model, record(model, PROMPTS[:2]), validation, vectors), {}, "no hidden states"),
-        ((tiny_model("olmoe"), path, validation, vectors), {}, "another model"),
+        ((tiny_model("olmoe"), trace, validation, vectors), {}, "another model"),
         (small, {"ahead": 3}, "no MoE layer has another one so far ahead"),
         (small, {"tokens": 0}, "at least 1"),
     ):

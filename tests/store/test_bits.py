@@ -38,9 +38,7 @@ def test_errors():
         bits.as_bytes(torch.zeros(4, 4, dtype=torch.bfloat16).T[1:])
     with pytest.raises(ValueError, match="read-only"):
         bits.as_bytes(bytes(16), writable=True)
-    with pytest.raises(ValueError, match="16 exponent bytes"):
-        bits.split(ALL[:16], np.empty(15, np.uint8))
-    with pytest.raises(ValueError, match="buffers have"):
+    with pytest.raises(ValueError, match="as many bytes of both kinds"):
         bits.join(np.empty(3, np.uint8), np.empty(4, np.uint8), np.empty(4, np.uint16))
 
 
@@ -54,5 +52,3 @@ def test_the_triton_kernel(triton_device):
         )
         joined = bits_triton.join(e, sm, torch.empty(n, dtype=torch.bfloat16, device=triton_device))
         assert joined.view(torch.int16).cpu().numpy().view(np.uint16).tolist() == ALL[:n].tolist()
-        with pytest.raises(ValueError, match="must be"):
-            bits_triton.join(e, sm, torch.empty(n + 1, dtype=torch.bfloat16, device=triton_device))

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.store.codecs import find_codec
 from moelab.store.fewbit import E2M1, FORMATS, find_format, published, same_bits
 
 EVERY = pytest.mark.parametrize("name", FORMATS)
@@ -26,12 +25,12 @@ values = st.one_of(
 )
 
 
-def matrix(R, n, dtype=torch.bfloat16, spread=2.0):
+def matrix(R, n):
     """Weights of groups of all sizes."""
     generator = torch.Generator().manual_seed(0)
     w = torch.randn(R, n, generator=generator) * 0.02
-    sizes = torch.exp(spread * torch.randn(R, n // 32, generator=generator))
-    return (w * sizes.repeat_interleave(32, 1)).to(dtype)
+    sizes = torch.exp(2 * torch.randn(R, n // 32, generator=generator))
+    return (w * sizes.repeat_interleave(32, 1)).bfloat16()
 
 
 def pack(name, w):
@@ -142,7 +141,7 @@ def in_torch(name, w):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     R=st.integers(1, 5),
     groups=st.integers(1, 4),
@@ -168,17 +167,10 @@ def test_blobs_are_those_of_torchs_operations_byte_for_byte(
     assert np.array_equal(pack(name, w), in_torch(name, w.float()))
 
 
-def test_every_format_costs_what_it_says_and_errs_in_order():
-    w = matrix(256, 512, spread=0.3)
-    size, error = {}, {}
-    for name in FORMATS:
-        blob = pack(name, w)
-        size[name] = 8 * len(blob) / w.numel()
-        error[name] = ((back(name, blob, w.shape) - w.float()).norm() / w.float().norm()).item()
-        assert len(blob) == find_format(name).nbytes(w.shape)
+def test_every_format_costs_what_it_says():
+    w = matrix(256, 512)
+    size = {name: 8 * len(pack(name, w)) / w.numel() for name in FORMATS}
     assert size == {"int8": 8.5, "fp8": 8 + 32 / 128**2, "mxfp4": 4.25, "int4": 4.5}
-    assert 0.003 < error["int8"] < 0.008 < error["fp8"] < 0.03
-    assert 0.03 < error["int4"] < 0.1 < error["mxfp4"] < 0.15
 
 
 @EVERY
@@ -206,8 +198,6 @@ def test_damage_and_other_shapes_are_refused(name):
             back(name, wrong, shape)
     with pytest.raises(ValueError, match="no multiple of 32"):
         back(name, blob, (4, 63))
-    with pytest.raises(ValueError, match=f"quantize='{name}'"):
-        find_codec(name)
     with pytest.raises(ValueError, match="'int3'.*int8, fp8, mxfp4, int4"):
         find_format("int3")
 

@@ -71,12 +71,12 @@ def reseal(folder, fields, thorough=True):
 def bits(folder):
     """Every expert's tensors and every other weight, as bits, with dtype and shape."""
     store, found = ExpertStore(folder), {}
-    with StoreExperts(store, mode="buffered") as source:
-        for layer in range(len(store.layers)):
-            for index in range(len(store.layers[layer].experts)):
-                for name, t in source(layer, index).items():
-                    raw = t.view(torch.uint8).numpy().tobytes()
-                    found[layer, index, name] = t.dtype, tuple(t.shape), raw
+    source = StoreExperts(store, mode="buffered")
+    for layer in range(len(store.layers)):
+        for index in range(len(store.layers[layer].experts)):
+            for name, t in source(layer, index).items():
+                raw = t.view(torch.uint8).numpy().tobytes()
+                found[layer, index, name] = t.dtype, tuple(t.shape), raw
     check_weights(store)  # as all do that open a model
     raw = (folder / WEIGHTS).read_bytes()
     for key, (dtype, shape, offset, size, _) in store.weights.items():
@@ -108,54 +108,6 @@ def attack(folder, work, truth, source):
     return refused
 
 
-#: with the right digest in two places one can still lie about whose weights these are; restoring
-#: them finds it out
-LIES = ("a file less", "another model")
-
-
-def each(fields):
-    """Names of ways to change an index, and what they do with it."""
-    layer, entries = fields["layers"][0], fields["layers"][0]["experts"]
-    name = next(iter(layer["tensors"]))
-    chunk = entries[1][name][1][0][1][0]
-    config = fields["files"].get("config.json")
-    return {
-        "an expert less": lambda: entries.pop(),
-        "a layer less": lambda: fields["layers"].pop(),
-        "swapped experts": lambda: entries.__setitem__(slice(0, 2), entries[1::-1]),
-        "one expert twice": lambda: entries.__setitem__(1, entries[0]),
-        "E of 10^9": lambda: fields["spec"].update(E=10**9),
-        "another dtype": lambda: layer["tensors"][name].__setitem__(0, "F16"),
-        "another shape": lambda: layer["tensors"][name][1].reverse(),
-        "overlap": lambda: chunk.__setitem__(0, entries[0][name][1][0][1][0][0]),
-        "a negative length": lambda: chunk.__setitem__(1, -1),
-        "a true offset": lambda: chunk.__setitem__(0, True),
-        "another codec": lambda: entries[0][name][1][0].__setitem__(0, "zstd"),
-        "weights in another order": lambda: fields.update(
-            weights=dict(reversed(fields["weights"].items()))
-        ),
-        "a file less": lambda: fields["files"].pop("config.json"),
-        "../": lambda: fields["files"].update({"../m/config.json": config}),
-        "another model": lambda: fields.update(identity="0" * 16),
-        "nested": lambda: fields["spec"].update(name=json.loads("[" * 500 + "]" * 500)),
-    }
-
-
-EMPTY = {"layers": [{"tensors": {"x": 0}, "experts": [0, {"x": [0, [[0, [0]]]]}]}], "files": {}}
-
-
-@pytest.mark.parametrize("name", each(EMPTY))
-@pytest.mark.parametrize("thorough", [True, False])
-def test_an_index_that_was_changed(store, tmp_path, name, thorough):
-    folder = shutil.copytree(store[0], tmp_path / "s")
-    fields = fields_of(folder)
-    each(fields)[name]()
-    reseal(folder, fields, thorough)
-    refused = attack(folder, tmp_path, bits(store[0]), store[1])
-    lie = thorough and name in LIES and refused == {"restore"}
-    assert lie or refused == {"read", "verify", "restore"}
-
-
 def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
     folder = shutil.copytree(store[0], tmp_path / "s")
     for raw in (b"[" * 200_000, b"null", b"[]", b"{}", b"\xff", b"1" * 9999):
@@ -165,18 +117,11 @@ def test_an_index_nested_too_deep_or_too_long(store, tmp_path):
             ExpertStore(folder)
     with open(folder / INDEX, "wb") as f:
         f.truncate(1 << 40)
-    with pytest.raises(StoreError, match="an index has .* at most"):
+    with pytest.raises(StoreError, match="does not match its own checksum"):
         ExpertStore(folder)
 
 
-def test_links_are_not_followed(store, tmp_path):
-    """Those in a store, and those in the place of what would be written."""
-    for name in (INDEX, WEIGHTS, "experts-00001.safetensors", "config.json", SOURCE_LAYOUT):
-        folder = shutil.copytree(store[0], tmp_path / name)
-        (folder / name).rename(tmp_path / "elsewhere")
-        (folder / name).symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(StoreError, match=f"{name} is a link"):
-            ExpertStore(folder)
+def test_links_in_the_place_of_what_would_be_written_are_not_followed(store, tmp_path):
     (tmp_path / "victim").write_text("mine")
     (tmp_path / "d").symlink_to(tmp_path / "victim")
     for what in (
@@ -190,11 +135,6 @@ def test_links_are_not_followed(store, tmp_path):
         with pytest.raises(ValueError, match="is a link, and writing would follow it"):
             convert(store[1], tmp_path / "c")
         (tmp_path / trap).unlink()
-    folder = shutil.copytree(store[0], tmp_path / "s")
-    for name in ("read_mode.json", f"read_mode.{os.getpid()}"):
-        (folder / name).unlink(missing_ok=True)
-        (folder / name).symlink_to(tmp_path / "victim")
-    StoreExperts(ExpertStore(folder))
     assert (tmp_path / "victim").read_text() == "mine"
 
 
@@ -227,7 +167,7 @@ def mutate(node, rng):
 def damage(folder, rng):
     """Change a store's bytes, names or index; returns whether the new index is sealed as a right
     one is."""
-    files = [path for path in sorted(folder.iterdir()) if path.name != "read_mode.json"]
+    files = sorted(folder.iterdir())
     kind, path = rng.randrange(7), rng.choice(files)
     if kind < 3:
         fields, thorough = fields_of(folder), rng.random() < 0.5

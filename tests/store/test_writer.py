@@ -16,7 +16,6 @@ from moelab.specs import MoESpec
 from moelab.store import writer as writing
 from moelab.store.headers import read_header
 from moelab.store.layout import ALIGN, WEIGHTS, ExpertStore, run
-from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
 SPEC = MoESpec("tiny", "tiny", 2, (0, 1), E=3, K=1, H=48, I=40)
@@ -105,14 +104,6 @@ def test_any_tool_reads_the_files(tmp_path):
             assert raw[chunk.offset : chunk.offset + chunk.length] == blob.tobytes()
 
 
-def test_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(writing.codecs, "MIN_SHARD", 128)
-    store = ExpertStore(write(tmp_path))
-    (_, exponents), (_, rest) = store.entries(1, 2)["up"].planes
-    assert len(exponents) == 4 and len(rest) == 1 and verify(store)["experts"] == 6
-    assert [chunk.offset for chunk in exponents] == sorted(chunk.offset for chunk in exponents)
-
-
 @pytest.fixture
 def truth(tmp_path, monkeypatch):
     """The files of a whole store; from now on each expert is synced."""
@@ -131,7 +122,7 @@ def test_resuming_after_any_byte_gives_the_same_bytes(tmp_path, truth):
     write(tmp_path, stop_after=5)
     folder, journal = tmp_path / "store.part", tmp_path / "store.part.jsonl"
     state, log = contents(folder), journal.read_bytes()
-    for cut in [*range(0, len(log), 499), len(log) - 1, len(log)]:
+    for cut in [*range(0, len(log), 997), len(log) - 1, len(log)]:
         shutil.rmtree(folder)
         folder.mkdir()
         for name, data in state.items():
@@ -155,7 +146,7 @@ def resumed(folder, monkeypatch, **changes):
         return contents(write(folder, **changes)), added
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_from_an_expert_that_was_damaged_on_they_are_written_again(
     tmp_path, monkeypatch, truth, seed
 ):
@@ -171,18 +162,6 @@ def test_from_an_expert_that_was_damaged_on_they_are_written_again(
     assert resumed(tmp_path, monkeypatch) == (truth, EVERYONE[hit:])
 
 
-def test_from_an_expert_whose_record_was_damaged_on_they_are_written_again(
-    tmp_path, monkeypatch, truth
-):
-    write(tmp_path, stop_after=5)
-    journal = tmp_path / "store.part.jsonl"
-    lines = [line for line in journal.read_bytes().split(b"\n\n") if line]
-    lines[4] = b"x" + lines[4]  # after the name, the head and two experts
-    journal.write_bytes(b"".join(line + b"\n\n" for line in lines))
-    with pytest.warns(UserWarning, match="1 records in"):
-        assert resumed(tmp_path, monkeypatch) == (truth, EVERYONE[2:])
-
-
 def test_another_content_of_the_source_begins_anew(tmp_path, monkeypatch, truth):
     write(tmp_path, stop_after=5)
     assert resumed(tmp_path, monkeypatch, content="edited") == (truth, EVERYONE)
@@ -194,7 +173,6 @@ def test_another_content_of_the_source_begins_anew(tmp_path, monkeypatch, truth)
         ({"identity": "b" * 16}, "identity"),
         ({"codec": "raw"}, "codec"),
         ({"shards": 2}, "shards"),
-        ({"layers": LAYERS[::-1]}, "layers"),
     ],
 )
 def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
@@ -205,18 +183,12 @@ def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
 
 
 def test_refusals(tmp_path):
-    for options, message in (
-        ({"codec": "gzip"}, "unknown codec 'gzip'"),
-        ({"shards": 0}, "shards is 0"),
-        ({"shards": 2.5}, "shards is 2.5"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            begin(tmp_path, **options)
+    with pytest.raises(ValueError, match="no codec 'gzip'"):
+        begin(tmp_path, codec="gzip")
+    with pytest.raises(ValueError, match="a store holds 2 of 3"):
+        begin(tmp_path, layers=LAYERS[:1])
     assert not list(tmp_path.iterdir())
     w = begin(tmp_path)
-    w.add(0, 0, expert(0, 0))
-    with pytest.raises(ValueError, match="other tensors than the one before"):
-        w.add(0, 1, {"up": torch.zeros(3)})
     with pytest.raises(FileExistsError, match="another process"):
         begin(tmp_path)
     w.close()
@@ -225,7 +197,7 @@ def test_refusals(tmp_path):
         begin(tmp_path)
 
 
-@pytest.mark.parametrize("allowed", [3, 20_000, 40_000])
+@pytest.mark.parametrize("allowed", [3, 40_000])
 def test_a_full_disk_leaves_a_state_to_resume(tmp_path, monkeypatch, allowed):
     (tmp_path / "truth").mkdir()
     truth, room = contents(write(tmp_path / "truth")), [allowed]

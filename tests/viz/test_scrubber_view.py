@@ -53,7 +53,8 @@ def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
         Residency(L, E, Pools(F=kept), "lru"),
     )
     run.steps, run.forwards = steps, done.forwards
-    run.timeline._all = list(done.events)
+    for event in done.events:
+        run.timeline.add(event)
     found = scrubber.scrub(Recorded("tiny", run, Residency(L, E, Pools(F=kept), "lru")))
     counts = dict(zip(scrubber.STATES, found.counts().sum(0).tolist()))
     assert (

@@ -74,7 +74,6 @@ def test_what_is_in_memory_hides_behind_the_reading():
         1,
     )
     assert found == Order([(1, "E"), (1, "SM")], [2, 0, 1])
-    assert found.reads == [(1, "both")]
 
 
 def test_a_type_2_task_that_makes_workers_idle_goes_behind_larger_type_1_tasks():
@@ -96,7 +95,7 @@ def test_blocks_follow_when_decompression_is_slow():
         e_read=1.0, sm_read=1.0, decompress=9.0, recover=0.0, expert_base=1.0, expert_token=0.0
     )
     found = order([request(e, 1, "M") for e in range(3)], slow_workers, workers=1)
-    assert found.reads == [(0, "both"), (1, "both"), (2, "both")]
+    assert found.io == [(e, part) for e in range(3) for part in ("E", "SM")]
 
 
 @given(requests(), delays, st.integers(1, 4))
@@ -108,12 +107,6 @@ def test_an_order_reads_what_is_missing_once(asked, machine, workers):
         ]
         assert sorted(found.io) == sorted(wanted)
         assert sorted(found.decode) == sorted(r.key.expert for r in missing)
-        split = [
-            (e, part)
-            for e, kind in found.reads
-            for part in (("E", "SM") if kind == "both" else (kind,))
-        ]
-        assert split == found.io
 
 
 def test_the_naive_order():

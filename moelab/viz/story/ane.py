@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import ipywidgets
 
-from moelab import datasets
 from moelab.ane.coreml.linter import lint_examples
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.device import comparison, published
@@ -36,6 +35,7 @@ from moelab.bench.ane import plan_card
 from moelab.calibration import calibrate
 from moelab.cards import MODELS
 from moelab.claims import NOT_REPRODUCED
+from moelab.evaluation import questions
 from moelab.models import plug
 from moelab.table import span
 from moelab.trace import PREFILL, RoutingTrace
@@ -261,7 +261,7 @@ def conversion(
         context = made.model.manifest["settings"]["context"]
         ids = [
             lm.tokenizer(prompt.text)["input_ids"][:context]
-            for prompt in datasets.prompts("needle", n, tokens=tokens, seed=seed + 1)
+            for prompt in questions.prompts("needle", n, tokens=tokens, seed=seed + 1)
         ]
         same = {mode: parity(made.model, lm, ids, mode) for mode in ("double", "fp16")}
         rms = ane_conversion.fp16_error(made.model, seed)

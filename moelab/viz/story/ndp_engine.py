@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moelab import datasets, open_model
+from moelab import open_model
 from moelab.bench import dataset_free
 from moelab.bench import ndp as bench
+from moelab.evaluation import questions
 from moelab.ndp.routing import recorded_routing, simulated_routing
 from moelab.ndp.sweep import MODELS, Sweep
 from moelab.recording import record
@@ -34,7 +35,7 @@ def opened(source: str | None, memory: str | None, seed: int) -> tuple[Any, dict
 
 def _texts(seed: int) -> list[str]:
     return [
-        prompt.text for prompt in datasets.prompts("code", 4, tokens=128, seed=seed, split="test")
+        prompt.text for prompt in questions.prompts("code", 4, tokens=128, seed=seed, split="test")
     ]
 
 

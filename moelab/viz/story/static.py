@@ -14,13 +14,13 @@ import ipywidgets
 from moelab.ane.device.published import TABLE_3, TABLE_3_ACCURACY
 from moelab.bench import experts, neuron_examples, parallel, static
 from moelab.bench.quantization import compare_formats, layer_errors
-from moelab.calibration import Calibration, chunk_loads
-from moelab.datasets import REMEMBERED
-from moelab.experts.quantization import FORMATS, Quantized
-from moelab.models import plug, unplug
-from moelab.parallel import volumes
-from moelab.static import blocks
+from moelab.calibration import Calibration
+from moelab.evaluation.questions import REMEMBERED
+from moelab.models import discover, plugged
+from moelab.static import blocks, volumes
+from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
+from moelab.static.quantization import FORMATS, Quantized
 from moelab.static.static import ORDERS
 from moelab.table import ms, percent
 from moelab.trace import PREFILL, RoutingTrace
@@ -484,11 +484,11 @@ def loading(
 def formats(run: Run, lm: Any, tokens: int, windows: int, seed: int) -> None:
     """Rounded experts: errors of a layer's output, and bytes and language loss of what a store can
     hold."""
-    layers = plug(lm)
-    sources = {name: Quantized(layers, name) for name in FORMATS}
-    errors = layer_errors(lm, layers, sources, 4, tokens, seed)
-    own = sum(w.nbytes for w in layers[0].seam.weights(0).values())
-    unplug(lm)
+    with plugged(lm):
+        layers = discover(lm)
+        sources = {name: Quantized(layers, name) for name in FORMATS}
+        errors = layer_errors(lm, layers, sources, 4, tokens, seed)
+        own = sum(w.nbytes for w in layers[0].seam.weights(0).values())
     run.table("Error of a layer's routed output", tables.formats(errors, sources, own, lm.spec.L))
     error, size = (
         {name: errors[f"{name}, all"]["layer"] for name in FORMATS},

@@ -12,12 +12,12 @@ from moelab.bench.measure import Samples
 from moelab.bench.neuron_examples import BlockAdvice
 from moelab.bench.static import BASELINE, NO_EXPERTS, BlockCount, DropCosts, TierPlan
 from moelab.cards import load_model
-from moelab.experts.quantization import Quantized
-from moelab.parallel.advice import Advice
 from moelab.records import Record, Rows
+from moelab.static.advice import Advice
 from moelab.static.blocks import Padding, intensity_factor
 from moelab.static.blockwise import BlockMap
 from moelab.static.neuron import expected_unique
+from moelab.static.quantization import Quantized
 from moelab.table import ms, percent
 from moelab.viz.figures import Values
 

@@ -130,7 +130,6 @@ class Explorer:
                 replace(self.machine, workers=self.settings.workers),
                 staging=staging,
                 order=ordered(self.settings.scheduler, self.machine),
-                quiet=True,
             )
             took = [of.end - of.start for of in done.forwards if of.phase == "decode"]
             self.points[policy, pools, staging] = Point(

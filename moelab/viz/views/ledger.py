@@ -11,9 +11,9 @@ from html import escape
 from pathlib import Path
 
 from moelab import claims as ledger
-from moelab.comparison import saved_runs
+from moelab.comparison import FigureFile, MetricsFile, saved_runs
 from moelab.files import read_json
-from moelab.records import FigureFile, MetricsFile, Record
+from moelab.records import Record
 from moelab.viz.figures import EDGE, finish, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu

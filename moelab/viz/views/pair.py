@@ -14,9 +14,18 @@ from typing import Any
 
 import numpy as np
 
-from moelab.comparison import HEAD, Comparison, Metric, are_numbers, compare, find_run, saved_runs
+from moelab.comparison import (
+    HEAD,
+    Comparison,
+    Metric,
+    MetricsFile,
+    are_numbers,
+    compare,
+    find_run,
+    saved_runs,
+)
 from moelab.files import read_json, results_root
-from moelab.records import MetricsFile, Rows
+from moelab.records import Rows
 from moelab.viz.figures import EDGE, finish, interval, point_look
 from moelab.viz.plotly_json import Figure, merged
 from moelab.viz.theme import BLUE, VERMILLION

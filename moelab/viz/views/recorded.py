@@ -13,7 +13,7 @@ from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_model
-from moelab.datasets import prompts
+from moelab.evaluation.questions import prompts
 from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated

@@ -139,7 +139,6 @@ class Stage:
             staging=self.settings.staging + ahead,
             order=ordered(self.settings.scheduler, machine),
             prefetching=prefetching,
-            quiet=True,
         )
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:
@@ -448,7 +447,7 @@ def stage(
 def predict(trace: Any, predictor: Any) -> tuple[list[dict[int, list[int]]], float]:
     """What a predictor says in each forward pass of a recorded prompt, and the median seconds of a
     prediction for one token: [{layer: experts}], nothing in prefill."""
-    from moelab.speculate.scoring import walk
+    from moelab.evaluation.predictors import walk
     from moelab.trace import PREFILL
 
     found, took = [], []

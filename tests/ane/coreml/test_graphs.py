@@ -37,7 +37,7 @@ from moelab.ane.coreml.ffn_graph import (
     unpack,
 )
 from moelab.ane.coreml.package import coremltools, read_package
-from moelab.datasets import prompts
+from moelab.evaluation.questions import prompts
 from moelab.models import compat
 from tests.experts import toy
 from tests.models import tiny

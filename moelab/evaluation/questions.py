@@ -21,19 +21,13 @@ texts."""
 from __future__ import annotations
 
 import hashlib
-import os
 import random
-import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 from moelab.files import small_model
-
-#: text → number of tokens
-Count = Callable[[str], int]
+from moelab.library import Count, budget, in_split, passage
 
 #: the words of invented facts
 _ADJECTIVES = """
@@ -48,16 +42,6 @@ ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
 NUMBERS = [str(number) for number in range(10, 100)]
 COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
 SUMMANDS = range(10, 40)
-#: folders of the standard library that are no text to read
-SKIPPED_FOLDERS = [
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "__pycache__",
-]
 
 
 @dataclass(frozen=True)
@@ -131,13 +115,6 @@ def prompts(
     return [SOURCES[source](source, random.Random(one), tokens, split, count) for one in seeds]
 
 
-def in_split(name: str, split: str, share: int = 10) -> bool:
-    """Whether `name` (a file, a page, a key) is in `split`: about one in `share` is in the test
-    split."""
-    held_out = hashlib.sha1(name.encode()).digest()[0] % share == 0
-    return held_out == (split == "test")
-
-
 def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
     """`n` facts with different keys (adjective and noun) and values; the two splits share words,
     but no pair."""
@@ -177,56 +154,6 @@ def remember(rng: random.Random, source: str) -> tuple[str, str]:
     return f"\nmod 10: {a} + {b} =", f" {(a + b) % 10}"
 
 
-@lru_cache(maxsize=4)
-def library(kind: str, split: str) -> tuple[str, ...]:
-    """The texts of one split: standard library sources ("code") or manual pages ("prose"), without
-    blank lines."""
-    if kind == "code":
-        root, files = Path(sysconfig.get_path("stdlib")), []
-        for folder, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]
-            files += [
-                Path(folder, name) for name in names if name.endswith(".py") and name != "topics.py"
-            ]
-        named = ((p.relative_to(root).as_posix(), p) for p in sorted(files))
-        texts = (
-            p.read_text(encoding="utf-8", errors="ignore")
-            for name, p in named
-            if in_split(name, split)
-        )
-    else:
-        from pydoc_data.topics import topics
-
-        texts = (text for name, text in sorted(topics.items()) if in_split(name, split, share=5))
-    tidy = (
-        "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) for text in texts
-    )
-    return tuple(text for text in tidy if text.count("\n") >= 8)
-
-
-def budget(room: int, count: Count) -> Callable[[str], bool]:
-    """A test that says yes to each text in turn until together they are longer than `room`
-    tokens."""
-
-    def fits(text: str) -> bool:
-        nonlocal room
-        room -= count(text)
-        return room >= 0
-
-    return fits
-
-
-def _passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bool]) -> list[str]:
-    """Lines from random places on, each with its leading newline, as many as `fits` lets in."""
-    taken: list[str] = []
-    while True:
-        lines = rng.choice(library(kind, split)).split("\n")
-        for line in lines[rng.randrange(len(lines)) :]:
-            if not fits("\n" + line):
-                return taken
-            taken.append("\n" + line)
-
-
 def bury(
     rng: random.Random,
     facts: list[Fact],
@@ -238,7 +165,7 @@ def bury(
     """Library text up to `tokens`, the facts between its lines, the questions at the end, as
     [(text, is_answer)]."""
     room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
-    body = _passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
+    body = passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
     for fact in facts:
         body.insert(rng.randint(0, len(body)), fact.statement)
     return [(line, False) for line in body] + [
@@ -280,22 +207,9 @@ def _passages(source: str, rng: random.Random, tokens: int, split: str, count: C
     """A passage of the library; the answer is the last word of its last line."""
     lines: list[str] = []
     while len(lines) < 2 or len(lines[-1].split()) < 2:  # the last line is cut in two
-        lines = _passage(rng, source, split, budget(tokens, count))
+        lines = passage(rng, source, split, budget(tokens, count))
     head, _, answer = lines[-1].rpartition(" ")
     return Prompt(source, "".join(lines[:-1]) + head, " " + answer)
-
-
-@lru_cache(maxsize=1)
-def token_count(tokenizer: Any) -> Count:
-    """text → number of tokens, special ones aside, of a model's own tokenizer: the `count` of its
-    prompts; ValueError if the model has none."""
-    if tokenizer is None:
-        raise ValueError(
-            "the model has no tokenizer, so no prompts can be made for it; put one beside its weights"
-        )
-    return lru_cache(maxsize=200_000)(
-        lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"])
-    )
 
 
 def _small_token_count() -> Count:

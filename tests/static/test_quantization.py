@@ -7,8 +7,8 @@ import torch
 
 from moelab import open_model
 from moelab.experts.executor import dispatch
-from moelab.experts.quantization import FORMATS, Quantized, layer_error
 from moelab.models import discover, eager, plug, plugged
+from moelab.static.quantization import FORMATS, Quantized, layer_error
 from moelab.store.fewbit import find_format
 from tests.experts.toy import LAYOUTS, make_experts, make_routing
 from tests.models import tiny

@@ -1,5 +1,4 @@
-"""95 % confidence intervals of means (Student's t), ratios and medians (sign test), and running
-means.
+"""95 % confidence intervals of means (Student's t), ratios and medians (sign test).
 
 With few samples Student's t matters: with six, ± 1.96 standard errors contain the true mean in only
 89 % of cases; 95 % need ± 2.57. Samples are assumed to be independent, and their mean normally
@@ -14,7 +13,6 @@ from statistics import fmean
 
 import numpy as np
 
-MEMORY = 20  # values after which a `Mean` becomes exponential
 #: (value, low, high): the ends of its 95 % interval
 Interval = tuple[float, float, float]
 
@@ -80,15 +78,3 @@ def typical(seconds: Iterable[float]) -> float:
 def format_interval(of: Interval) -> str:
     """As Markdown: **0.97** [0.93, 1.01]; without an interval, if too few samples have none."""
     return ("**{:.2f}**" if math.isnan(of[1]) else "**{:.2f}** [{:.2f}, {:.2f}]").format(*of)
-
-
-class Mean:
-    """A running mean: arithmetic over the first `MEMORY` values, exponential from then on."""
-
-    def __init__(self, value: float = 0.0, count: int = 0) -> None:
-        self.value, self.count = value, count
-
-    def add(self, value: float) -> None:
-        """Add a value."""
-        self.count = min(self.count + 1, MEMORY)
-        self.value += (value - self.value) / self.count

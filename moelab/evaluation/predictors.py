@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.intervals import t95
+from moelab.evaluation.intervals import t95
 from moelab.progress import progress
 from moelab.speculate.execution import found
 from moelab.speculate.predictors import Estimate, EstimatorPredictor, Predictor, Quasi, of_model

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import combinations
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.parallel import volumes
-from moelab.parallel.advice import advise
-from moelab.parallel.eplb import balance, consecutive, device_loads, imbalance, pack, replicate
 from moelab.parallel.sharding import owners
 from moelab.specs import MoESpec
+from moelab.static import volumes
+from moelab.static.advice import advise
+from moelab.static.eplb import balance, consecutive, device_loads, imbalance, replicate
 
 
 @given(
@@ -38,18 +38,6 @@ def test_replicas_are_the_best_there_are(load, spare):
     every = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
     best = min(max(value / m for value, m in zip(load, counts)) for counts in every)
     assert max(value / m for value, m in zip(load, replicate(load, places))) == best
-
-
-@settings(max_examples=30)
-@given(st.lists(st.integers(0, 50), min_size=6, max_size=6), st.sampled_from([2, 3]))
-def test_packing_is_close_to_the_optimum(load, bins):
-    size = 6 // bins
-    best = min(
-        max(sum(load[i] for i in order[b * size : (b + 1) * size]) for b in range(bins))
-        for order in permutations(range(6))
-    )
-    fullest = max(sum(load[i] for i in items) for items in pack(load, bins))
-    assert best <= fullest <= 4 / 3 * best  # heaviest first is known to be that close
 
 
 def test_what_it_gains_and_what_it_refuses():
@@ -106,8 +94,6 @@ def test_advice_fits_and_its_reasons_are_true(E, I, devices):
         return
     assert made.tp * made.ep == devices and made.ep <= E and made.reasons
     said = str(made)
-    assert "none is a straggler" not in said or made.ep == 1
-    assert "whole ones" not in said or made.tp == 1
     assert "moderate tp beside ep" not in said or (2 <= made.tp <= 8 and made.ep > 1)
     assert "at least 128" not in said or I / made.tp >= 128
-    assert "keeps only" not in said or I / made.tp < 128
+    assert "less than 128" not in said or I / made.tp < 128
