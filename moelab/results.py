@@ -4,7 +4,7 @@
         sections = {"resident": {"moelab": {"TPOT s": 0.026}}}
     write(path, "engine", run, sections)           # keeps rows that it did not measure
     sections_of(path)                              # the same sections again
-    pandas.DataFrame(rows("engine"))               # a record a row, with its run's columns
+    pandas.DataFrame(rows(path))                   # a record a row; of notebooks, too
 
 A file of results/bench has runs, each with its provenance, and records, each of which says which
 run found it: sections may be of different commits and machines. A metric's name ends in its unit
@@ -30,7 +30,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict
 
-from moelab.comparison import KINDS, KeptMetric
+from moelab.comparison import KINDS, KeptMetric, MetricsFile
 from moelab.files import CHECKOUT, read_json, results_root, write_text
 from moelab.records import Record, Value
 from moelab.schema import Count
@@ -147,7 +147,6 @@ def provenance(parameters: Mapping[str, Any]) -> Record:
     import psutil
 
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         **environment(),
         "memory GB": round(psutil.virtual_memory().total / 1e9, 1),
         "parameters": json.loads(json.dumps(parameters, default=str)),
@@ -241,11 +240,22 @@ def bench_file(name: str, results: str | Path | None = None) -> Path:
     return results_root(results) / "bench" / f"{name}.json"
 
 
-def rows(name: str, results: str | Path | None = None) -> list[Record]:
-    """A bench's records, each with its run's commit, date and processor: what
-    `pandas.DataFrame` takes."""
-    found = read_json(bench_file(name, results), BenchFile)
-    about = [{key: run[key] for key in ("git", "date", "cpu", "device")} for run in found["runs"]]
+def rows(path: Path) -> list[Record]:
+    """The records of a bench's file, of a notebook's run (metrics.json) or of its baseline, in the
+    same columns, each with its run's commit, date and processor: what `pandas.DataFrame` takes."""
+    found = read_json(path)
+    if "records" not in found:
+        metrics = read_json(path, MetricsFile)["metrics"]
+        found = {
+            "runs": [found.get("env", {})],
+            "records": [
+                {"run": 0, "section": "", "row": "", "metric": name, **of}
+                for name, of in metrics.items()
+            ],
+        }
+    about = [
+        {key: run.get(key) for key in ("git", "date", "cpu", "device")} for run in found["runs"]
+    ]
     return [of | about[of["run"]] for of in found["records"]]
 
 
@@ -267,13 +277,14 @@ def older_than(path: Path, measured: Iterable[str]) -> list[str]:
 
 
 def environment() -> Record:
-    """What a run ran on: git commit, versions, device, processor, cores."""
+    """What a run ran on, and when: git commit, versions, device, processor, cores."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     commit = git("rev-parse", "HEAD")
     return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "git": commit and commit + ("+changes" if git("status", "--porcelain", "-uno") else ""),
         "versions": versions,
         "device": _device(),

@@ -8,6 +8,7 @@ from moelab.files import CHECKOUT, read_json
 from moelab.results import BenchFile
 
 FILES = sorted((CHECKOUT / "results" / "bench").glob("*.json"))
+OPTIONAL = {"spread", "samples", "readings", "tolerance"}
 SECTIONS = {
     "conditions": {"rounds": 3},
     "resident": {
@@ -84,7 +85,14 @@ def test_every_result_says_what_it_is_and_where_it_is_from(path):
     found = read_json(path, BenchFile)
     assert found["records"] and {of["kind"] for of in found["records"]} <= set(KINDS)
     assert {of["run"] for of in found["records"]} <= set(range(len(found["runs"])))
-    assert len(results.rows(path.stem, CHECKOUT / "results")) == len(found["records"])
+    assert len(results.rows(path)) == len(found["records"])
+
+
+@pytest.mark.parametrize("path", sorted((CHECKOUT / "results" / "baseline").glob("*.json")))
+def test_a_notebooks_metrics_are_records_of_the_same_columns(path):
+    (columns,) = {tuple(sorted({*of} - OPTIONAL)) for of in results.rows(path)}
+    (same,) = {tuple(sorted({*of} - OPTIONAL)) for of in results.rows(FILES[0])}
+    assert columns == same
 
 
 def test_code_that_changed_after_a_measurement_is_told(monkeypatch, tmp_path):
