@@ -11,7 +11,7 @@ do."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -44,6 +44,8 @@ from moelab.zipmoe.planner import auto_pools
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
+#: what `prefetch` may be for loading on demand
+NONE = (None, "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,11 +71,13 @@ class OpenOptions(Offloading):
         names="executor",
     )
     prefetch: Any = option(
-        None,
+        "auto",
         "what predicts which experts to load ahead: a name, a predictor, or what makes one of the "
-        "model; no bit of the output changes, and it is on while it is faster",
+        "model; auto asks the next layer's router where it can be asked, none loads on demand; no bit "
+        "of the output changes, and it is on while it is faster",
         "memory",
         names="predictor",
+        also=("auto", "none"),
     )
     cache_aware: float | None = option(
         None,
@@ -105,7 +109,7 @@ class OpenOptions(Offloading):
 
     def __post_init__(self) -> None:
         needing = [f for f in fields(self) if f.metadata["needs"]]
-        given = [f.name for f in needing if getattr(self, f.name) != f.default]
+        given = [f.name for f in needing if getattr(self, f.name) not in (f.default, None)]
         if self.memory is None and given:
             raise ValueError(
                 f"{', '.join(given)}: for experts that are loaded when they are needed; give "
@@ -137,7 +141,7 @@ class OpenOptions(Offloading):
         kernels = "kernels" if self.executor in ("fast", "gemv") else False
         return replace(
             self,
-            ahead=None if self.prefetch is not None and self.ahead == 0 else self.ahead,
+            ahead=None if self.prefetch not in NONE and self.ahead == 0 else self.ahead,
             compact=kernels if self.compact is None else self.compact,
             delays=quick_delays if self.delays is None else self.delays,
             plan=partial(auto_pools, self.calibration) if self.plan == "auto" else self.plan,
@@ -177,7 +181,7 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         if asked.executor != "exact":
             how = _executing(model, asked.executor, asked.calibration, asked.dense)
             model.moelab.enter(how)
-        if asked.prefetch is not None:
+        if asked.memory is not None and asked.prefetch not in NONE:
             model.moelab.enter(_prefetching(model, asked.prefetch, asked.calibration))
         if asked.cache_aware is not None:
             model.moelab.enter(_routing(model, asked.cache_aware))
@@ -226,6 +230,8 @@ def _check(kind: str, given: Any) -> None:
 def _check_prefetch(prefetch: Any, calibration: Calibration | None) -> None:
     """As `_check`; ValueError for a name whose predictor needs what nobody can measure, but a
     calibration for one."""
+    if prefetch in ("auto", *NONE):
+        return
     _check("predictor", prefetch)
     needed = lacking(prefetch) if isinstance(prefetch, str) else []
     if needed and not (prefetch == "static" and calibration is not None):
@@ -259,7 +265,8 @@ def using(
 ) -> Iterator[Any]:
     """Within the block an opened model runs on another executor or predictor, afterwards as before.
 
-    executor, prefetch, calibration, cache_aware : as of `open_model`; None leaves what is there.
+    executor, prefetch, calibration, cache_aware : as of `open_model`; None leaves what is there, and
+        prefetch="none" loads on demand.
     options : of the executor, if it is a name.
 
     Raises ValueError: a model that `open_model` has not opened, options without a name; TypeError:
@@ -330,9 +337,17 @@ def _prefetching(
             "all experts of this model are in memory, so nothing can be prefetched: open it with memory="
         )
     popularity = {"trace": calibration} if prefetch == "static" else {}
-    predictor = make_predictor(model, prefetch, **popularity)
-    with Speculation(model, predictor, mode="hint") as speculation, Patches() as patches:
-        patches.put(session, "speculation", speculation)
+    predictor: Predictor | None = None
+    if prefetch == "auto":
+        with suppress(ValueError):  # an architecture whose routers cannot be asked
+            predictor = make_predictor(model, "router")
+    elif prefetch not in NONE:
+        predictor = make_predictor(model, prefetch, **popularity)
+    with Patches() as patches:
+        patches.put(model, "speculation", None)  # whatever else predicts rests meanwhile
+        if predictor is not None:
+            patches.enter_context(Speculation(model, predictor))
+        patches.put(session, "speculation", model.speculation)
         yield
 
 

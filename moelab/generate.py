@@ -127,7 +127,7 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
         )
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
-            flag |= {"choices": offered, "metavar": "NAME"}
+            flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
             kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
         if needs:
             purpose = f"with --{needs}, {purpose}"

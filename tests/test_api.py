@@ -105,16 +105,33 @@ class Same(Predictor):
         return (ids, weights) if layer in self.targets else None
 
 
-@pytest.mark.parametrize("prefetch", ["router", "previous", Same])
+@pytest.mark.parametrize("prefetch", ["auto", "router", "previous", Same])
 def test_prefetching_changes_no_token(folder, prefetch):
     with moelab.open_model(folder, memory="60%", prefetch=prefetch) as lm:
         assert not lm.moelab.run.forwards  # what measured default vectors does not count
         with ungated(lm.moelab.engine):
             assert torch.equal(tokens(lm, 8), tokens(moelab.open_model(folder), 8))
-        assert lm.moelab.run.settings.ahead > 0 and lm.moelab.speculation.requests.sum() > 0
-        with moelab.using(lm, prefetch="random"):
-            assert type(lm.moelab.speculation.predictor).__name__ == "Random"
-        assert type(lm.moelab.speculation.predictor).__name__ != "Random"
+            assert lm.moelab.run.settings.ahead > 0 and lm.moelab.speculation.requests.sum() > 0
+            first = lm.moelab.speculation.requests.sum()
+            with moelab.using(lm, prefetch="random"):  # the other one rests
+                assert type(lm.moelab.speculation.predictor).__name__ == "Random"
+                tokens(lm, 4)
+                assert lm.moelab.speculation.requests.sum() > 0
+            assert lm.moelab.speculation.requests.sum() == first
+            with moelab.using(lm, prefetch="none"):
+                tokens(lm, 4)
+                assert lm.moelab.speculation is None
+            tokens(lm, 4)
+            assert lm.moelab.speculation.requests.sum() > first
+
+
+def test_experts_are_prefetched_unless_nobody_can_or_shall(folder, tmp_path):
+    with moelab.open_model(folder, memory="60%", prefetch="none") as lm:
+        assert lm.moelab.speculation is None and lm.moelab.run.settings.ahead == 0
+    with moelab.open_model(
+        tiny.save("deepseek_v4", tmp_path / "hash", torch.float32), memory=0.6
+    ) as lm:
+        assert lm.moelab.speculation is None  # its router wants the tokens themselves
 
 
 @pytest.mark.parametrize(

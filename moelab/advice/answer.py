@@ -63,7 +63,7 @@ class Advice:
                 name: value
                 for name, value, usual in (
                     ("cache", way.cache, DEFAULT_POLICY),
-                    ("prefetch", way.prefetch, None),
+                    ("prefetch", way.prefetch or "none", "router"),
                     ("workers", way.workers, 1),
                 )
                 if value != usual

@@ -51,6 +51,7 @@ SHARES = (0.613, 0.371)  # of the checkpoint, memory limits of `peers`: 3.06 and
 SLOW = 500e6  # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 FEW_BITS = (("int8", "Q8_0"), ("int4", "Q4_0"))  # our format, llama.cpp's
+DEFAULT = "moelab, as it opens"  # a store of bf12, exact, prefetching while that is faster
 SIMULATED = ("raw", "bf12", "huffman", "int4", "bf12, fast", "int4, fast")
 
 
@@ -145,6 +146,7 @@ def peers(bench: Experiment) -> Record:
             )
         arms: dict[str, Arm] = {
             "moelab": bench.moelab("raw", budget, memory),
+            DEFAULT: bench.moelab("bf12", budget, memory, predictor="auto"),
             "moelab, huffman": bench.moelab("huffman", budget, memory),
             "moelab, prefetching": bench.moelab("raw", budget, memory, predictor="router"),
             **{
@@ -184,6 +186,8 @@ def peers(bench: Experiment) -> Record:
             bench.aim(
                 f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False
             )
+        default = bench.ratio(reports, DEFAULT, "LRU baseline")
+        bench.aim(f"{title}: TPOT of {DEFAULT} ÷ LRU baseline", default, 1)
     return sections
 
 

@@ -42,8 +42,8 @@ from moelab.store.bits import join
 EXPERT = 3 * 2048 * 768  # weights of one of Qwen3-30B-A3B's experts
 WEIGHTS = 1 << 28  # that recovery is measured on: 512 MB, beyond any cache
 ARMS = {
-    "exact": {},
-    "fast": {"executor": "fast"},
+    "exact": {"prefetch": None},
+    "fast": {"executor": "fast", "prefetch": None},
     "fast, prefetching": {"executor": "fast", "prefetch": "router"},
 }
 SECTIONS = ("recovery", "link", "tokens", "peers")

@@ -93,7 +93,7 @@ def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -
     """Tokens on demand and with prefetching in turn, `decode` of each, after as many that fill the
     cache."""
     K = ExpertStore(store).spec.K
-    model = open_model(store, memory=memory, executor=executor, ahead=K, staging=K)
+    model = open_model(store, memory=memory, executor=executor, prefetch=None, ahead=K, staging=K)
     with model.moelab:
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(

@@ -51,7 +51,8 @@ def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
     """A field of options.
 
     purpose : what it does, for --help and the docs.    needs : the option without which it does nothing.
-    flag : what argparse takes, if `moelab generate` has it; `names` is a kind of the registry."""
+    flag : what argparse takes, if `moelab generate` has it; `names` is a kind of the registry, and
+        `also` what may be said besides."""
     return field(default=default, metadata={"purpose": purpose, "needs": needs, "flag": flag})
 
 

@@ -49,6 +49,8 @@ class Speculation(Patches):
     worth their time. If not, no hook lies on the layers, so that fused kernels run; but where the
     predictor learns from what routers choose, it is told of that.
 
+    A model runs on one at a time, the last that was made and not closed: its attribute `speculation`.
+
     requests, hits : int64 [2, L] by phase (`PREFILL`, `DECODE`): experts that the true routers
         chose where there was a prediction, and how many of them were predicted. Padding does not
         count; nor do routers that did not run.
@@ -67,6 +69,7 @@ class Speculation(Patches):
                 f"router-free needs the predictor 'estimator', which replaces routers; "
                 f"{type(predictor).__name__} asks them"
             )
+        self._owner = vars(model)
         self.predictor = predictor
         self.mode = mode
         self.prefill = prefill
@@ -92,6 +95,7 @@ class Speculation(Patches):
                 patches.hook(stack.register_forward_pre_hook, begin, with_kwargs=True)
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
             patches.callback(lambda: self._hooks.close())
+            patches.put(model, "speculation", self)
             self._listen(True)
             self.push(patches.pop_all())
 
@@ -138,6 +142,8 @@ class Speculation(Patches):
     def _begin(self, first: bool, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """A forward pass of a stack begins, of the model's `first` or of its decoder."""
         self._end()
+        if self._owner["speculation"] is not self:
+            return self._listen(False)
         info = forward_info(args, kwargs)
         mask = kwargs.get("attention_mask")
         if first and not info.cached:

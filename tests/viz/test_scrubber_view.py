@@ -80,7 +80,7 @@ def folder(tmp_path_factory):
 
 
 def test_of_a_real_run_and_of_a_model_in_memory(folder):
-    with open_model(folder, memory="60%") as lm:
+    with open_model(folder, memory="60%", prefetch="none") as lm:
         lm.generate(
             torch.tensor([[3, 4, 5]]),
             attention_mask=torch.ones(1, 3),
