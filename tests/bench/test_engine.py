@@ -98,6 +98,7 @@ def test_eager_is_what_transformers_computes(place, eager):
         ("lru baseline", {"slots": 11}),
         ("moelab", {}),
         ("moelab", {"budget": 1.0}),
+        ("moelab", {"predictor": "auto"}),
         ("moelab", {"options": {"workers": 2, "bandwidth": 1e8}}),
     ],
 )
