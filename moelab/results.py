@@ -44,8 +44,8 @@ PACKAGES = (
 #: words in a metric's name that say of which kind it is, beside `KINDS` themselves
 WORDS = {"predicted": "simulated", "limit": "modelled", "bound": "modelled", "eq": "modelled"}
 #: a machine is quiet below these: processes that want to run, a core; a small computation's 90 %
-#: quantile over its 10 %; cores that others keep busy while a bench runs
-LOAD, SCATTER, OTHERS = 0.5, 1.25, 0.25
+#: quantile over its 10 %; cores that others, the kernel's reads among them, keep busy meanwhile
+LOAD, SCATTER, OTHERS = 0.5, 1.25, 0.5
 OTHERS_CORES = "cores of others"
 
 

@@ -1,8 +1,11 @@
 """Records: what is written is read back, rows keep the run that found them, a busy machine is refused."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
-from moelab import results
+from moelab import bench, results
 from moelab.comparison import KINDS
 from moelab.files import CHECKOUT, read_json
 from moelab.results import BenchFile
@@ -71,6 +74,21 @@ def test_a_busy_machine_is_refused_or_said(monkeypatch, capsys):
     with results.measuring({}, busy=True) as run:
         pass
     assert run["quiet"] is False and "busy" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("calm", [True, False])
+def test_what_was_disturbed_meanwhile_overwrites_nothing(
+    calm, quiet, tmp_path, monkeypatch, capsys
+):
+    seconds = iter([0.0, 0.0 if calm else 1e6])
+    monkeypatch.setattr(results, "others_seconds", lambda: next(seconds))
+    monkeypatch.setitem(
+        sys.modules, "fake", SimpleNamespace(__doc__="Fake.", run=lambda: {"s": {"n": 1}})
+    )
+    monkeypatch.setitem(bench.BENCHES, "fake", "fake")
+    path = tmp_path / "fake.json"
+    bench.main(SimpleNamespace(name="fake", options=["--output", str(path)]))
+    assert path.exists() == calm == (not (tmp_path / "fake.busy.json").exists())
 
 
 def test_a_metric_is_of_the_least_sure_kind_that_its_name_says():

@@ -129,6 +129,8 @@ def main(args: argparse.Namespace) -> int:
             continue
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")
+    if not (busy or about["quiet"]):  # nothing is lost, and nothing good is overwritten
+        path = path.with_suffix(".busy.json")
     write(path, args.name, about, found, getattr(module, "KIND", "measured"))
     print(f"\nwrote {path}")
     return 0
