@@ -1,26 +1,21 @@
-"""`moelab claims`: every quantitative claim of the five sources, what answers it, and a verdict by
-rule.
+"""`moelab claims`: what the five sources claim, what answers it, and a verdict by rule.
 
-`data/claims.toml` is the ledger. A claim is a number, a range, a word or an order (`above`,
+`data/claims.toml` is the ledger; tables of the papers, which nobody disputes, are in
+`moelab.papers`. A claim is a number, a range, a word or an order (`above`,
 `below`), and is answered by metrics of a notebook or of a bench, or by what testing it would need.
 Its verdict is the first that applies:
 
     contradicted by the source itself   another place of the source says otherwise
-    not testable here                   it needs hardware, weights or figures that are not here
-    fitted                              it agrees, because something was chosen with this number;
-                                        never counted
-    follows                             it agrees as a consequence of fitted numbers, of
-                                        construction, or by a
-                                        prediction without a simulator (`predictor`, within the same
-                                        tolerance; where `null` says it by other claims, it alone
-                                        decides)
-    reproduced                          it agrees, for the source's model and machine
-    same direction                      an order holds; it agrees, but `instead` of the source's
-                                        model or machine
-                                        another one was looked at; or it has at least a quarter of
-                                        the claim's effect, and could have come out on the other
-                                        side of none (`either_way`)
-    not reproduced                      none of these; the claim says the likely reason
+    not testable here   it needs hardware, weights or figures that are not here
+    fitted              it agrees, because something was chosen with this number; never counted
+    follows             it agrees as a consequence of fitted numbers, of construction, or by a
+                        prediction without a simulator (`predictor`, within the same tolerance;
+                        where `null` says it by other claims, it alone decides)
+    reproduced          it agrees, for the source's model and machine
+    same direction      an order holds; it agrees, but another model or machine was looked at
+                        `instead`; or it has at least a quarter of the claim's effect, and could
+                        have come out on the other side of none (`either_way`)
+    not reproduced      none of these; the claim says the likely reason
 
 What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other
 choices where the source leaves one open, and at both ends of its `interval`, where a claim names
@@ -36,14 +31,14 @@ import argparse
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moelab.comparison import MetricsFile, finished_runs
+from moelab.comparison import MetricsFile, are_numbers, finished_runs
 from moelab.files import read_json, results_root, shipped
 from moelab.records import Record, Records
 from moelab.results import bench_file, metrics_of
@@ -68,81 +63,81 @@ COMBINE: dict[str, Callable[[list[float]], float]] = {
     "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
     "least": min,
     "most": max,
+    "least ratio": lambda v: min(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
+    "largest ratio": lambda v: max(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
 }
 Metrics = Records  # name → {"value", "kind"}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim; what `data/claims.toml` may say of it."""
+    """One claim; what `data/claims.toml` may say of it.
+
+    title : the source's. where : section, table or figure. tolerance : relative.
+    value : what is claimed; a list is a range, whose second end may be infinite. above, below : an
+        order, instead: what it compares is larger or smaller than this.
+    metric : a notebook or "bench NAME", then names of metrics; * stands for any text. combine : a
+        key of `COMBINE`. interval : two metrics of the same place, the ends of a 95 % interval.
+    neutral : the value of no effect. either_way : ours could have come out on the other side of it.
+    instead : what was looked at instead of the source's model or machine.
+    needs, fitted, follows, contradicted, reason : why it is not tested, fitted, …, not reproduced.
+    null : a predictor of ids of the same source and numbers, "a * b / 2"; predictor : its value.
+    """
 
     source: str
-    title: str  # the source's
+    title: str
     id: str
-    where: str  # section, table or figure
+    where: str
     text: str
     hardware: str
     model: str
-    tolerance: Amount = 0.0  # relative
-    value: float | bool | str | list[Any] | None = (
-        None  # a list of numbers, whose second may be infinite
-    )
-    above: float | None = None  # an order: what it compares is larger than this
+    tolerance: Amount = 0.0
+    value: float | bool | str | list[Any] | None = None
+    above: float | None = None
     below: float | None = None
     unit: str = ""
-    metric: tuple[
-        str, ...
-    ] = ()  # a notebook or "bench NAME", then names of metrics; * stands for any text
-    combine: str = ""  # a key of COMBINE
-    interval: tuple[
-        str, ...
-    ] = ()  # two metrics of the same place: the ends of a 95 % interval of `metric`
+    metric: tuple[str, ...] = ()
+    combine: str = ""
+    interval: tuple[str, ...] = ()
     needs: str = ""
-    neutral: float | None = None  # the value of no effect
-    either_way: bool = False  # ours could have come out on the other side of it
-    instead: str = ""  # what was looked at instead of the source's model or machine
+    neutral: float | None = None
+    either_way: bool = False
+    instead: str = ""
     fitted: str = ""
     follows: str = ""
     predictor: float | None = None
-    null: str = ""  # a predictor of ids of the same source and numbers: "a * b / 2"
+    null: str = ""
     contradicted: str = ""
-    reason: str = ""  # why it is not reproduced
+    reason: str = ""
 
     def __post_init__(self) -> None:
-        for wrong, problem in (*self._wrong_values(), *self._wrong_answers()):
+        value, answered = self.value, self.metric or self.fitted or self.follows
+        said = sum(x is not None for x in (value, self.above, self.below))
+        number = self.neutral is not None and isinstance(value, (int, float))
+        unexplained = self.predictor is not None and not self.null
+        checks = {
+            "it has no id, place or text": not (self.id and self.where and self.text),
+            "it needs exactly one of value, above and below": said != 1,
+            "a range is [low, high]": isinstance(value, list) and not _is_range(value),
+            "either_way goes with a number and neutral": self.either_way and not number,
+            "nothing answers it": not (answered or self.needs or self.contradicted),
+            "what needs something has no answer": self.needs and answered,
+            "metric names a notebook or a bench and then metrics": len(self.metric) == 1,
+            "an interval has two ends": self.interval
+            and not len(self.interval) == len(self.metric) == 2,
+            f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}": self.combine
+            and self.combine not in COMBINE,
+        }
+        for problem, wrong in checks.items():
             if wrong:
                 raise ValueError(problem)
+        if unexplained and not (self.follows and self.agrees(self.predictor)):
+            raise ValueError("its predictor is outside the tolerance, or not explained in follows")
 
-    def _wrong_values(self) -> Iterator[tuple[Any, str]]:
-        """(whether it is so, what is wrong) of what the claim says."""
-        yield not (self.id and self.where and self.text), "it has no id, place or text"
-        said = [x for x in (self.value, self.above, self.below) if x is not None]
-        yield len(said) != 1, "it needs exactly one of value, above and below"
-        if isinstance(value := self.value, list):
-            numbers = len(value) == 2 and {*map(type, value)} <= {int, float}
-            yield not numbers or value[0] > value[1], "a range is [low, high]"
-        number = self.neutral is not None and isinstance(self.value, (int, float))
-        yield self.either_way and not number, "either_way goes with a number and neutral"
-
-    def _wrong_answers(self) -> Iterator[tuple[Any, str]]:
-        """As `_wrong_values`, of what answers the claim."""
-        answered = self.metric or self.needs or self.contradicted or self.fitted
-        yield not answered, "nothing answers it"
-        answer = self.metric or self.fitted or self.follows
-        yield self.needs and answer, "what needs something has no answer"
-        yield len(self.metric) == 1, "metric names a notebook or a bench and then metrics"
-        if self.interval:
-            pair = len(self.interval) == len(self.metric) == 2
-            yield not pair, "an interval has two ends"
-        known = ", ".join(COMBINE)
-        unknown = self.combine not in ("", *COMBINE)
-        yield unknown, f"combine is {self.combine!r}; there are: {known}"
-        if self.predictor is not None and not self.null:
-            explained = self.follows and self.agrees(self.predictor)
-            yield (
-                not explained,
-                "its predictor is outside the tolerance, or not explained in follows",
-            )
+    @property
+    def is_order(self) -> bool:
+        """Whether it compares instead of giving a value."""
+        return self.above is not None or self.below is not None
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -150,20 +145,18 @@ class Claim:
         return tuple(self.value) if isinstance(self.value, list) else (self.value, self.value)
 
     def agrees(self, found: Any) -> Any:
-        """Whether a value is what the claim says; of an array of numbers, which."""
-        if self.above is not None or self.below is not None:
+        """Whether a value is what the claim says."""
+        if self.is_order:
             return found > self.above if self.above is not None else found < self.below
         if isinstance(self.value, (bool, str)):
             return found == self.value
         low, high = self.ends
-        below, above = (
-            min(
-                self.tolerance * abs(end),
-                math.inf if self.neutral is None else abs(end - self.neutral) / 2,
-            )
-            for end in (low, high)
-        )
-        return (low - below <= found) & (found <= high + above)
+        return low - self._slack(low) <= found <= high + self._slack(high)
+
+    def _slack(self, end: float) -> float:
+        """How far beyond an end still agrees: the tolerance, and at most half of the effect."""
+        effect = math.inf if self.neutral is None else abs(end - self.neutral)
+        return min(self.tolerance * abs(end), effect / 2)
 
     @property
     def predicted(self) -> bool:
@@ -176,48 +169,43 @@ class Claim:
             return CONTRADICTED if self.contradicted else NOT_TESTABLE
         if found is None:
             return UNANSWERED if self.metric else FITTED
-        if self.agrees(found):
-            order = self.above is not None or self.below is not None
-            return (
-                FITTED
-                if self.fitted
-                else FOLLOWS
-                if self.follows or self.predicted
-                else DIRECTION
-                if order or self.instead
-                else REPRODUCED
-            )
-        same = self.either_way and (found - self.neutral) / (self.value - self.neutral) >= 0.25
-        return DIRECTION if same else NOT_REPRODUCED
+        if not self.agrees(found):
+            same = self.either_way and (found - self.neutral) / (self.value - self.neutral) >= 0.25
+            return DIRECTION if same else NOT_REPRODUCED
+        if self.fitted:
+            return FITTED
+        if self.follows or self.predicted:
+            return FOLLOWS
+        return DIRECTION if self.is_order or self.instead else REPRODUCED
 
     @property
     def said(self) -> str:
         """The source's value in words."""
-        if self.above is not None or self.below is not None:
+        if self.is_order:
             return f"> {self.above:g}" if self.above is not None else f"< {self.below:g}"
-        value = self.value
-        if isinstance(value, list):
-            return (
-                f"{value[0]:g} to {value[1]:g}"
-                if math.isfinite(value[1])
-                else f"{value[0]:g} or more"
-            )
-        return f"{format_value(value)} {self.unit}".rstrip()
+        if isinstance(self.value, list):
+            low, high = self.value
+            return f"{low:g} to {high:g}" if math.isfinite(high) else f"{low:g} or more"
+        return f"{format_value(self.value)} {self.unit}".rstrip()
 
     def why(self, verdict: str) -> str:
         """What stands behind a verdict."""
+        if verdict == NOT_TESTABLE:
+            return f"needs {self.needs}"
+        ratios = (
+            f"ratios of the source's own numbers give {self.predictor:.3g}" if self.null else ""
+        )
         why = {
             FITTED: self.fitted,
-            FOLLOWS: self.follows or self.null and f"{self.null} = {self.predictor:.4g}",
+            FOLLOWS: self.follows or ratios,
             CONTRADICTED: self.contradicted,
-            NOT_TESTABLE: self.needs,
             NOT_REPRODUCED: self.reason or "as measured here",
         }.get(verdict, "")
-        return (
-            f"needs {why}"
-            if verdict == NOT_TESTABLE
-            else "; ".join(filter(None, (why, f"on {self.instead}" if self.instead else "")))
-        )
+        return "; ".join(filter(None, (why, self.instead and f"on {self.instead}")))
+
+
+def _is_range(value: list[Any]) -> bool:
+    return len(value) == 2 and {*map(type, value)} <= {int, float} and value[0] <= value[1]
 
 
 @dataclass(frozen=True)
@@ -248,14 +236,10 @@ class Row:
         """Ours over the source's, of a range over its nearer end and 1 inside; None unless both are
         numbers above 0."""
         of = self.claim
-        said = of.above if of.above is not None else of.below if of.below is not None else of.value
-        ends = said if isinstance(said, list) else [said]
-        if not all(
-            isinstance(v, (int, float)) and not isinstance(v, bool) and v > 0
-            for v in (self.ours, *ends)
-        ):
+        low, high = (of.above or of.below,) * 2 if of.is_order else of.ends
+        if not are_numbers(self.ours, low, high) or min(self.ours, low) <= 0:
             return None
-        return self.ours / min(max(self.ours, ends[0]), ends[-1])
+        return self.ours / min(max(self.ours, low), high)
 
     @property
     def cells(self) -> list[str]:
@@ -357,7 +341,11 @@ def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
     def read(reading: str | None) -> Any:
         values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
         words = not isinstance(claim.value, (bool, str)) and not _are_numbers(values)
-        return None if words or claim.combine == "ratio" and 0 in values[1:] else combine(values)
+        return (
+            None
+            if words or claim.combine.endswith("ratio") and 0 in values[1:]
+            else combine(values)
+        )
 
     if not all(names) or (value := read(None)) is None:
         return None, "", {}

@@ -30,6 +30,7 @@ COMMON = {
     "schema",
     "records",
     "forks",
+    "papers",
 }
 #: what cards, configs and library may use of these
 BASE = {"specs", "progress", "files", "registry", "schema"}
@@ -50,6 +51,7 @@ DIRECTIONS = {
     "forks": set(),
     "records": set(),
     "results": {"comparison"},
+    "papers": {"files", "records"},
     "claims": {"comparison", "results"},
     "comparison": set(),
     "store": set(),
@@ -97,8 +99,8 @@ DIRECTIONS = {
         "speculate",
         "api",
     },
-    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static", "claims"},
-    "ndp": {"trace", "experts", "parallel", "claims"},
+    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static"},
+    "ndp": {"trace", "experts", "parallel"},
 }
 TECHNIQUES = set(DIRECTIONS)
 #: prompts, with which these try what they have made
@@ -155,6 +157,7 @@ WITHOUT_TORCH = {
     "claims",
     "comparison",
     "results",
+    "papers",
     "__main__",
     "__init__",
 }

@@ -295,7 +295,7 @@ def test_a_null_is_computed_from_other_claims(tmp_path):
     assert of.predictor == pytest.approx(8) and not of.predicted and of.verdict(12) == REPRODUCED
     path.write_text(asks.format("8 * two / 2"))
     of = load(path)[-1]
-    assert of.predicted and of.verdict(12) == FOLLOWS and of.why(FOLLOWS) == "8 * two / 2 = 12"
+    assert of.predicted and of.verdict(12) == FOLLOWS and "own numbers give 12" in of.why(FOLLOWS)
     for wrong, said in (
         ("four * 2", "'four' is neither"),
         ("two + two", "between them"),

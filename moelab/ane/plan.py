@@ -40,8 +40,6 @@ MAX_CHANNELS = 16384
 #: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran
 #: some 700)
 MAX_GRAPHS = 1024
-#: chunks that NPUMoE evaluates (§5.1)
-CHUNKS = (256, 512, 1024)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def run(
         },
         "NPUMoE Table 3 (paper), PhiMoE": {
             name: {"dropped": dropped, "padded": padded}
-            for name, (dropped, padded) in TABLE_3.items()
+            for name, (dropped, padded, *_) in TABLE_3.items()
         },
     }
 
@@ -186,43 +186,12 @@ def fitting_plan(
     return plans[best], best, rates[best]
 
 
-def candidates(
-    trace: RoutingTrace, chunk: int, drop: float, group_size: int
-) -> tuple[dict[str, ANEPlan], float]:
-    """Plans from one calibration, and the slack of "plan": "printed" has the paper's capacities
-    r·B/E, "factor_k" r·K·B/E, "plan" the same with a slack that drops about `drop`, "one_capacity"
-    that of the most popular expert."""
-    found, how = calibrate(trace), {"chunk": chunk, "group_size": group_size}
-    counted_in = (trace.spec, found.counts(PREFILL), found.tokens[PREFILL])
-    plan, slack, _ = fitting_plan(trace, chunk, drop, group_size=group_size)
-    return {
-        "printed": make_plan(*counted_in, rule="paper", **how),
-        "factor_k": make_plan(*counted_in, **how),
-        "plan": plan,
-        "one_capacity": make_plan(*counted_in, system="base", **how),
-    }, slack
-
-
 class Answers(NamedTuple):
     """Right answers, dense and through a plan: task → row of `accuracy.compare`, and its counts."""
 
     dense: Records
     pruned: Records
     counts: dict[str, Account]
-
-    def points(self, task: str) -> float:
-        """Change by pruning, in points."""
-        return 100 * self.pruned[task]["difference"]
-
-    @property
-    def worst(self) -> str:
-        """The task that loses most."""
-        return min(self.pruned, key=self.points)
-
-    def spread(self, what: str) -> tuple[float, float]:
-        """Least and most of "drop_rate" or "padded_fraction" over the tasks."""
-        values = [getattr(of, what) for of in self.counts.values()]
-        return min(values), max(values)
 
 
 def pruned_answers(

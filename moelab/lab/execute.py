@@ -59,30 +59,6 @@ def import_nbformat() -> Any:
     return nbformat
 
 
-def _saving_twice_a_minute(engine: type) -> type:
-    """A papermill engine that saves a notebook twice a minute and at its end, not before and after
-    each cell."""
-
-    class SavingTwiceAMinute(engine):
-        @classmethod
-        def execute_managed_notebook(cls, manager: Any, *args: Any, **kwargs: Any) -> Any:
-            save = manager.save
-
-            def save_if_due(**_: Any) -> None:
-                if (
-                    manager.now() - manager.last_save_time
-                ).total_seconds() >= manager.autosave_cell_every:
-                    save()
-
-            manager.save = save_if_due
-            try:
-                return super().execute_managed_notebook(manager, *args, **kwargs)
-            finally:
-                manager.save = save
-
-    return SavingTwiceAMinute
-
-
 class _Watch:
     """Until `end` is set, shows every ten seconds which cell is running, and looks every 50 ms at
     the kernel's memory.
@@ -162,7 +138,6 @@ def _run_cells(
     from ipykernel.kernelspec import get_kernel_dict
     from jupyter_client.kernelspec import KernelSpec
     from jupyter_client.manager import AsyncKernelManager
-    from papermill.engines import NBClientEngine, papermill_engines
 
     class ThisInterpreter(AsyncKernelManager):
         """The kernel of the running Python, whatever kernelspecs are installed for the user."""
@@ -175,12 +150,10 @@ def _run_cells(
             await super()._async_launch_kernel(*command, **how)
             watch.kernels.append(self.provisioner.pid)
 
-    papermill_engines.register("moelab", _saving_twice_a_minute(NBClientEngine))
     papermill.execute_notebook(
         str(source),
         str(output),
         parameters,
-        engine_name="moelab",
         kernel_name="python3",
         language="python",
         progress_bar=False,

@@ -17,7 +17,6 @@ compared like any other, but `check` and `claims` judge the runner's only
 
 from __future__ import annotations
 
-import ast
 import builtins
 import math
 import os
@@ -53,12 +52,9 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
     params : the parameters that determine the metrics; runs where they differ are not compared. Of
         a notebook's `globals()`: what its cells annotate, `name: type = value`. seed : that of
         params if None.
-
-    Raises ValueError: papermill, called directly, has set a parameter that the notebook does not
-    have, or of another type."""
+    """
     shell = getattr(builtins, "get_ipython", lambda: None)()
     cells = [] if shell is None else shell.user_ns.get("In", [])
-    check_injected(cells)
     if "__builtins__" in params:
         params = {name: params[name] for name in annotated(cells)}
     params = dict(params)
@@ -90,39 +86,6 @@ def annotated(cells: Iterable[str]) -> list[str]:
         match for cell in cells for match in re.findall(r"^(\w+): [^=\n]+ = ", cell, re.MULTILINE)
     ]
     return list(dict.fromkeys(names))
-
-
-def check_injected(cells: list[str]) -> None:
-    """Compare the cell that papermill injects with the cells before it; see `open_run`."""
-    known: Record = {}  # name → its value where that is a literal, else None
-    for cell in cells:
-        try:
-            body = ast.parse(cell).body
-        except SyntaxError:  # a cell with magics
-            continue
-        for node in body:
-            if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
-                continue
-            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-            try:
-                value = ast.literal_eval(node.value)
-            except ValueError:
-                value = None
-            name, default = ast.unparse(target), known.get(ast.unparse(target))
-            if cell.startswith("# Parameters\n"):
-                if name not in known:
-                    raise ValueError(
-                        f"the notebook has no parameter {name!r}; it has {', '.join(known)}"
-                    )
-                same = isinstance(value, bool) == isinstance(default, bool) and isinstance(
-                    value, (int, float) if isinstance(default, float) else type(default)
-                )
-                if default is not None and not same:
-                    raise ValueError(
-                        f"parameter {name} is {value!r}; it must be of type "
-                        f"{type(default).__name__}, for example {name}={default!r}"
-                    )
-            known[name] = value
 
 
 @dataclass

@@ -272,10 +272,14 @@ def _in_a_process(job: Record) -> int:
         "MOELAB_RUN_DIR": job["directory"],
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
     }
+    environment = child_environment(**variables)
+    # as in JupyterLab, a notebook may import what lies beside it
+    beside = str(Path(job["notebook"]).parent)
+    environment["PYTHONPATH"] = os.pathsep.join([beside, environment["PYTHONPATH"]])
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"],
         stdin=subprocess.PIPE,
-        env=child_environment(**variables),
+        env=environment,
         text=True,
         start_new_session=True,
     )

@@ -33,11 +33,10 @@ Spread = tuple[float, float, float]  # mean, least, most
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the paper leaves open; `fit.SOURCES` says where each is, `fit.CHOICES` what else it
-    could be.
+    """What the paper leaves open; notebook 07 says where each is, and what else it could be.
 
-    The defaults are one of the combinations that fit (`readings`), found by a descent that saw the
-    fitted half only.
+    The defaults are one of the combinations that fit six of the paper's numbers, found by a descent
+    that saw those only.
     mapping, clock_ghz, efficiency, gpu_gb : see `hardware`. zipf, bias : see `simulated_routing`.
     monde_… : of MoNDE, see `systems.MoNDE`. placement : see `simulation.place`.
     rounding, eq2_tokens, limit : of the literal versions, see `systems.GPUNDP`.
@@ -142,11 +141,6 @@ class Sweep:
         """The numbers of units, ascending."""
         return sorted({N for _, N, *_ in self.cells})
 
-    def joined(self, other: Sweep) -> Sweep:
-        """The cells of both sweeps, which share their assumptions; the other's where both have
-        one."""
-        return Sweep(self.assumptions, self.cells | other.cells)
-
     def speedups(
         self, system: str, over: str, what: str, seed: int
     ) -> dict[tuple[str, int], float]:
@@ -237,13 +231,13 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 def over_seeds(sweep: Sweep) -> dict[str, Spread]:
-    """The quantities of `claims.CLAIMS`: (mean, least, most) over the sweep's seeds."""
+    """The published quantities: name → (mean, least, most) over the sweep's seeds."""
     found = [quantities(sweep, seed) for seed in sweep.seeds]
     return {name: spread([one[name] for one in found]) for name in found[0]}
 
 
 def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
-    """The values of `claims.CLAIMS` for one seed, under the names there."""
+    """The published quantities for one seed of the routing, by the names of the ledger's metrics."""
     found = {}
     for phase, shown in (("prefill", PAPER[3:5]), ("decode", PAPER[3:])):
         for name in shown:

@@ -10,7 +10,7 @@ from moelab.advice.model import AS_IS, DECODED, FORMS
 from moelab.advice.ways import Way, front
 from moelab.table import duration, size, unit_of
 from moelab.viz import theme
-from moelab.viz.figures import ROUND, add_points, finish, panels, point_look
+from moelab.viz.charts import ROUND, add_points, finish, panels, point_look
 from moelab.viz.notebook import say, show, table
 from moelab.viz.plotly_json import Figure
 

@@ -1,5 +1,4 @@
-"""The pictures of README's findings, from what notebooks and benches have left in results/: all of
-them by
+"""The pictures of README, from what notebooks and benches have left in results/: all of them by
 
 python -m moelab.viz.findings
 """
@@ -16,27 +15,16 @@ from moelab.comparison import MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
 from moelab.files import atomic, read_json, results_root
-from moelab.ndp.fit import JUDGED
 from moelab.results import bench_file, sections_of
 from moelab.viz import theme
-from moelab.viz.figures import (
-    DASHED,
-    NOTE,
-    Values,
-    add_lines,
-    bar_look,
-    bars,
-    differences,
-    finish,
-    hover,
-    interval,
-    panels,
-    power_ticks,
-)
+from moelab.viz.charts import NOTE, Values, bars, intervals, lines
 from moelab.viz.plotly_json import Figure
 
 Rows = Mapping[str, Values]
-ABOVE = {"legend_y": 1.08, "margin_t": 70, "margin_r": 24}  # the legend, above the panels' titles
+ABOVE = {  # the legend, above the panels' titles
+    "legend": {"orientation": "h", "x": 0, "y": 1.08, "yanchor": "bottom", "title": {"text": ""}},
+    "margin": {"t": 70, "r": 24},
+}
 
 
 def bf12(results: Mapping[str, Any]) -> Figure:
@@ -53,32 +41,14 @@ def bf12(results: Mapping[str, Any]) -> Figure:
         "ours<br>bf16": rows["gemv"],
         "ours<br>bf12": rows["gemv of bf12"],
     }
-    figure, (left, right) = panels(
-        ["read from memory", "a decode step's products; whiskers: p10 to p90"],
-        2,
-        horizontal_spacing=0.14,
-    )
-    for i, (name, row) in enumerate(of.items()):
-        megabytes, ms = row["GB/s"] * row["ms"], row["ms"]
-        for value, at, spread in (
-            (megabytes, left, None),
-            (ms, right, interval([ms], [row["10 %"]], [row["90 %"]], color="#333333")),
-        ):
-            figure.add_bar(
-                x=[f"{name}<br><b>{value:#.3g}</b>"],
-                y=[value],
-                name=name.replace("<br>", ", "),
-                marker=bar_look(i),
-                error_y=spread,
-                showlegend=False,
-                hovertemplate=hover("%{y:.3g}", name),
-                **at,
-            )
-    figure.update_yaxes(title="MB (exact)", **left).update_yaxes(title="ms (measured)", **right)
-    return finish(
-        figure.update_xaxes(type="category", showgrid=False),
+    read = {name: row["GB/s"] * row["ms"] for name, row in of.items()}
+    took = {name: (row["ms"], row["10 %"], row["90 %"]) for name, row in of.items()}
+    panels = {"MB read from memory (exact)": read, "ms of a decode step's products": took}
+    return bars(
+        {title: {"": values} for title, values in panels.items()},
+        "",
+        text="#.3g",
         height=320,
-        showlegend=False,
         margin_b=72,
     )
 
@@ -90,180 +60,100 @@ def balancing(metrics: Mapping[str, Any]) -> Figure:
         "the link reads for free (as published)": "decode {}",
         "the link shares the modules' DRAM": "dram_shared_{}",
     }
+    labels = {"+LB": "load balancing", "+PRE": "prefetching", "+LB+PRE": "both"}
 
     def added(key: str, name: str) -> float:
-        return 100 * (
-            metrics[key.format(f"NDP+TP{name}")]["value"] / metrics[key.format("NDP+TP")]["value"]
-            - 1
-        )
+        with_it, alone = (metrics[key.format(of)]["value"] for of in (f"NDP+TP{name}", "NDP+TP"))
+        return 100 * (with_it / alone - 1)
 
-    figure = bars(
+    return bars(
         {
-            "": {
-                way: {
-                    label: (added(key, name),) * 3
-                    for name, label in (
-                        ("+LB", "load balancing"),
-                        ("+PRE", "prefetching"),
-                        ("+LB+PRE", "both"),
-                    )
-                }
-                for way, key in ways.items()
-            }
+            way: {label: added(key, name) for name, label in labels.items()}
+            for way, key in ways.items()
         },
         "gain over tensor<br>parallelism alone (%, modelled)",
-        columns=1,
-    )
-    return figure.update_traces(
-        texttemplate="%{y:.1f}", textposition="outside", cliponaxis=False
-    ).update_layout(
+        text=".1f",
         height=340,
-        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "title": {"text": ""}},
+        **ABOVE,
     )
 
 
-def combinations(metrics: Mapping[str, Any]) -> Figure:
-    """With how many figures that were held out the combinations agree that fit all others; metrics
-    of notebook 07."""
-    counts = [
-        metrics.get(f"readings_judged_{n}", {"value": 0})["value"] for n in range(len(JUDGED) + 1)
-    ]
-    figure = Figure().add_bar(
-        x=list(range(len(counts))),
-        y=counts,
-        marker=bar_look(0),
-        text=[f"{n:,}" for n in counts],
-        textposition="outside",
-        cliponaxis=False,
-        hovertemplate="%{x}: %{y:,}<extra></extra>",
-    )
-    for name, key in (
-        ("chosen in notebook 07", "agree_judge"),
-        ("ratios of published numbers,<br>without any simulator", "agree_null"),
-    ):
-        n = metrics[key]["value"]
-        figure.add_annotation(
-            x=n,
-            y=counts[n],
-            text=name,
-            ay=-64,
-            ax=0,
-            yshift=18,
-            arrowhead=2,
-            xanchor="left",
-            align="left",
-            font={"size": 13},
-        )
-    figure.update_xaxes(
-        tickvals=list(range(len(counts))), range=[-0.6, len(counts) + 0.4], showgrid=False
-    )
-    return finish(
-        figure,
-        f"of {len(JUDGED)} published figures that were held out, agree",
-        "combinations that fit (modelled)",
-        height=360,
-    )
-
-
-def by_model(results: Mapping[str, Any], what: str) -> dict[str, Rows]:
-    """{model: rows} of the sections of bench recall_and_misses about `what`; of trained models."""
-    parts = {
-        tuple(title.partition(": ")[::2]): rows
-        for title, rows in results.items()
-        if "untrained" not in title
-    }
-    return {model: rows for (model, about), rows in parts.items() if about.startswith(what)}
+def by_model(results: Mapping[str, Any], what: str) -> dict[str, dict[str, Rows]]:
+    """{model: {the rest of a title: rows}} of the sections of bench recall_and_misses about `what`;
+    of trained models."""
+    found: dict[str, dict[str, Rows]] = {}
+    for title, rows in results.items():
+        model, _, about = title.partition(": ")
+        if "untrained" not in title and about.startswith(what):
+            found.setdefault(model, {})[about.removeprefix(what)] = rows
+    return found
 
 
 def estimators(results: Mapping[str, Any]) -> Figure:
     """Recall of the next layer's experts by training tokens, a panel a model; `results` of bench
     recall_and_misses."""
-    found = by_model(results, "recall one layer ahead")
-    figure, places = panels(
-        found,
-        x="training tokens (thousands)",
-        y="recall@K (%, measured)",
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-    )
-    thousands: set[float] = set()
     kinds = {
         "residual": "begins as the router (ours)",
         "appendix-a": "begins from nothing (the paper's)",
     }
-    for at, rows in zip(places, found.values()):
-        lines: dict[str, list[tuple[float, ...]]] = {label: [] for label in kinds.values()}
+
+    def learned(rows: Rows) -> dict[str, list[tuple[float, ...]]]:
+        found: dict[str, list[tuple[float, ...]]] = {label: [] for label in kinds.values()}
         for name, row in rows.items():
             kind, _, tokens = name.partition(", ")
             if kind in kinds:
-                thousands.add(n := int(tokens.split()[0].replace(",", "")) / 1e3)
-                lines[kinds[kind]].append(
-                    (n, *(100 * row[end] for end in ("recall", "from", "to")))
-                )
-        add_lines(figure, lines, "%{x:g} thousand: %{y:.1f} %", **at)
+                thousands = int(tokens.split()[0].replace(",", "")) / 1e3
+                ends = (100 * row[end] for end in ("recall", "from", "to"))
+                found[kinds[kind]].append((thousands, *ends))
+        xs = [point[0] for points in found.values() for point in points]
         router = 100 * rows["next router on q"]["recall"]
-        figure.add_hline(
-            y=router,
-            line=DASHED,
-            annotation_text=f"the next router itself: {router:.1f} %",
-            annotation_position="bottom left",
-            annotation_font=NOTE,
-            **at,
-        )
-    power_ticks(figure, thousands)
-    return finish(figure.update_yaxes(range=[0, 100]), height=390, **ABOVE)
+        return found | {"the next router itself": [(x, router) for x in (min(xs), max(xs))]}
+
+    return lines(
+        {
+            model: learned(*of.values())
+            for model, of in by_model(results, "recall one layer ahead").items()
+        },
+        "recall@K (%, measured)",
+        "training tokens (thousands)",
+        log="x",
+        top=100,
+        height=390,
+        **ABOVE,
+    )
 
 
 def evictions(results: Mapping[str, Any]) -> Figure:
     """Misses of eviction policies over LRU's by the share of experts in memory, a panel a model;
     `results` of bench recall_and_misses."""
-    found: dict[str, dict[float, Rows]] = {}
-    for title, rows in results.items():
-        model, _, about = title.partition(": evictions, ")
-        if about and "untrained" not in model:
-            found.setdefault(model, {})[float(about.partition("%")[0])] = rows
-    figure, places = panels(
-        found,
-        x="experts in memory (%)",
-        y="misses over LRU's (%, exact counts)",
-        shared_yaxes=True,
-        horizontal_spacing=0.04,
-    )
     own = {"next-token", "belady"}
-    for at, of in zip(places, found.values()):
-        rules = {
-            "predicts the next tokens (ours)": lambda rows: "next-token",
-            "default": lambda rows: DEFAULT_POLICY,
-            "best that knows the past": lambda rows: min(
-                rows.keys() - own, key=lambda name: rows[name]["misses ÷ lru"]
-            ),
-            "Belady's": lambda rows: "belady",
-        }
-        add_lines(
-            figure,
-            {
-                label: [
-                    (
-                        share,
-                        *(100 * rows[rule(rows)][end] for end in ("misses ÷ lru", "from", "to")),
-                    )
-                    for share, rows in of.items()
-                ]
-                for label, rule in rules.items()
-            },
-            "%{x:g} %: %{y:.1f} %",
-            **at,
-        )
-        figure.add_hline(
-            y=100,
-            line=DASHED,
-            annotation_text="LRU",
-            annotation_position="top right",
-            annotation_font=NOTE,
-            **at,
-        )
-        figure.update_xaxes(tickvals=list(of), range=[min(of) - 8, max(of) + 8], **at)
-    return finish(figure.update_yaxes(rangemode="tozero"), height=390, **ABOVE)
+    rules = {
+        "predicts the next tokens (ours)": lambda rows: "next-token",
+        "default": lambda rows: DEFAULT_POLICY,
+        "best that knows the past": lambda rows: min(
+            rows.keys() - own, key=lambda name: rows[name]["misses ÷ lru"]
+        ),
+        "Belady's": lambda rows: "belady",
+    }
+    ends = "misses ÷ lru", "from", "to"
+
+    def over(of: Mapping[str, Rows]) -> dict[str, list[tuple[float, ...]]]:
+        at = {float(about.partition("%")[0]): rows for about, rows in of.items()}
+        return {
+            label: [
+                (share, *(100 * rows[rule(rows)][end] for end in ends))
+                for share, rows in at.items()
+            ]
+            for label, rule in rules.items()
+        } | {"LRU": [(share, 100) for share in at]}
+
+    return lines(
+        {model: over(of) for model, of in by_model(results, "evictions, ").items()},
+        "misses over LRU's (%, exact counts)",
+        "experts in memory (%)",
+        height=390,
+        **ABOVE,
+    )
 
 
 def dropping(results: Mapping[str, Any]) -> Figure:
@@ -273,12 +163,46 @@ def dropping(results: Mapping[str, Any]) -> Figure:
     for name, row in results["accuracy (measured), drops and padding (exact)"].items():
         task, _, order = name.partition(": ")
         if task in found and "dropped" in row:
-            points, half = (
-                100 * row["difference"],
-                100 * t95(row["n"] - 1) * row["difference error"],
-            )
+            points = 100 * row["difference"]
+            half = 100 * t95(row["n"] - 1) * row["difference error"]
             found[task][order] = points, points - half, points + half
-    return differences(found, "points (95 %)").update_layout(height=320, margin_l=200)
+    return intervals(found, "points (95 %)", height=320)
+
+
+def scale(results: Mapping[str, Any]) -> Figure:
+    """A model larger than the machine, in each form: its size and what the process took, beside the
+    machine's memory; a token's mean time beside its limit; `results` of bench scale. Arms that
+    failed are left out; ValueError if all are."""
+    conditions, rows, limits, *_ = results.values()
+    names = sorted(limits, key=lambda name: -limits[name]["stored fraction"])
+    if not names:
+        why = "; ".join(f"{name}: {row['result']}" for name, row in rows.items())
+        raise ValueError(f"no arm has run, so there is nothing to draw: {why}")
+    others, plain = limits[names[0]]["other weights GB"], conditions["experts in bf16 GB"]
+    stored = {name: limits[name]["stored fraction"] for name in names}
+    sizes = {name: others + plain * of for name, of in ({"bf16": 1.0} | stored).items()}
+    times = {
+        what: {name: 1e3 * limits[name][key] for name in names}
+        for what, key in {"on demand": "mean TPOT s", "limit on demand": "limit s"}.items()
+    }
+    peak = {name: rows[name]["peak GB"] for name in names}
+    left, right = "the whole model (GB)", f"a token, executor {conditions['executor']} (ms)"
+    figure = bars(
+        {left: {"weights": sizes, "peak of the process": peak}, right: times},
+        "",
+        text=".0f",
+        kind="",
+        width=900,
+        height=460,
+        **ABOVE,
+    )
+    return figure.add_hline(
+        y=conditions["memory GB"],
+        row=1,
+        col=1,
+        annotation_text="this machine's memory",
+        annotation_font=NOTE,
+    )
 
 
 def bench(name: str) -> Callable[[Path], Any]:
@@ -291,14 +215,14 @@ def notebook(name: str) -> Callable[[Path], Any]:
     return lambda root: read_json(root / "baseline" / f"{name}.json", MetricsFile)["metrics"]
 
 
-#: picture → (what it is drawn from, how)
+#: picture below results/ → (what it is drawn from, how)
 FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
-    "bf12": (bench("experts"), bf12),
-    "balancing": (notebook("07_ndp_scheduling"), balancing),
-    "combinations": (notebook("07_ndp_scheduling"), combinations),
-    "estimators": (bench("recall_and_misses"), estimators),
-    "evictions": (bench("recall_and_misses"), evictions),
-    "dropping": (bench("ane_accuracy"), dropping),
+    "findings/bf12": (bench("experts"), bf12),
+    "findings/balancing": (notebook("07_ndp_scheduling"), balancing),
+    "findings/estimators": (bench("recall_and_misses"), estimators),
+    "findings/evictions": (bench("recall_and_misses"), evictions),
+    "findings/dropping": (bench("ane_accuracy"), dropping),
+    "bench/scale": (bench("scale"), scale),
 }
 
 
@@ -308,7 +232,7 @@ def main() -> int:
         [theme.to_json(draw(read(root))) for read, draw in FINDINGS.values()]
     )
     for name, picture in zip(FINDINGS, pictures):
-        with atomic(root / "findings" / f"{name}.png") as path:
+        with atomic(root / f"{name}.png") as path:
             path.write_bytes(picture)
     return 0 if pictures else 1
 

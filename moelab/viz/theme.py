@@ -31,7 +31,6 @@ BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
 )
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
 MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "triangle-down")
-GLYPHS = dict(zip(MARKERS, "●■◆✚▲✖★▼"))  # the same in text
 PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
 #: cividis in nine steps: even in lightness, the same to every kind of colour vision
 SEQUENTIAL = (

@@ -73,14 +73,9 @@ def test_answers_and_losses_of_a_plan():
         model, plan, ("needle", "yesno"), n=2, windows=2, tokens=96
     )
     for task in ("needle", "yesno"):
-        assert answers.points(task) == pytest.approx(
-            100 * (answers.pruned[task]["score"] - answers.dense[task]["score"])
-        )
+        difference = answers.pruned[task]["score"] - answers.dense[task]["score"]
+        assert answers.pruned[task]["difference"] == pytest.approx(difference)
         assert 0 < answers.counts[task].drop_rate < 1
-    assert answers.points(answers.worst) == min(map(answers.points, ("needle", "yesno")))
-    assert answers.spread("drop_rate") == tuple(
-        sorted(of.drop_rate for of in answers.counts.values())
-    )
     found = ane_accuracy.loss_by_order(model, with_drops, (0.4, 1.5), 256, 8, windows=2, tokens=96)
     assert set(found.cost) == set(ane_accuracy.MODES)
     for of in found.cost.values():

@@ -25,7 +25,7 @@ from moelab.bench import (
 from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
 from moelab.specs import MoESpec
-from moelab.viz.scale_figure import beside_memory
+from moelab.viz.findings import scale as beside_memory
 
 SPEC = MoESpec(
     "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32
@@ -364,11 +364,10 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
             fraction < limits[name]["stored fraction"] < fraction + 0.2
             and limits[name]["limit s"] > 0
         )
-    figure = beside_memory(conditions, rows, limits)
+    figure = beside_memory(dict(enumerate((conditions, rows, limits))))
     assert {trace.name for trace in figure.data} == {
         "weights",
         "peak of the process",
-        "this machine's memory",
         "on demand",
         "limit on demand",
     }

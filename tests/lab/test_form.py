@@ -9,16 +9,8 @@ import pytest
 from moelab.lab.runner import inspect, notebooks
 
 every_notebook = pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-CELLS, LINES, COLUMNS, FUNCTION, WORDS = 30, 36, 100, 10, 150
-
-
-def code_of(nb):
-    """The source of each code cell, without magics."""
-    return [
-        "\n".join(line for line in cell.source.splitlines() if not line.startswith(("%", "!")))
-        for cell in nb.cells
-        if cell.cell_type == "code"
-    ]
+LINES = 25  # of a cell that a reader sees; one that only draws is collapsed
+COLLAPSED = {"jupyter": {"source_hidden": True}, "tags": ["hide-input"]}
 
 
 @every_notebook
@@ -38,12 +30,12 @@ def test_a_notebook_is_clean(path):
         if line.startswith("# ")
     ]
     assert len(headings) == 1
-    for node in (node for source in code_of(nb) for node in ast.walk(ast.parse(source))):
-        # a class may be long where the reader is to write one
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            assert node.end_lineno - node.lineno < FUNCTION, (
-                f"{node.name} is long; code lives in moelab"
-            )
+    for cell in code:
+        tags = cell.metadata.get("tags", ())
+        assert "hide-input" not in tags or cell.metadata == COLLAPSED
+        assert tags or len(cell.source.splitlines()) <= LINES, (
+            f"{cell.id} is long: split it, or collapse it if it only draws"
+        )
 
 
 @every_notebook

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import sys
 from multiprocessing import get_context
 from shutil import copyfile
 
@@ -26,6 +27,7 @@ def run_cells(path, environment, parameters):
     """Run a notebook's cells in IPython, with parameters of its own."""
     os.environ.update(environment)
     os.chdir(CHECKOUT)
+    sys.path.insert(0, str(path.parent))  # as in JupyterLab, what lies beside it
     gc.freeze()  # what was imported, which is most there is, is looked through by no collection
     shell = InteractiveShell.instance()
     for cell in nbformat.read(path, 4).cells:

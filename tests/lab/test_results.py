@@ -6,7 +6,7 @@ import pytest
 from moelab.comparison import finished_runs
 from moelab.files import write_json
 from moelab.lab import open_run
-from moelab.lab.results import check_injected, new_run_id
+from moelab.lab.results import new_run_id
 
 
 def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
@@ -95,32 +95,3 @@ def test_the_newest_run_is_the_last_one_whatever_the_clock_said(tmp_path):
     names = [path.name for path in finished_runs("n", tmp_path)]
     assert names[:5] == ["20990101-000000-000000", "0003-20990101-000000-000000", *given]
     assert names[5].startswith("9999-") and names[6].startswith("10000-")
-
-
-CELL = (
-    "smoke: bool = False  # small\nn: int = 3\nshare = 0.5\nname: str = ''\nlimit: int | None = "
-    "None\nk = 2 * 3"
-)
-
-
-@pytest.mark.parametrize(
-    "injected", ["smoke = True\nn = 7", "share = 1", 'name = "x"', "limit = 4", "k = 1"]
-)
-def test_parameters_that_papermill_may_inject(injected):
-    check_injected(["", CELL, f"# Parameters\n{injected}\n", "other = 1"])
-
-
-@pytest.mark.parametrize(
-    "injected, said",
-    [
-        ("smok = True", "no parameter 'smok'; it has smoke, n, share"),
-        ("smoke = 1", "smoke is 1; it must be of type bool"),
-        ("n = True", "n is True; it must be of type int"),
-        ("n = 'x'", "of type int, for example n=3"),
-        ("share = 'x'", "of type float"),
-        ("name = 4", "of type str"),
-    ],
-)
-def test_parameters_that_papermill_would_pass_in_silence(injected, said):
-    with pytest.raises(ValueError, match=said):
-        check_injected(["", CELL, f"# Parameters\n{injected}\n"])

@@ -309,8 +309,9 @@ def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results,
 
 def test_a_bench_is_swept(results, capsys):
     with pytest.raises(SystemExit):
-        main(["sweep", "ane", "--grid", "no_such=1"])
-    assert main(["sweep", "ane", "--grid", "skew=even", "mode=parallel"]) == 0
-    (row,) = read(results / "sweeps" / "bench_ane.parquet")
-    assert row.point == {"skew": "even", "mode": "parallel"}
+        main(["sweep", "ane_accuracy", "--grid", "no_such=1"])
+    few = ["tasks=needle", "prompts=2", "tokens=64", "chunk=32", "calibration=1"]
+    assert main(["sweep", "ane_accuracy", "--grid", "drop=0.1", *few]) == 0
+    (row,) = read(results / "sweeps" / "bench_ane_accuracy.parquet")
+    assert row.point["drop"] == 0.1
     assert row.metrics and all(metric["kind"] in KINDS for metric in row.metrics.values())

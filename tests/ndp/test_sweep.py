@@ -1,13 +1,16 @@
-"""The sweep's averages against plain loops, and the claims as data."""
+"""The sweep's averages against plain loops, and its names against the ledger's."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from statistics import mean
 
+import numpy as np
 import pytest
 
-from moelab.ndp.fit import CLAIMS, FIT, JUDGED
+from moelab import claims
+from moelab.ndp.prefetch import experts_that_fit
+from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.sweep import MODELS, Assumptions, paper_sweep, quantities
 
 
@@ -28,12 +31,8 @@ def test_speedups_are_ratios_over_what_both_support(sweep):
 
 def test_every_claim_about_times_is_computed(sweep):
     found = quantities(sweep, 0)
-    assert (
-        set(found)
-        == set(FIT) | set(JUDGED)
-        == {name for name in CLAIMS if not name.startswith("modules")}
-    )
-    assert not set(FIT) & set(JUDGED) and len(FIT) <= len(JUDGED)
+    asked = {name for of in claims.ledger() if of.source == "gpu-ndp" for name in of.metric[1:]}
+    assert set(found) <= asked and len(found) == 13
 
 
 def test_assumptions_reach_hardware_and_systems():
@@ -93,3 +92,41 @@ def test_gains_are_over_the_seeds_and_only_where_both_are_supported():
     )
     assert set(sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", MODELS[0])) == {(MODELS[0], 2)}
     assert (sweep.models, sweep.units) == (list(MODELS[:2]), [1, 2])
+
+
+def test_a_cached_expert_is_not_sent():
+    """On demand with popular experts on the GPU, by hand: of K experts those that are not there
+    cross the link."""
+    assumed = replace(Assumptions(), cached="all")
+    routing, machine = assumed.routing(MODELS[1], 0, 16, 8), assumed.hardware(2)
+    run = NDPRun(machine, assumed.system("MoE-OnDemand"), routing)
+    costs, seconds = run.costs, 0.0
+    assert run.x == experts_that_fit(costs, 24) > 8
+    for ids in routing.decode:
+        for layer, chosen in enumerate(ids):
+            popular = np.argsort(-routing.history[layer], kind="stable")[: run.x]
+            sent = len(set(chosen.tolist()) - set(popular.tolist()))
+            seconds += sent * costs.transfer() + (1 if sent else len(chosen)) * float(costs.gpu(1))
+    found = simulate(machine, assumed.system("MoE-OnDemand"), routing)
+    assert found.moe_decode == pytest.approx(seconds) and found.intermediate == 0
+    alone = simulate(machine, Assumptions().system("MoE-OnDemand"), routing)
+    assert found.moe_prefill < alone.moe_prefill and found.moe_decode < alone.moe_decode
+
+
+def test_balancing_adds_nothing_where_the_link_shares_the_modules_memory():
+    names = ("MoNDE", "NDP+TP", "NDP+TP+LB", "NDP+TP+PRE", "NDP+TP+LB, improved")
+    decode = {}
+    for shared in (False, True):
+        assumed = replace(Assumptions(), shared_dram=shared)
+        swept = paper_sweep(assumed, systems=names, units=(2,), seeds=(0,), prompt=4, answer=4)
+        of = quantities_of(swept, names)
+        decode[shared] = {name: of[name] / of["NDP+TP"] for name in names}
+    assert decode[True]["NDP+TP+LB"] == pytest.approx(1, rel=1e-12)
+    assert decode[True]["NDP+TP+LB, improved"] == pytest.approx(1, rel=1e-12)
+    assert decode[False]["NDP+TP+LB"] > 1.01
+    assert decode[True]["NDP+TP+PRE"] > 1.05  # what is on the GPU is not read
+
+
+def quantities_of(sweep, names):
+    """Mean speedup of the experts' decode over MoNDE, by system."""
+    return {name: mean(sweep.speedups(name, "MoNDE", "moe_decode", 0).values()) for name in names}

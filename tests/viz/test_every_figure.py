@@ -4,26 +4,9 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from tests.viz import (
-    test_ane_figures,
-    test_engine_figures,
-    test_figures,
-    test_ndp_figures,
-    test_speculation_figures,
-    test_static_figures,
-    test_store_figures,
-)
+from tests.viz.test_charts import MADE
 
-MODULES = (
-    test_ane_figures,
-    test_engine_figures,
-    test_figures,
-    test_ndp_figures,
-    test_speculation_figures,
-    test_static_figures,
-    test_store_figures,
-)
-EVERY = [(module.MADE, name) for module in MODULES for name in module.MADE]
+EVERY = [(MADE, name) for name in MADE]
 
 
 def look(trace):

@@ -11,7 +11,7 @@ pytest.importorskip("plotly.graph_objects")
 from plotly.subplots import make_subplots
 
 from moelab.viz import theme
-from moelab.viz.figures import DASHED, panels
+from moelab.viz.charts import DASHED, panels
 from moelab.viz.plotly_json import Figure
 
 

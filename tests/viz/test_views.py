@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab.viz import theme
-from moelab.viz.figures import finish
+from moelab.viz.charts import finish
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import turned

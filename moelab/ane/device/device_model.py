@@ -6,7 +6,7 @@ one graph after the other, and at the same time the experts on the CPU. That the
 assumption, without which placement could not make the ablation's last step faster, as Figure 17 has
 it (`overlap=False`). Shared experts and dense layers are on the CPU in every system, because
 conversion leaves them there. Attention has a fixed context, the prompt. Writing back costs what
-gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (`published.inconsistencies`).
+gathering costs: Table 4's 1.2 s a layer for it contradicts Figure 14 (docs/papers/npumoe.md).
 
 CPU time is that of the whole CPU kept busy; cycles are proportional to it. Left out: embedding,
 output head, decoding."""

@@ -11,18 +11,18 @@ exceed 1024 rows. Weights and rows add up (a roofline, max(b, c·C), fits worse)
 hide behind computing. Graphs submitted at once overlap in part, up to 1024 rows; above, they run as
 if serial. Energy is e·ms + f per slot, for each mode: a power and a work. All are least squares of
 relative errors; half a digit of the smallest published figure, 0.07 ms, is 7 %. A slot is a row of
-a graph, padding included, not a prompt token (`published.expert_ffn`).
+a graph, padding included, not a prompt token (docs/papers/npumoe.md).
 
 An expert on the CPU costs its weights once a chunk and then each of its tokens, whatever the chunk.
 Each CPU parameter is read off one published figure (§5.3, Fig. 7, Tables 4, 6, 7), so there is no
-fit error; `comparison` judges what follows from them. Times are for PhiMoE's experts (157.3 million
+fit error; notebook 06 judges what follows from them. Times are for PhiMoE's experts (157.3 million
 weights, H = 4096), to be scaled."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -38,7 +38,6 @@ from moelab.ane.device.published import (
     TABLE_7,
     Sample,
 )
-from moelab.specs import Figure
 
 SPILL_ROWS = 1024
 MODES = ("serial", "parallel")
@@ -86,23 +85,6 @@ class Rates:
             tuple(e * power for e in self.power),
             tuple(f * work * power for f in self.work),
         )
-
-    def figures(self) -> dict[str, Figure]:
-        """Each parameter as a figure of kind "fitted"."""
-        units, source = (
-            {"power": "W", "work": "mJ"},
-            "least squares on NPUMoE Table 5 (PhiMoE, M2 Ultra)",
-        )
-        flat = [
-            (f"ANE {name} {part}".strip(), value, units.get(name, "ms"))
-            for name, values in asdict(self).items()
-            for part, value in (
-                zip(("p", "q", "w") if name == "overlap" else MODES, values)
-                if isinstance(values, tuple)
-                else [("", values)]
-            )
-        ]
-        return {name: Figure(float(value), unit, "fitted", source) for name, value, unit in flat}
 
 
 class Residual(NamedTuple):
@@ -224,14 +206,14 @@ class CPURates:
     `dispatch` is taken to grow with the graph's weights: were it the same for each graph,
     Qwen3-30B's naïve system would take 48 times as long as ours, not 3.9 (§5.2)."""
 
-    expert: float  # to bring an expert's weights
-    row: float  # a token of it
-    choice: float  # router, gather, padding and write-back of one choice of an expert by a token
-    dispatch: float  # what a graph of one expert takes more if Core ML places it
-    attention: float  # CPU attention over ANE attention
-    cpu_w: float  # the busy CPU
-    wait_w: float  # the CPU while the ANE works
-    comm_w: float  # communication, at all times
+    expert: float  # to bring an expert's weights: Table 4, CPU
+    row: float  # a token of it: Fig. 7
+    choice: float  # router, gather (twice) and padding of one choice of an expert: Table 4, ours
+    dispatch: float  # what a graph of one expert takes more if Core ML places it: Table 4, naïve
+    attention: float  # CPU attention over ANE attention: §5.3
+    cpu_w: float  # the busy CPU: Tables 6 and 7
+    wait_w: float  # the CPU while the ANE works: Tables 6 and 7
+    comm_w: float  # communication, at all times: Tables 6 and 7, mean of three
 
     @property
     def waiting(self) -> float:
@@ -248,24 +230,6 @@ class CPURates:
             **times,
             **{name: getattr(self, name) * power for name in ("cpu_w", "wait_w", "comm_w")},
         )
-
-    def figures(self) -> dict[str, Figure]:
-        """Each parameter as a figure of kind "fitted", with the published figure that it was read
-        off."""
-        sources = {
-            "expert": ("ms", "Table 4, expert FFN of CoreML (CPU)"),
-            "row": ("ms", "Fig. 7, geometric mean of 1.4x and 2.3x"),
-            "choice": ("ms", "Table 4, router, gather (twice) and padding of ours"),
-            "dispatch": ("ms", "Table 4, expert FFN of CoreML (naïve), taken as graphs of 1x128"),
-            "attention": ("ratio", "§5.3"),
-            "cpu_w": ("W", "Tables 6 and 7, coreml"),
-            "wait_w": ("W", "Tables 6 and 7, ours"),
-            "comm_w": ("W", "Tables 6 and 7, mean of three"),
-        }
-        return {
-            f"CPU {name}": Figure(getattr(self, name), unit, "fitted", f"NPUMoE {source}")
-            for name, (unit, source) in sources.items()
-        }
 
 
 def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:

@@ -28,7 +28,7 @@ from moelab.simulation.simulator import flat, machine_of, ordered, simulate
 from moelab.specs import ExpertKey
 from moelab.store.layout import aligned
 from moelab.table import ms, size
-from moelab.viz.engine_figures import budget_curve, memory_bar
+from moelab.viz.figures import budget_curve, memory_bar
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command

@@ -14,7 +14,7 @@ from moelab import claims as ledger
 from moelab.comparison import FigureFile, MetricsFile, saved_runs
 from moelab.files import read_json
 from moelab.records import Record
-from moelab.viz.figures import EDGE, finish, point_look
+from moelab.viz.charts import EDGE, finish, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
@@ -87,6 +87,7 @@ def draw(rows: Sequence[ledger.Row]) -> Figure:
         type="category",
         categoryorder="array",
         categoryarray=[name_of(row) for row in there][::-1],
+        range=[-0.8, len(there) - 0.2],  # plotly leaves a share of the height, however high
         tickfont={"size": 11},
     )
     return finish(

@@ -26,7 +26,7 @@ from moelab.comparison import (
 )
 from moelab.files import read_json, results_root
 from moelab.records import Rows
-from moelab.viz.figures import EDGE, finish, interval, point_look
+from moelab.viz.charts import EDGE, finish, interval, point_look
 from moelab.viz.plotly_json import Figure, merged
 from moelab.viz.theme import BLUE, VERMILLION
 from moelab.viz.views.base import menu

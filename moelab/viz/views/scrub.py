@@ -20,7 +20,7 @@ from moelab.offloading.metrics import Forward
 from moelab.records import Rows
 from moelab.specs import Event, State
 from moelab.viz import theme
-from moelab.viz.figures import EDGE, finish, hover, panels, pattern, whole_steps
+from moelab.viz.charts import EDGE, finish, hover, panels, pattern, whole_steps
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command

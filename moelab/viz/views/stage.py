@@ -32,10 +32,9 @@ from moelab.simulation.simulator import (
 from moelab.specs import Event
 from moelab.table import ms
 from moelab.viz import theme
-from moelab.viz.engine_figures import gantt
-from moelab.viz.figures import EDGE, add_points, finish, hover, panels, pattern
+from moelab.viz.charts import EDGE, add_points, finish, gantt, hover, panels, pattern
+from moelab.viz.figures import kind_of
 from moelab.viz.plotly_json import Figure
-from moelab.viz.speculation_figures import kind_of
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import Recorded, prompt_ids

@@ -15,7 +15,7 @@ from moelab.bench.arena import Contest
 from moelab.progress import progress
 from moelab.records import Rows
 from moelab.viz import theme
-from moelab.viz.figures import EDGE, bar_look, finish, hover
+from moelab.viz.charts import EDGE, bar_look, finish, hover
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows

@@ -29,9 +29,9 @@ from moelab.schema import naming
 from moelab.store.headers import Stored
 from moelab.table import format_value
 from moelab.viz import survey
-from moelab.viz.figures import finish
+from moelab.viz.charts import finish
+from moelab.viz.figures import microscope
 from moelab.viz.plotly_json import Figure
-from moelab.viz.store_figures import microscope
 from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows

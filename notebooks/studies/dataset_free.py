@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moelab import open_model
-from moelab.arguments import whole
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
@@ -34,7 +32,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
 from moelab.recording import record
-from moelab.records import Record, Records
+from moelab.records import Record
 from moelab.specs import ExpertKey, MoESpec
 from moelab.store.layout import ExpertStore
 
@@ -84,8 +82,10 @@ class Answer(NamedTuple):
 
 
 class Prefetcher:
-    """A model that keeps x chosen experts of each layer, 1 to E (0: K); a context manager. source :
-    as of `open_model`."""
+    """A model that keeps x chosen experts of each layer, 1 to E (0: K); a context manager.
+
+    source : as of `open_model`.
+    """
 
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
         checkpoint = Checkpoint.at(source)
@@ -277,27 +277,3 @@ def hit_curve(answers: Sequence[Answer], spec: MoESpec) -> dict[str, list[tuple[
         "its own future (ceiling)": curve(lambda answer: answer.wanted.sum(0)),
         "chance": [(x, 100 * x / spec.E) for x in xs],
     }
-
-
-def run(prompts_each: int = 8, steps: int = 16, x: int = 0, seed: int = 0) -> Records:
-    found = measure(popularity(open_model(), seed=seed), None, x, prompts_each, steps, seed)
-    ends = ("", ", low", ", high")
-    return {
-        f"{source}: utilisation of prefetched experts (exact counts)": {
-            way: {
-                what + end: value
-                for what, triple in row.items()
-                for end, value in zip(ends, triple)
-            }
-            for way, row in rows.items()
-        }
-        for source, rows in table(found).items()
-    }
-
-
-OPTIONS = {
-    "prompts_each": (whole(1), "prompts of each source"),
-    "steps": (whole(1), "decode steps of each answer"),
-    "x": (whole(), "experts prefetched a layer; 0 for K"),
-    "seed": (whole(), "picks the prompts"),
-}

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import moelab
-from moelab.bench import dataset_free as bench
 from moelab.trace import DECODE, PREFILL
+from notebooks.studies import dataset_free as study
 
 X, STEPS = 3, 5
 
@@ -26,14 +26,14 @@ def store(tmp_path_factory):
 def found(small, store):
     """(prompt, answers by three ways, one after the other in the same engine)."""
     rng = np.random.default_rng(0)
-    fixed = bench.most_used(rng.random((small.spec.L, small.spec.E)), X)
+    fixed = study.most_used(rng.random((small.spec.L, small.spec.E)), X)
     ids = small.tokenizer("def add(a, b):\n    return a + b\n")["input_ids"]
     choose = {
-        "free": lambda counts: bench.most_used(counts, X),
+        "free": lambda counts: study.most_used(counts, X),
         "fixed": lambda counts: fixed,
-        "again": lambda counts: bench.most_used(counts, X),
+        "again": lambda counts: study.most_used(counts, X),
     }
-    with bench.Prefetcher(store, X) as prefetcher:
+    with study.Prefetcher(store, X) as prefetcher:
         return ids, prefetcher.answers(ids, STEPS, choose)
 
 
@@ -84,25 +84,25 @@ def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
 
 def test_the_table_pairs_prompts():
     def answer(hits):
-        return bench.Answer(
+        return study.Answer(
             np.zeros(2), None, np.ones((1, 2), bool), np.ones((5, 1, 2), bool), hits, 10, 0
         )
 
     one, two = (
-        {way: answer(hits) for way, hits in zip(bench.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8))
+        {way: answer(hits) for way, hits in zip(study.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8))
     )
-    rows = bench.table({"code": [one], "prose": [two]})
-    assert rows["code"][bench.WAYS[1]]["lead"] == pytest.approx(
+    rows = study.table({"code": [one], "prose": [two]})
+    assert rows["code"][study.WAYS[1]]["lead"] == pytest.approx(
         (0.2, np.nan, np.nan), nan_ok=True
     )  # one prompt
-    assert rows["all"][bench.WAYS[0]]["utilisation"][0] == pytest.approx(0.7)
-    assert rows["all"][bench.WAYS[2]]["lead"] == pytest.approx(
+    assert rows["all"][study.WAYS[0]]["utilisation"][0] == pytest.approx(0.7)
+    assert rows["all"][study.WAYS[2]]["lead"] == pytest.approx(
         (0.2, 0.2 - 2.5412, 0.2 + 2.5412), rel=1e-4
     )
     same = {source: np.eye(2) * [[row], [0]] for source, row in (("code", 5), ("prose", 3))}
-    chosen = bench.ways(same, "code", 1)
-    assert set(chosen) == set(bench.WAYS)
-    assert chosen[bench.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [
+    chosen = study.ways(same, "code", 1)
+    assert set(chosen) == set(study.WAYS)
+    assert chosen[study.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [
         [False, True],
         [True, False],
     ]
@@ -111,7 +111,7 @@ def test_the_table_pairs_prompts():
 def test_the_hit_curve_is_a_naive_loops(small):
     rng, spec = np.random.default_rng(0), small.spec
     answers = [
-        bench.Answer(
+        study.Answer(
             None,
             rng.integers(0, 9, (spec.L, spec.E)),
             None,
@@ -122,7 +122,7 @@ def test_the_hit_curve_is_a_naive_loops(small):
         )
         for _ in range(2)
     ]
-    curve = bench.hit_curve(answers, spec)
+    curve = study.hit_curve(answers, spec)
     for x, percent in curve["dataset-free"]:
         shares = []
         for answer in answers:

@@ -1,0 +1,776 @@
+"""The charts of every notebook and view, one home for each kind: `lines`, `bars`, `intervals`,
+`points`, `matrix`, `gantt`, over the look of `theme`; numbers in, a figure out.
+
+`lines`, `bars`, `intervals` and `points` take one panel or several, {title: panel}. Series differ
+in colour *and* in dash, marker or pattern. Seconds are drawn in milliseconds and
+shares from 0 to 1 in per cent, unless an axis says otherwise. Published values are grey lines or
+open diamonds; the axis or the legend's title says whether numbers are exact, measured, simulated or
+modelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from moelab.records import Record
+from moelab.specs import Event
+from moelab.viz import theme
+from moelab.viz.plotly_json import Figure, merged
+
+GREY = "#555555"
+EDGE = {"color": theme.BLACK, "width": 1}
+PAPER = {"symbol": "diamond-open", "size": 10, "color": theme.BLACK, "line": {"width": 2}}
+DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
+NOTE = {"size": 11, "color": GREY}
+#: ticks of a logarithmic axis
+ROUND = tuple(digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5))
+Points = Sequence[tuple[float, float]]
+Spread = tuple[float, float, float]
+Values = Mapping[str, float]
+AHEAD = "prefetch"
+#: kind of work → colour, pattern, colour of the number on it, its name in the legend
+KINDS = {
+    "read E": (theme.BLUE, "", "white", "read exponents (E)"),
+    "read SM": (theme.SKY, "/", "black", "read signs, mantissas (SM)"),
+    "read": (theme.BLUE, "-", "white"),
+    AHEAD: (theme.SKY, "/", "black"),
+    "read weights": (theme.BLUE, "", "white"),
+    "read activations": (theme.SKY, "/", "black"),
+    "decompress": (theme.ORANGE, "", "black"),
+    "recover": (theme.PURPLE, "\\", "black"),
+    "decode": (theme.ORANGE, "-", "black"),
+    "expert": (theme.GREEN, "", "white"),
+    "other": ("#8c8c8c", ".", "white"),
+    "wait": ("#eeeeee", "x", "#222"),
+}
+RESOURCES = ("gpu", "link", "host", "disk", "copy", "worker", "compute")  # from top to bottom
+
+
+def line_look(i: int) -> Record:
+    """The i-th series as a line: colour, dash and marker differ."""
+    return {
+        "mode": "lines+markers",
+        "line": {"color": theme.PALETTE[i % 8], "dash": theme.DASHES[i % 8]},
+        "marker": {"symbol": theme.MARKERS[i % 8]},
+    }
+
+
+def bar_look(i: int) -> Record:
+    """The marker of the i-th series of bars: colour and pattern differ."""
+    return {"color": theme.PALETTE[i % 8], "pattern": pattern(theme.PATTERNS[i % 8], size=6)}
+
+
+def point_look(i: int, size: int = 11) -> Record:
+    """The marker of the i-th series of points: colour and symbol differ."""
+    return {
+        "symbol": theme.MARKERS[i % 8],
+        "size": size,
+        "color": theme.PALETTE[i % 8],
+        "line": EDGE,
+    }
+
+
+def pattern(shape: str, colour: str = "white", **look: Any) -> Record:
+    """A bar's pattern, laid over its colour."""
+    return {"shape": shape, "fgcolor": colour, "fillmode": "overlay"} | look
+
+
+def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> Record:
+    """Error bars from low to high around the values."""
+    value, low, high = (np.asarray(of, dtype=float) for of in (value, low, high))
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": high - value,
+        "arrayminus": value - low,
+        "thickness": 1.2,
+        "width": 3,
+    } | look
+
+
+def hover(template: str, name: str) -> str:
+    """A hover text with the name of the series beside it."""
+    return f"{template}<extra>{name}</extra>"
+
+
+def panels(
+    titles: Iterable[str], columns: int = 0, x: str = "", y: str = "", **how: Any
+) -> tuple[Figure, list[dict[str, int]]]:
+    """A figure with a panel a title, which may be empty, and where each panel is.
+
+    columns : how many are side by side, all if 0. x, y : titles of the bottom and of the left axes.
+    """
+    titles = list(titles)
+    columns = min(columns or len(titles), len(titles))
+    figure = Figure(
+        (),
+        _grid(
+            tuple(map(bool, titles)),
+            columns,
+            tuple(
+                (name, tuple(value) if isinstance(value, list) else value)
+                for name, value in how.items()
+            ),
+        ),
+        columns,
+    )
+    for note, title in zip(figure.frame.get("annotations", ()), filter(None, titles)):
+        note["text"] = title
+    for column in range(1, columns + 1):
+        figure.update_xaxes(title=x, row=(len(titles) - column) // columns + 1, col=column)
+    figure.update_yaxes(title=y, col=1).update_annotations(font_size=13)
+    return figure, [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
+
+
+@cache
+def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> Record:
+    """The empty panels, some with a title, as plotly lays them out."""
+    from plotly.subplots import make_subplots
+
+    n = len(titled)
+    return merged(
+        make_subplots(
+            rows=-(-n // columns),
+            cols=columns,
+            **dict(how),
+            subplot_titles=["title" * there for there in titled] if n > 1 and any(titled) else None,
+        ).layout.to_plotly_json(),
+        {"template": None},
+    )
+
+
+def add_lines(
+    figure: Figure,
+    series: Mapping[str, Sequence[Sequence[Any]]],
+    template: str = "%{x:g}: %{y:.3g}",
+    names: Iterable[str] = (),
+    **how: Any,
+) -> Figure:
+    """Add a line a series of points (x, y) or (x, y, low, high); one of `names` has the same look
+    in every panel."""
+    names = list(names or series)
+    for name, points in series.items():
+        x, y, *ends = zip(*points) if points else ((), ())
+        figure.add_scatter(
+            x=x,
+            y=y,
+            name=name,
+            error_y=interval(y, *ends) if ends else None,
+            **line_look(names.index(name)) | {"hovertemplate": hover(template, name)} | how,
+        )
+    return figure
+
+
+def add_points(
+    figure: Figure, points: Points, name: str, i: int, template: str, **how: Any
+) -> None:
+    """Add points (x, y) in the look of the i-th series."""
+    x, y = zip(*points) if points else ((), ())
+    figure.add_scatter(
+        **{
+            "x": x,
+            "y": y,
+            "name": name,
+            "mode": "markers",
+            "marker": point_look(i),
+            "hovertemplate": hover(template, name),
+        }
+        | how
+    )
+
+
+def add_ranges(
+    figure: Figure, rows: Mapping[str, Spread], name: str, template: str, i: int = 0, **how: Any
+) -> None:
+    """Add a point with its interval in each named row: {row: (value, low, high)}."""
+    value, low, high = np.array(list(rows.values()), dtype=float).reshape(-1, 3).T
+    figure.add_scatter(
+        x=value,
+        y=list(rows),
+        name=name,
+        mode="markers",
+        marker=point_look(i),
+        error_x=interval(value, low, high, color="#333333", thickness=1.5, width=4),
+        hovertemplate=hover(template, name),
+        **how,
+    )
+
+
+def add_band(
+    figure: Figure,
+    x: ArrayLike,
+    low: ArrayLike,
+    high: ArrayLike,
+    colour: str,
+    opacity: float,
+    name: str,
+    **how: Any,
+) -> None:
+    """Add a band from low to high in a colour "#rrggbb"."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    x, low, high = map(np.asarray, (x, low, high))
+    figure.add_scatter(
+        x=np.r_[x, x[::-1]],
+        y=np.r_[high, low[::-1]],
+        fill="toself",
+        name=name,
+        mode="lines",
+        line={"width": 0},
+        fillcolor=f"rgba({red},{green},{blue},{opacity})",
+        hoverinfo="skip",
+        **how,
+    )
+
+
+def add_reference(figure: Figure, y: float, text: str, dash: str = "dash", shift: int = 0) -> None:
+    """Add a grey horizontal line, labelled in the right margin; the label is `shift` pixels up."""
+    figure.add_hline(
+        y=y,
+        line=DASHED | {"dash": dash},
+        annotation_text=text,
+        annotation_position="right",
+        annotation_font_size=11,
+        annotation_yshift=shift,
+    )
+
+
+def quantiles(samples: Sequence[float]) -> Spread:
+    """Median, tenth and ninetieth percentile of seconds, in ms."""
+    low, middle, high = np.quantile(1e3 * np.asarray(samples, dtype=float), (0.1, 0.5, 0.9))
+    return middle, low, high
+
+
+def whole_steps(n: int) -> int:
+    """A tick distance that keeps the labels of n layers apart and whole."""
+    return max(1, -(-n // 12))
+
+
+def power_ticks(figure: Figure, values: Iterable[float]) -> None:
+    """Logarithmic horizontal axes with a tick at each of the values."""
+    ticks = sorted({float(value) for value in values})
+    figure.update_xaxes(
+        type="log", tickmode="array", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks]
+    )
+
+
+def finish(
+    figure: Figure, x: str = "", y: str = "", legend: str | None = None, **layout: Any
+) -> Figure:
+    """The figure in moelab's look: titles of all axes, every name once in the legend.
+
+    legend : the title of a legend beside the figure; without, the legend is above, and the right
+    margin holds notes."""
+    if x:
+        figure.update_xaxes(title=x)
+    if y:
+        figure.update_yaxes(title=y)
+    names = [trace.get("name") for trace in figure.traces]
+    for i, (name, trace) in enumerate(zip(names, figure.traces)):
+        if name and names.count(name) > 1 and "showlegend" not in trace:
+            trace |= {"legendgroup": name, "showlegend": name not in names[:i]}
+    if legend is None:
+        place = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+        notes = [
+            len(note["text"])
+            for note in figure.frame.get("annotations", ())
+            if note.get("xref") == "x domain"
+        ]
+        right = 20 + 6 * max(notes, default=0)  # plotly leaves no room for them
+    else:
+        title = {"text": legend, "font": {"size": 13}}
+        place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title}
+        right = 24
+    figure.update_layout(
+        legend=place,
+        showlegend=legend is not None or len(figure.traces) > 1,
+        margin={"l": 72, "r": right, "t": 40, "b": 56},
+    )
+    return figure.update_layout(**layout)
+
+
+def lines(
+    groups: Mapping[str, Any],
+    y: str | Mapping[str, str],
+    x: str,
+    *,
+    columns: int = 2,
+    log: str = "",
+    at: float | None = None,
+    across: Values | None = None,
+    dots: Mapping[str, Points] | None = None,
+    top: float | None = None,
+    kind: str = "modelled",
+    **layout: Any,
+) -> Figure:
+    """A line a series, a panel or several.
+
+    groups : {series: [(x, y), …]} or {panel: that}; (x, y, low, high) has an interval, NaN is a
+        gap, values alone are over 0, 1, 2, … A series looks alike in all panels.
+    y : the title of the vertical axis, or that of each panel; then panels are below one another.
+    log : the axes with a logarithmic scale: "x", "y" or "xy". at : where a vertical line is drawn.
+    across : {what: value}, horizontal lines. dots : {series: [(x, y), …]}, points beside the first
+        panel's lines. top : the upper end of the vertical axes. kind : the legend's title.
+    """
+    groups = _panelled(groups, 2)
+    below = isinstance(y, Mapping)
+    columns = 1 if below else columns
+    rows = -(-len(groups) // columns)
+    figure, places = panels(
+        [""] * len(groups) if below else groups,
+        columns,
+        x,
+        "" if below else y,
+        horizontal_spacing=0.08,
+        vertical_spacing=(0.06 if below else 0.2) / rows,
+        shared_xaxes=below,
+    )
+    names = list(dict.fromkeys(name for of in groups.values() for name in of))
+    for place, (panel, of) in zip(places, groups.items()):
+        look = {"mode": "lines"} if dots else {}
+        given = {name: _pairs(points) for name, points in of.items()}
+        add_lines(figure, given, names=names, **look, **place)
+        if at is not None:
+            figure.add_vline(x=at, line=DASHED, **place)
+        if below:
+            figure.update_yaxes(title=y[panel], **place)
+    for name, found in (dots or {}).items():
+        i = names.index(name)
+        add_points(figure, found, name, i, "%{x:g}: %{y:.3g}", showlegend=False, **places[0])
+    _add_across(figure, across or {})
+    _scale_axes(figure, log, each=True)
+    if top is not None:
+        figure.update_yaxes(range=[0, top])
+    finish(figure, legend=kind, height=(190 if below else 310) * rows + 80)
+    return figure.update_layout(**layout)
+
+
+def _pairs(points: Any) -> Any:
+    """Values alone are over 0, 1, 2, …"""
+    return list(enumerate(np.asarray(points, float))) if np.ndim(points) == 1 else points
+
+
+def _panelled(groups: Mapping[str, Any], deep: int) -> Mapping[str, Any]:
+    """Dictionaries so many deep; one less is a panel without a title."""
+    found, n = groups, 0
+    while isinstance(found, Mapping):
+        found, n = next(iter(found.values()), None), n + 1
+    return groups if n >= deep else {"": groups}
+
+
+def _add_across(figure: Figure, across: Values) -> None:
+    """Dashed horizontal lines, the lowest with its name below and the others above."""
+    for i, (name, value) in enumerate(sorted(across.items(), key=lambda item: item[1])):
+        figure.add_hline(
+            y=value,
+            line=DASHED,
+            annotation_text=name,
+            annotation_position="top right" if i else "bottom right",
+            annotation_font=NOTE,
+        )
+
+
+def _scale_axes(figure: Figure, log: str, *more: float, each: bool = False) -> None:
+    """Logarithmic axes that include `more`, with round numbers; `each`: with a tick at each x, if
+    they are few."""
+    for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
+        if axis not in log:
+            continue
+        found = [np.asarray(trace.get(axis, ()), float) for trace in figure.traces]
+        for trace, of in zip(figure.traces, [*found]):
+            ends = trace.get(f"error_{axis}") or {"array": 0, "arrayminus": 0}
+            found += [of + ends["array"], of - ends["arrayminus"]]
+        values = np.concatenate([*found, more])
+        values = values[values > 0]
+        if each and axis == "x" and len(set(values)) < 9:
+            power_ticks(figure, values)
+        elif len(values):
+            low, high = values.min(), values.max()
+            few = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
+            ones = [tick for tick in few if f"{tick:e}"[0] == "1"]
+            few = few if len(few) < 7 else ones if len(ones) > 2 else few[::2]
+            update(
+                type="log",
+                tickvals=few,
+                range=np.log10([low / 1.15, high * 1.15]).tolist(),
+                ticktext=[f"{t:g}" for t in few],
+            )
+
+
+def bars(
+    groups: Mapping[str, Any],
+    y: str,
+    x: str = "",
+    *,
+    paper: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] | None = None,
+    columns: int = 2,
+    line: tuple[float, str] | None = None,
+    percent: bool = False,
+    kind: str = "modelled",
+    upwards: bool = True,
+    text: str = "",
+    **layout: Any,
+) -> Figure:
+    """Groups of bars, a panel or several.
+
+    groups : {series: {group: value}} or {panel: that}; (value, low, high) has whiskers, None is
+        drawn as N.S., not supported.
+    paper : {panel: {series: {group: values}}}, open diamonds on the bars; two values are the ends
+        of a range.
+    line : (value, what it is), drawn across. percent : values from 0 to 1 are drawn in per cent.
+    kind : the legend's title. upwards : the vertical axis begins at 0. text : the format of the
+        numbers on bars, such as ".2f". layout : barmode="stack" piles the series up.
+    """
+    groups = _panelled(groups, 3)
+    height = 310 * -(-len(groups) // columns) + 80
+    figure, places = panels(
+        groups, columns, x, y, horizontal_spacing=0.07, vertical_spacing=80 / height
+    )
+    scale = 100 if percent else 1
+    names = list(dict.fromkeys(name for of in groups.values() for name in of))
+    for at, (panel, of) in zip(places, groups.items()):
+        for n, name in enumerate(names):
+            _add_bars(figure, of.get(name, {}), name, n, scale, text, at)
+            if said := (paper or {}).get(panel, {}).get(name):
+                _add_paper(figure, said, name, n, scale, at)
+        every = list(dict.fromkeys(group for by_group in of.values() for group in by_group))
+        figure.update_xaxes(categoryarray=every, **at)
+        _add_unsupported(figure, of, every, names, at)
+        if line:
+            named = len(names) > 1 or len(groups) > 1  # by the legend
+            note = {} if named else {"annotation_text": line[1], "annotation_font": NOTE}
+            figure.add_hline(y=scale * line[0], line=DASHED, **note, **at)
+    figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
+    figure.update_yaxes(rangemode=None if upwards else "normal")
+    look = {"barmode": "group", "scattermode": "group", "bargap": 0.18, "height": height}
+    title = kind + (f"<br>dashed: {line[1]}" if line else "")
+    look |= {"showlegend": len(names) > 1 or bool(paper) or (len(groups) > 1 and bool(line))}
+    if not look["showlegend"]:
+        figure.update_yaxes(title=f"{y}, {kind}" if kind and y else y, col=1)
+    if layout.get("barmode") == "stack":
+        figure.update_traces(offsetgroup=None)
+    return finish(figure, legend=title).update_layout(**look | layout)
+
+
+def _add_bars(
+    figure: Figure,
+    by_group: Mapping[Any, Spread | float | None],
+    name: str,
+    n: int,
+    scale: float,
+    text: str,
+    at: Mapping[str, int],
+) -> None:
+    """The bars of the n-th series in one panel."""
+    there = {group: v for group, v in by_group.items() if v is not None}
+    if not there:
+        return
+    value, low, high = scale * np.array([np.broadcast_to(v, 3) for v in there.values()], float).T
+    figure.add_bar(
+        x=list(there),
+        y=value,
+        name=name,
+        offsetgroup=str(n),
+        marker=bar_look(n),
+        error_y=interval(value, low, high, color="#333333") if (high > low).any() else None,
+        texttemplate=f"%{{y:{text}}}" if text else None,
+        textposition="outside" if text else None,
+        cliponaxis=False if text else None,
+        hovertemplate=hover("%{x}: %{y:.3g}", name),
+        **at,
+    )
+
+
+def _add_paper(
+    figure: Figure,
+    said: Mapping[str, Sequence[float]],
+    name: str,
+    n: int,
+    scale: float,
+    at: Mapping[str, Any],
+) -> None:
+    """A series' published values, open diamonds on its bars; two are the ends of a line."""
+    # NaN ends a line
+    ends = [(group, v) for group, values in said.items() for v in (*values, np.nan)]
+    figure.add_scatter(
+        x=[group for group, _ in ends],
+        y=[scale * v for _, v in ends],
+        mode="lines+markers",
+        name="the paper",
+        offsetgroup=str(n),
+        marker=PAPER,
+        line=EDGE | {"dash": "solid"},
+        hovertemplate=hover("%{x}: %{y:.3g}", f"{name}, paper"),
+        **at,
+    )
+
+
+def _add_unsupported(
+    figure: Figure,
+    of: Mapping[str, Mapping[str, Spread | None]],
+    groups: Sequence[str],
+    names: Sequence[str],
+    at: Mapping[str, Any],
+) -> None:
+    """N.S. in each group that has a series without a value."""
+    for group in groups:
+        missing = [
+            name for name, by_group in of.items() if group in by_group and by_group[group] is None
+        ]
+        if missing:
+            figure.add_scatter(
+                x=[group],
+                y=[0],
+                mode="text",
+                text="N.S.",
+                textposition="top center",
+                offsetgroup=str(names.index(missing[len(missing) // 2])),
+                showlegend=False,
+                textfont={"size": 11, "color": GREY},
+                hoverinfo="skip",
+                name="not supported",
+                **at,
+            )
+
+
+def intervals(
+    groups: Mapping[str, Any],
+    x: str | Mapping[str, str],
+    *,
+    limits: Values | None = None,
+    marks: Mapping[str, Values] | None = None,
+    series: Mapping[str, str] | None = None,
+    zero: float | None = 0,
+    log: bool = False,
+    kind: str = "measured",
+    **layout: Any,
+) -> Figure:
+    """A point with its interval in each row, a panel or several side by side.
+
+    groups : {row: (value, low, high)} or {panel: that}; NaN where a point is off the scale.
+    x : the title of the horizontal axes, of all or of each panel. limits : {panel: value}, the
+        largest that is allowed, dotted. marks : {panel: {what: value}}, dotted lines with a name.
+    series : {row: series}, which tells rows apart by colour. zero : where no difference is.
+    """
+    groups = _panelled(groups, 2)
+    figure, places = panels(groups, shared_yaxes=True, horizontal_spacing=0.04)
+    names = list(dict.fromkeys(name for of in groups.values() for name in of))
+    kinds = list(dict.fromkeys((series or {}).values())) or [""]
+    dotted = {"color": theme.VERMILLION, "dash": "dot", "width": 2}
+    for at, (panel, of) in zip(places, groups.items()):
+        for i, name in enumerate(kinds):
+            rows = {row: v for row, v in of.items() if not series or series[row] == name}
+            label = name or panel
+            look = {"showlegend": None if series else False}
+            add_ranges(figure, rows, label, "%{y}: %{x:.3g}", i, **look, **at)
+        if zero is not None:
+            figure.add_vline(x=zero, line=EDGE, **at)
+        if panel in (limits or {}):
+            figure.add_vline(x=limits[panel], line=dotted, **at)
+        for what, value in (marks or {}).get(panel, {}).items():
+            figure.add_vline(x=value, line=dotted, **at)
+            _label_above(figure, value, what, log, at)
+        figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **at)
+    figure.update_xaxes(tickangle=0, nticks=max(4, 15 // len(groups)), tickfont_size=12)
+    if log:
+        _scale_axes(figure, "x", *(x for of in (marks or {}).values() for x in of.values()))
+    figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
+    height, left = 150 + 30 * len(names), 30 + 7 * max(map(len, names), default=0)
+    return finish(figure, legend=kind, height=height, margin_l=left).update_layout(**layout)
+
+
+def _label_above(figure: Figure, x: float, text: str, log: bool, at: Mapping[str, int]) -> None:
+    """A name at the top of a panel's vertical line."""
+    (n,) = figure._panels(at["row"], at["col"])
+    figure.add_annotation(
+        x=np.log10(x) if log else x,
+        xref=f"x{n}",
+        y=1,
+        yref=f"y{n} domain",
+        yanchor="top",
+        xanchor="right",
+        textangle=-90,
+        showarrow=False,
+        text=text,
+        font=NOTE,
+    )
+
+
+def points(
+    groups: Mapping[str, Any],
+    y: str,
+    x: str | Mapping[str, str],
+    *,
+    at: Values | None = None,
+    log: str = "",
+    kind: str = "measured",
+    **layout: Any,
+) -> Figure:
+    """Named points, a panel or several side by side.
+
+    groups : {series: {name: (x, y)}} or {panel: that}; (x, y, low, high) has an interval.
+    at : {what: x}, vertical lines.
+    """
+    groups = _panelled(groups, 3)
+    figure, places = panels([""] * len(groups), y=y, horizontal_spacing=0.12)
+    kinds = list(dict.fromkeys(name for of in groups.values() for name in of))
+    for place, (panel, of) in zip(places, groups.items()):
+        for name, by_name in of.items():
+            xs, ys, *ends = zip(*by_name.values()) if by_name else ((), ())
+            figure.add_scatter(
+                x=xs,
+                y=ys,
+                name=name,
+                mode="markers+text",
+                text=[f" {one}" for one in by_name],
+                textposition="middle right",
+                textfont={"size": 11},
+                cliponaxis=False,
+                marker=point_look(kinds.index(name)),
+                error_y=interval(ys, *ends) if ends else None,
+                customdata=list(by_name),
+                hovertemplate=hover("%{customdata}: %{x:.3g}, %{y:.3g}", name),
+                **place,
+            )
+        for what, value in (at or {}).items():
+            figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what, **place)
+        figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **place)
+    _scale_axes(figure, log)
+    finish(figure, legend=kind, height=440, showlegend=len(kinds) > 1)
+    return figure.update_layout(**layout)
+
+
+def matrix(
+    values: ArrayLike,
+    y: str,
+    x: str,
+    what: str,
+    *,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    high: float | None = None,
+    numbers: str = "",
+) -> Figure:
+    """A map of values [rows, columns], the first row at the top.
+
+    what : the title of the scale, from 0 to `high`. numbers : the format of a number in each cell.
+    """
+    values = np.asarray(values, dtype=float)
+    figure = Figure().add_heatmap(
+        z=values,
+        x=columns and list(columns),
+        y=rows and list(rows),
+        zmin=0,
+        zmax=np.nanmax(values, initial=0) if high is None else high,
+        xgap=1,
+        ygap=1,
+        texttemplate=f"%{{z:{numbers}}}" if numbers else None,
+        colorbar={"title": {"text": what}},
+        hovertemplate=f"{y} %{{y}}, {x} %{{x}}: %{{z:.3g}}<extra></extra>",
+    )
+    figure.update_yaxes(
+        autorange="reversed", dtick=None if rows else whole_steps(len(values)), showgrid=False
+    )
+    return finish(figure, x, y, xaxis_showgrid=False)
+
+
+def gantt(
+    runs: Mapping[str, Sequence[Event]], numbers: str = "experts", kind: str = "simulated"
+) -> Figure:
+    """Timelines, one below the other: a row a resource, a look a kind of work; a dashed line marks
+    a run's end.
+
+    runs : {title: events}. numbers : on the bars, "experts", "layers" or, without any, "".
+    """
+    rows = [sorted({e.resource for e in events}, key=_row) for events in runs.values()]
+    spans = [(min(e.start for e in events), max(e.end for e in events)) for events in runs.values()]
+    heights = [len(resources) + 1.2 for resources in rows]
+    figure, places = panels(
+        [f"{title}: {1e3 * (end - start):.2f} ms" for title, (start, end) in zip(runs, spans)],
+        1,
+        "time since the first event (ms)",
+        shared_xaxes=True,
+        row_heights=heights,
+        vertical_spacing=min(0.5 / len(runs), 1.6 / (sum(heights) + 2)),
+    )
+    brief = 2e-3 * max((end - start for start, end in spans), default=0)
+    for at, events, resources, (start, end) in zip(places, runs.values(), rows, spans):
+        _add_work(figure, events, start, brief, numbers, at)
+        figure.add_vline(
+            x=1e3 * (end - start), line={"color": theme.BLACK, "dash": "dash", "width": 1.5}, **at
+        )
+        figure.update_yaxes(
+            type="category",
+            categoryorder="array",
+            categoryarray=resources,
+            showgrid=False,
+            range=[len(resources) - 0.5, -0.5],
+            **at,
+        )
+    figure.update_xaxes(range=[0, 1.02e3 * max(end - start for start, end in spans)])
+    figure.update_annotations(x=0, xanchor="left")
+    finish(
+        figure,
+        legend=f"{kind}<br>numbers: {numbers}" if numbers else kind,
+        barmode="overlay",
+        height=110 + 26 * round(sum(heights)),
+        uniformtext={"minsize": 8, "mode": "hide"},
+    )
+    return figure.update_layout(legend_traceorder="normal")
+
+
+def _add_work(
+    figure: Figure,
+    events: Sequence[Event],
+    start: float,
+    brief: float,
+    numbers: str,
+    at: Mapping[str, Any],
+) -> None:
+    """The bars of a run, a look a kind; `brief` seconds are hardly a pixel."""
+    for name, (colour, shape, text, *called) in KINDS.items():
+        if not (of := [e for e in events if e.kind == name]):
+            continue
+        edge = "#bbbbbb" if name == "wait" else "white"
+        # a white one would hide it
+        edges = [colour if e.end - e.start < brief else edge for e in of]
+        # a number on less than a digit's width would be measured and then hidden
+        shown = [
+            -1 if e.end - e.start < 6 * brief else e.layer if numbers == "layers" else e.expert
+            for e in of
+        ]
+        figure.add_bar(
+            y=[e.resource for e in of],
+            base=[1e3 * (e.start - start) for e in of],
+            orientation="h",
+            name=(called or [name])[0],
+            x=[1e3 * (e.end - e.start) for e in of],
+            text=["" if n < 0 else str(n) for n in shown],
+            textposition="inside",
+            textangle=0,
+            insidetextanchor="middle",
+            textfont={"color": text, "size": 12},
+            customdata=[(e.layer, e.expert) for e in of],
+            marker={
+                "color": colour,
+                "line": {"color": edges if colour in edges else edge, "width": 0.8},
+                "pattern": pattern(
+                    shape, "#999999" if name == "wait" else "white", size=6, fgopacity=0.5
+                ),
+            },
+            hovertemplate="%{y}, "
+            + name
+            + ", layer %{customdata[0]}, expert %{customdata[1]}: %{x:.4f} ms from "
+            "%{base:.4f} ms<extra></extra>",
+            **at,
+        )
+
+
+def _row(resource: str) -> tuple:
+    """The sort key of a resource: its place in RESOURCES, the rest below, then its number."""
+    name, _, number = resource.partition(" ")
+    place = RESOURCES.index(name) if name in RESOURCES else len(RESOURCES)
+    return place, int(number) if number.isdigit() else 0, resource

@@ -1,0 +1,160 @@
+"""The four systems that NPUMoE compares, as modelled: what notebook 06 measures its claims by.
+
+The paper's routing traces are not public, so popularity is assumed. Where a published figure does
+not say its prompt and chunk, the least and the most of all of `RUNS` answer. `READINGS` changes one
+choice of ours at a time: what holds by one of them only is not concluded (`moelab.claims`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from moelab.ane.device.device_model import DeviceModel, Prefill
+from moelab.ane.device.published import ATTENTION_CPU, TABLE_5
+from moelab.ane.plan import ANEPlan, make_plan
+from moelab.ane.popularity import assumed_counts, assumed_loads
+from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.cards import load_model
+
+#: (prompt, chunk) of Figures 14 to 16
+RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
+#: what is compared → the figure of a prefill
+METRICS: dict[str, Callable[[Prefill], float]] = {
+    "ttft": lambda p: p.ttft_s,
+    "energy": lambda p: p.total.mj,
+    "cpu_cycles": lambda p: p.cpu_s,
+}
+#: a choice of ours, changed → options of `studies`
+READINGS: dict[str, dict[str, Any]] = {
+    "attention slower on the ANE": {"attention": 1 / ATTENTION_CPU},  # §5.3 can be read both ways
+    "CPU and ANE in turn": {"overlap": False},
+    "even popularity": {"skew": "even"},
+    "launch without 1×32": {
+        "samples": tuple(s for s in TABLE_5 if (s.G, s.C, s.mode) != (1, 32, "serial"))
+    },
+}
+#: models and the machines that the paper ran them on
+MACHINES = {"Phi-3.5-MoE": "m2-ultra", "Phi-tiny-MoE": "m2-max", "Qwen3-30B-A3B": "m2-ultra"}
+RIVALS = tuple(system for system in TABLE_2 if system != "npumoe")
+Run = dict[str, Prefill]  # system → its prefill
+Study = dict[tuple[int, int], Run]  # (prompt, chunk) → systems
+Values = dict[str, tuple[float, str]]  # name → (value, unit)
+
+
+@cache
+def _plans(model: str, chunk: int, skew: str, seed: int) -> tuple[dict[str, ANEPlan], np.ndarray]:
+    """(system → plan, loads of other chunks of the same popularity)."""
+    spec = load_model(model)
+    counted, popularity = assumed_counts(spec, chunk, skew=skew, seed=seed), f"assumed: {skew}"
+    plans = {
+        system: make_plan(spec, *counted, chunk, system=system, popularity=popularity)
+        for system in SYSTEMS
+    }
+    return plans, assumed_loads(spec, chunk, 80, skew, seed)[64:]
+
+
+def study(
+    model: str,
+    device: DeviceModel,
+    runs: Iterable[tuple[int, int]] = RUNS,
+    skew: str = "typical",
+    seed: int = 0,
+) -> Study:
+    """Every system's prefill of a model card for each (prompt, chunk)."""
+    found = {}
+    for prompt, chunk in runs:
+        plans, unseen = _plans(model, chunk, skew, seed)
+        found[prompt, chunk] = {
+            s: device.prefill(plan, prompt, unseen) for s, plan in plans.items()
+        }
+    return found
+
+
+def studies(seed: int = 0, skew: str = "typical", runs: Any = RUNS, **how: Any) -> dict[str, Study]:
+    """The study of each of `MACHINES`; `how` are `DeviceModel.of`'s."""
+    return {
+        model: study(model, DeviceModel.of(device, **how), runs, skew, seed)
+        for model, device in MACHINES.items()
+    }
+
+
+def ratio(run: Run, metric: str, system: str) -> float:
+    """A system's figure over NPUMoE's, in one run."""
+    return METRICS[metric](run[system]) / METRICS[metric](run["npumoe"])
+
+
+def figures(found: dict[str, Study]) -> Values:
+    """All that the ledger asks of `studies`."""
+    phi, tiny, qwen = found.values()
+    device = DeviceModel.of()
+    values = {
+        f"slot_8x{C}": (device.rates.graph_ms(8, C) / (8 * C), "ms a row, serial")
+        for C in (128, 256)
+    }
+    for (P, B), run in phi.items():
+        for metric in METRICS:
+            for system in RIVALS:
+                values[f"phi_{P}_{B}_{metric}_{system}"] = ratio(run, metric, system), "× NPUMoE"
+        values[f"phi_{P}_{B}_mj_per_token"] = run["npumoe"].mj_per_token, "mJ"
+    first = next(iter(phi.values()))
+    for system in ABLATION[:-1]:
+        values[f"ablation_{system}"] = ratio(first, "ttft", system), "× all, TTFT"
+        values[f"ablation_energy_{system}"] = ratio(first, "energy", system), "× all, energy"
+    naive = first["naive"]
+    share = naive.dispatch_ms / (naive.experts.ms + naive.host.ms)
+    values["naive_dispatch_share"] = share, "of the naïve MoE block"
+    for name, (runs, figure, unit) in _ranges(phi, tiny, qwen).items():
+        of = [figure(run) for run in runs.values()]
+        values |= {f"{name}_least": (min(of), unit), f"{name}_most": (max(of), unit)}
+    return values | _over_any(tiny)
+
+
+def _over_any(tiny: Study) -> Values:
+    """Least and most over all runs and rivals of Phi-tiny-MoE."""
+    values = {}
+    for metric in ("ttft", "energy"):
+        of = [ratio(run, metric, system) for run in tiny.values() for system in RIVALS]
+        for end, value in (("least", min(of)), ("most", max(of))):
+            values[f"Phi-tiny-MoE_{metric}_{end}"] = value, "× NPUMoE, any baseline"
+    return values
+
+
+def _ranges(phi: Study, tiny: Study, qwen: Study) -> dict[str, tuple[Study, Any, str]]:
+    """Name → (runs, what of a run, unit) of figures that are told as least and most."""
+
+    def padding_cycles(run: Run) -> float:
+        ours = run["npumoe"]
+        return ours.cpu_s / (ours.cpu_s - ours.padding.cpu_ms / 1e3)
+
+    def padding_time(run: Run) -> float:
+        return run["npumoe"].padding.ms / (run["npumoe"].total - run["npumoe"].padding).ms
+
+    def experts_share(run: Run) -> float:
+        return run["npumoe"].experts.ms / run["npumoe"].total.ms
+
+    def experts_on_cpu(run: Run) -> float:
+        return run["cpu"].experts.ms / run["npumoe"].experts.ms
+
+    return {
+        "experts_of_ttft": (phi, experts_share, "of our TTFT"),
+        "padding_time": (phi, padding_time, "of TTFT without padding"),
+        "padding_cycles": (phi, padding_cycles, "× without padding"),
+        "qwen_experts_cpu": (qwen, experts_on_cpu, "× NPUMoE, experts' time"),
+    } | {
+        f"qwen_{metric}_{system}": (qwen, partial(ratio, metric=metric, system=system), "× NPUMoE")
+        for metric in ("ttft", "energy")
+        for system in ("cpu", "anemll")
+    }
+
+
+def modelled(found: dict[str, Study], seed: int = 0) -> dict[str, tuple[float, str, str, Any]]:
+    """Name → (value, unit, "modelled", {reading: value}) of `figures`, as `run.metric` takes it."""
+    by = {name: figures(studies(seed, **change)) for name, change in READINGS.items()}
+    return {
+        name: (*of, "modelled", {reading: values[name][0] for reading, values in by.items()})
+        for name, of in figures(found).items()
+    }
