@@ -23,7 +23,7 @@ from moelab.arguments import whole
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_layers
 from moelab.checkpoint.restore import blobs_of, pieces, places
-from moelab.files import cache_root, vacant
+from moelab.files import cache_folder, cache_root, vacant
 from moelab.forks import in_children
 from moelab.models.experts import Weights, seam_of
 from moelab.models.seam import MoELayer
@@ -208,7 +208,8 @@ def kept_store(
             with suppress(StoreError):  # one that is damaged is made again
                 return ExpertStore(destination)
             shutil.rmtree(destination)
-        return convert(checkpoint, destination, codec, quantize=quantize, seconds=seconds)
+        place = cache_folder(".") / name
+        return convert(checkpoint, place, codec, quantize=quantize, seconds=seconds)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
