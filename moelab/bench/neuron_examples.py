@@ -6,13 +6,10 @@ beside them is in the ledger (`moelab.claims`). Statements without inputs are le
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from moelab.cards import load_device, load_model
 from moelab.static import blocks
-from moelab.static.advice import Advice, advise
 from moelab.static.blockwise import BlockMap, block_map
 from moelab.static.neuron import expected_unique, provisioned_savings
 from moelab.static.volumes import gather_ratio
@@ -84,64 +81,6 @@ def figures() -> dict[str, tuple[float, str]]:
         },
         "experts_needed_256_8_32": (expected_unique(32, [8 / 256] * 256), "experts, even routing"),
     }
-
-
-@dataclass(frozen=True)
-class BlockAdvice:
-    """The block size that the intensity factor advises (modelled); reuse : whether weights are read
-    once or for each
-    block. real : FLOPs a byte of the real tokens, read once."""
-
-    device: str
-    model: str
-    dtype: str
-    T: int
-    reuse: bool
-    real: float
-    advice: blocks.BlockSizeAdvice
-
-
-#: (device, dtype, tokens of a step, model)
-ASKED = (
-    ("trn2", "bf16", 4096, "GPT-OSS-120B"),
-    ("trn2", "bf16", 8192, "GPT-OSS-120B"),
-    ("trn2", "fp8", 8192, "GPT-OSS-120B"),
-    ("a100-80gb", "bf16", 8192, "GPT-OSS-120B"),
-    ("trn2", "bf16", 8192, "Mixtral-8x7B"),
-)
-PARALLEL = (
-    "Mixtral-8x7B",
-    "Phi-3.5-MoE",
-    "GPT-OSS-20B",
-    "Qwen1.5-MoE-A2.7B",
-    "Qwen3-30B-A3B",
-    "DeepSeek-V3",
-)
-
-
-def block_sizes() -> list[BlockAdvice]:
-    found = []
-    for device, dtype, T, model in ASKED:
-        card, spec = load_device(device), load_model(model)
-        real = 2 * T * spec.K / spec.E / blocks.RATES[dtype][1]
-        found += [
-            BlockAdvice(
-                card.name,
-                spec.name,
-                dtype,
-                T,
-                reuse,
-                real,
-                blocks.advise_block_size(card, T, spec.K, spec.E, dtype=dtype, reuse=reuse),
-            )
-            for reuse in (True, False)
-        ]
-    return found
-
-
-def parallel_ways() -> dict[str, dict[int, Advice]]:
-    """Model → devices → tensor or expert parallelism, and why ("Configuring TP and EP")."""
-    return {model: {n: advise(load_model(model), n) for n in (8, 64)} for model in PARALLEL}
 
 
 def six_tokens() -> BlockMap:

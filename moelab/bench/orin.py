@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.bench.cache_planning import Bench, Curve, How, tpot
+from moelab.bench.cache_planning import Curve, tpot
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
@@ -146,25 +146,6 @@ class Board:
             order=ordered("default", machine),
         )
 
-    def same_model(self, bench: Bench, ways: Mapping[str, How]) -> dict[str, float]:
-        """TPOT of the model that ran here, on the same routing, without the padding of its
-        chunks."""
-        delays, other = delays_of(
-            self.device,
-            bench.spec,
-            RHO,
-            sum(w[3] for w in bench.store.weights.values()),
-            decompress_gbs=self.gbs,
-        )
-        return {
-            name: tpot(
-                self._run(
-                    bench.steps, bench.forwards, Residency(bench.L, bench.E, *how), delays, other
-                )
-            )
-            for name, how in ways.items()
-        }
-
     def large_model(self, f: np.ndarray, gbs: Sequence[int], tokens: int, seed: int) -> There:
         """Four ways of caching `MODEL` within so many GB, by a popularity curve f [ranks]; five
         times as many tokens as are timed warm the cache."""
@@ -237,7 +218,3 @@ class Board:
             for t in range(n)
         ]
         return stretched, steps
-
-    def compressed_bytes(self) -> int:
-        """Of all experts of `MODEL`."""
-        return self.model.L * self.model.E * (self.delays.sm_bytes + self.delays.e_bytes)

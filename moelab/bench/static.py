@@ -32,7 +32,6 @@ from moelab.models.patches import Patches
 from moelab.records import Record, Records
 from moelab.static import blocks
 from moelab.static.blockwise import Blockwise
-from moelab.static.loads import chunk_loads
 from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
@@ -332,12 +331,6 @@ class TierPlan(NamedTuple):
             "largest tier for all": lambda s: Tiered(largest, saliency=s),
             "tiers, literal B/E": lambda s: Tiered(printed, saliency=s),
         }
-
-
-def chunk_imbalance(trace: RoutingTrace, chunk: int) -> Tensor:
-    """The busiest expert's load over the mean within a chunk, mean of chunks: float64 [L]."""
-    loads = chunk_loads(trace, chunk).double()
-    return (loads.amax(-1) / loads.mean(-1)).mean(0)
 
 
 def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:

@@ -31,20 +31,3 @@ def test_the_worst_padding_fills_every_block():
     worst = neuron_examples.worst_padding()
     needed = sum(-(-n // 256) for n in (769, 769, 457, 1, 1, 1, 1, 1))
     assert worst.needed == needed == worst.provisioned == -(-2000 // 256) + 7
-
-
-def test_block_sizes_by_hand():
-    first, again, *others = neuron_examples.block_sizes()
-    assert (first.device, first.model, first.T, first.reuse, again.reuse) == (
-        again.device,
-        again.model,
-        4096,
-        True,
-        False,
-    )
-    assert first.real == 4096 * 4 / 128  # FLOPs a byte of a bf16 weight that T·K/E tokens use
-    assert {one.dtype for one in others} == {"bf16", "fp8"} and len(others) == 2 * len(
-        neuron_examples.ASKED
-    ) - 2
-    fp8 = next(one for one in others if one.dtype == "fp8")
-    assert fp8.real == 2 * 8192 * 4 / 128
