@@ -9,10 +9,8 @@ import torch
 import moelab
 from moelab.__main__ import main
 from moelab.ane import commands
-from moelab.ane.coreml import convert
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn
 from moelab.ane.device import mac
-from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_5
 from moelab.ane.device.timing import save_samples
 from moelab.ane.plan import ANEPlan
@@ -80,32 +78,6 @@ def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
 def test_what_cannot_be_is_refused(arguments, told, capsys):
     assert main(["ane", "plan", *arguments]) == 2
     assert told in capsys.readouterr().err
-
-
-def test_only_what_a_conversion_would_put_on_the_ane_is_costed(tmp_path, monkeypatch):
-    """Attention that no graph computes is costed on the CPU, as conversion leaves it there."""
-    path, units = (
-        tiny.save("qwen2_moe", tmp_path / "tiny", num_hidden_layers=1, mlp_only_layers=[]),
-        [],
-    )
-    real = DeviceModel.prefill
-    monkeypatch.setattr(
-        DeviceModel,
-        "prefill",
-        lambda self, plan, prompt: (
-            units.append(plan.layers[0].attention),
-            real(self, plan, prompt),
-        )[1],
-    )
-    for refused in (False, True):
-        if refused:
-            monkeypatch.setattr(convert, "attention_shape", raising)
-        assert main(["ane", "plan", str(path), "--chunk", "32", "--prompt", "64"]) == 0
-    assert units == ["ane", "cpu"]
-
-
-def raising(*_):
-    raise ValueError("a window")
 
 
 def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, capsys, tmp_path):
@@ -209,39 +181,6 @@ def test_without_a_mac_it_says_so_and_ends_with_2(arguments, capsys, monkeypatch
         and "Traceback" not in error
         and list(tmp_path.iterdir()) == []
     )
-
-
-def test_options_that_exclude_each_other_are_refused(tmp_path, capsys):
-    plan = tmp_path / "plan.json"
-    assert main(["ane", "plan", "small", "--save", str(plan)]) == 0
-    assert (
-        main(
-            [
-                "ane",
-                "convert",
-                "small",
-                str(tmp_path / "ane"),
-                "--plan",
-                str(plan),
-                "--chunk",
-                "256",
-            ]
-        )
-        == 2
-    )
-    assert "--plan and --chunk" in capsys.readouterr().err
-    assert (
-        main(["ane", "plan", "Phi-3.5-MoE", "--samples", "x.json"]) == 2
-    )  # of what a prompt costs, and none is
-    assert "--prompt N" in capsys.readouterr().err
-    for wrong in (
-        ["--samples", "x", "--device", "m2-max"],
-        ["--calibration", "x", "--skew", "even"],
-    ):
-        with pytest.raises(SystemExit, match="2"):
-            main(["ane", "plan", "Phi-3.5-MoE", *wrong])
-        assert "not allowed with" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
 def test_bad_input(capsys):

@@ -219,18 +219,6 @@ def test_the_doctor_finds_what_is_wrong(folder, fakes, monkeypatch):
 # ---- time and energy
 
 
-def test_without_zeus_there_is_no_energy(monkeypatch):
-    monkeypatch.setitem(sys.modules, "zeus.monitor", None)
-    meter = Meter()
-    assert "pip install" in meter.why
-    with meter.window() as joules:
-        pass
-    assert joules == {}
-    fake = SimpleNamespace(ZeusMonitor=lambda **_: SimpleNamespace(soc_is_present=False))
-    monkeypatch.setitem(sys.modules, "zeus.monitor", fake)
-    assert "no Apple chip" in Meter().why
-
-
 @pytest.fixture
 def meter(monkeypatch):
     monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=fake_mac.Monitor))
