@@ -266,21 +266,6 @@ def foretold(sections: Sections) -> Rows:
     }
 
 
-def tpots(sections: Sections) -> list[Record]:
-    """Milliseconds a step of every configuration and engine that ran, a column for each table."""
-    names = dict.fromkeys(
-        name for rows in sections.values() for name, row in rows.items() if "TPOT s" in row
-    )
-    return [
-        {"": name}
-        | {
-            title: 1e3 * rows[name]["TPOT s"] if "TPOT s" in rows.get(name, {}) else None
-            for title, rows in sections.items()
-        }
-        for name in names
-    ]
-
-
 def names_us(name: str) -> bool:
     """Whether a row is a configuration of ours, not another engine."""
     return name == BASE or all(part.strip() in TECHNIQUES for part in name.split("+"))
@@ -290,53 +275,6 @@ def rounds_weights(name: str) -> bool:
     """Whether a configuration of ours stores weights in few bits: a random model's KL does not
     tell."""
     return names_us(name) and options_of(name)["codec"] in fewbit.FORMATS
-
-
-def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
-    """The names of those that no other is at least as good as in both, and better in one; sorted by
-    x. What lacks one of them is left out."""
-    points = {
-        name: (of[x], of[y])
-        for name, of in rows.items()
-        if of.get(x) is not None and of.get(y) is not None
-    }
-    best = [
-        name
-        for name, (a, b) in points.items()
-        if not any(c <= a and d <= b and (c, d) != (a, b) for c, d in points.values())
-    ]
-    return sorted(best, key=points.__getitem__)
-
-
-def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]], list[str]]]:
-    """{axis: ({name: (x, TPOT s)}, names on the `front`)} at the first of the disks' rates: of the
-    memory that is needed, at all budgets, and of the loss, at the first one. `RESIDENT` keeps to no
-    budget and is left out."""
-    rate = next(iter(sections)).split(", ")[1]
-    there = {
-        title.replace(f", {rate}", ""): rows
-        for title, rows in sections.items()
-        if title.split(", ")[1] == rate
-    }
-    memory = {
-        f"{name}, {title.replace(' of experts', '')}": row
-        for title, rows in there.items()
-        for name, row in rows.items()
-    }
-    small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
-    unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
-    for axis, x, times, every in (
-        (f"memory needed ({unit})", "least GB", scale, memory),
-        ("KL (nats a token)", "KL", 1, next(iter(there.values()))),
-    ):
-        rows = {name: row for name, row in every.items() if name != RESIDENT}
-        points = {
-            name: (times * row[x], row["TPOT s"])
-            for name, row in rows.items()
-            if row.get(x) is not None and "TPOT s" in row
-        }
-        found[axis] = points, front(rows, x, "TPOT s")
-    return found
 
 
 def run(

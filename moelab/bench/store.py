@@ -252,14 +252,6 @@ class Rates:
         found["decode"]["recovery alone"] = self.memcpy / self.recovery[0]
         return found
 
-    def by_threads(self) -> dict[str, Numbers]:
-        """Number of threads → coder → GB/s of weights in all of them together."""
-        found = scaling(self.several, self.nbytes)
-        return {
-            f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
-            for n in self.threads
-        }
-
     def decode(self, n: int) -> float:
         """Of `CODED` by n threads together."""
         return scaling(self.several, self.nbytes)[f"{CODED} × {n} GB/s"]

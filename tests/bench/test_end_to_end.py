@@ -1,13 +1,12 @@
-"""End to end on a tiny model: no speed without the right output, every figure beside its limit,
-fronts by brute force."""
+"""End to end on a tiny model: no speed without the right output, every figure beside its limit."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.bench import end_to_end, grid, peers
-from moelab.bench.end_to_end import BASE, RESIDENT, front, together
+from moelab.bench.end_to_end import BASE, RESIDENT, together
 from moelab.bench.grid import Experiment, divergence
 from moelab.bench.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.specs import MoESpec
@@ -232,21 +231,6 @@ def test_two_techniques_together_are_compared_with_each_alone():
         "to": 1.0,
         "beats each": False,
     }
-
-
-@settings(max_examples=50)
-@given(
-    st.dictionaries(
-        st.text(max_size=3), st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12
-    )
-)
-def test_the_front_is_what_nothing_beats(points):
-    rows = {name: {"a": a, "b": b} for name, (a, b) in points.items()} | {"no b": {"a": -1}}
-    best = front(rows, "a", "b")
-    for name, (a, b) in points.items():
-        beaten = any(c <= a and d <= b and (c < a or d < b) for c, d in points.values())
-        assert (name in best) == (not beaten)
-    assert best == sorted(best, key=lambda name: points[name]) and "no b" not in best
 
 
 @given(
