@@ -163,13 +163,6 @@ def _run(arguments: list[str]) -> int:
             parser.print_help()
             return 2
         args = parser.parse_args(arguments)
-        try:
-            os.getcwd()
-        except OSError as error:  # torch's libraries would end the process
-            raise ValueError(
-                "the folder that you are in was removed, or is closed to you "
-                f"({error.strerror}): go to another one"
-            ) from error
         return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)

@@ -85,11 +85,8 @@ def number(
     least: float = -math.inf, *, above: float = -math.inf, most: float = math.inf
 ) -> Callable[[str], float]:
     """Reads a finite number: at least `least`, more than `above`, at most `most`."""
-    limits = [
-        f"at least {least:g}" if least > -math.inf else "",
-        f"above {above:g}" if above > -math.inf else "",
-        f"at most {most:g}" if most < math.inf else "",
-    ]
+    limits = {"at least": least, "above": above, "at most": most}
+    said = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
 
     def read(text: str) -> float:
         try:
@@ -98,9 +95,7 @@ def number(
                 return value
         except ValueError:
             pass
-        raise ArgumentTypeError(
-            f"{text!r} is not a finite number " + " and ".join(filter(None, limits))
-        )
+        raise ArgumentTypeError(f"{text!r} is not a finite number {' and '.join(said)}")
 
     return read
 

@@ -58,14 +58,6 @@ class Calibration:
         counts = self.counts(phase).double()
         return counts.amax(1) / counts.mean(1)
 
-    def busiest_load(self, B: int, top_k: bool = False) -> torch.Tensor:
-        """Estimated tokens of the busiest expert in a prefill chunk of B tokens: float64 [L].
-
-        NPUMoE §4.1 literally: r_l · B/E. But a token visits K experts, so with `top_k` it is r_l ·
-        K·B/E. Neither is a bound: single chunks are more skewed than the whole calibration
-        (`moelab.static.loads.capacity_needed`)."""
-        return self.imbalance(PREFILL) * B / self.spec.E * (self.spec.K if top_k else 1)
-
     def require(self, model_id: str, spec: MoESpec) -> Calibration:
         """This calibration; ValueError if it is another model's."""
         if same_source(model_id, self.model_id) and spec.fingerprint() == self.spec.fingerprint():
@@ -74,17 +66,6 @@ class Calibration:
             f"this calibration belongs to {self.spec.name} (model id {self.model_id}, geometry "
             f"{self.spec.fingerprint()}), not to {spec.name} (model id {model_id}, geometry {spec.fingerprint()}). "
             f"Expert numbers mean nothing in another model: record and calibrate {spec.name} itself."
-        )
-
-    def __add__(self, other: Calibration) -> Calibration:
-        """The calibration of both sets of prompts; ValueError if they are of different models."""
-        other.require(self.model_id, self.spec)
-        return Calibration(
-            self.counts_by_phase + other.counts_by_phase,
-            tuple(a + b for a, b in zip(self.tokens, other.tokens)),
-            self.spec,
-            self.model_id,
-            " + ".join(source for source in (self.source, other.source) if source),
         )
 
     def save(self, path: str | Path) -> Path:

@@ -47,7 +47,7 @@ SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "perfetto")
 #: registered names that are not offered, since they need what no file has
-NOT_OFFERED = ("belady", "next-token", "hybrid", "oracle")
+NOT_OFFERED = ("belady", "next-token", "hybrid")
 
 
 @dataclass(frozen=True)

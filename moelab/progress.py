@@ -1,5 +1,5 @@
-"""Progress of long work, by tqdm: a bar on a terminal and an element in a notebook, both gone when
-done; elsewhere a line every ten seconds."""
+"""Progress of long work, by tqdm: a bar on a terminal and in a notebook, gone when done; elsewhere a
+line every ten seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterable
-from html import escape
 from typing import Any
 
 from tqdm import tqdm
@@ -16,7 +15,7 @@ EVERY = 10.0  # seconds between two lines
 
 
 class Bar(tqdm):
-    """A bar on a terminal; `note` shows the current state (a loss, a rate) beside it."""
+    """A bar that people watch; `note` shows the current state (a loss, a rate) beside it."""
 
     monitor_interval = 0  # no thread
 
@@ -40,35 +39,9 @@ class Lines(Bar):
         self.disable = True
 
 
-class Element(Bar):
-    """HTML below a notebook's cell. Not a widget, as tqdm has: one that is closed before it is
-    drawn is an error there."""
-
-    handle: Any = None
-
-    def display(self, *_: Any) -> None:
-        part = f" value={self.n} max={self.total}" if self.total else ""
-        self.show(f"<progress{part}></progress> {escape(str(self))}")
-
-    def show(self, html: str) -> None:
-        from IPython.display import display
-
-        data = {"text/html": html, "text/plain": ""}
-        if self.handle is None:
-            self.handle = display(data, raw=True, display_id=True)
-        else:
-            self.handle.update(data, raw=True)
-
-    def close(self) -> None:
-        if not self.disable:
-            self.show("")
-        self.disable = True
-
-
 def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
-    shell = ipython.get_ipython() if ipython else None
-    return not os.environ.get("MOELAB_HEADLESS") and hasattr(shell, "kernel")
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
 def progress(
@@ -86,8 +59,7 @@ def progress(
     """
     about = {"total": total, "initial": initial, "unit_scale": unit == "B", "miniters": 0}
     about["unit"] = unit if unit == "B" else f" {unit}"
-    if _in_notebook():
-        return Element(items, desc, ncols=0, mininterval=0.2, **about)
-    if os.environ.get("MOELAB_HEADLESS") or not sys.stderr.isatty():
-        return Lines(items, desc, ncols=0, mininterval=EVERY, delay=EVERY, **about)
-    return Bar(items, desc, dynamic_ncols=True, leave=False, **about)
+    watched = not os.environ.get("MOELAB_HEADLESS") and (sys.stderr.isatty() or _in_notebook())
+    if watched:
+        return Bar(items, desc, dynamic_ncols=True, leave=False, **about)
+    return Lines(items, desc, ncols=0, mininterval=EVERY, delay=EVERY, **about)

@@ -50,14 +50,6 @@ class State(StrEnum):
         str.__hash__
     )  # Enum's own is slow, and states are keys wherever an expert is asked for
 
-    @property
-    def has_e(self) -> bool:
-        return self in (State.E, State.COMPRESSED)
-
-    @property
-    def has_sm(self) -> bool:
-        return self in (State.SM, State.COMPRESSED)
-
 
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.

@@ -142,7 +142,7 @@ def test_experts_are_prefetched_unless_nobody_can_or_shall(folder, tmp_path):
         ({"prefetch": "router"}, "memory="),
         ({"executor": "fsat"}, "there is no executor 'fsat'. Did you mean 'fast'"),
         ({"memory": "60%", "cache": "lur"}, "'lur'"),
-        ({"memory": "60%", "prefetch": "oracle"}, "trace"),
+        ({"memory": "60%", "prefetch": "static"}, "trace"),
         ({"memory": "1kB"}, "the least that works"),
         ({"memory": "60%", "workers": 0}, "at least one thread"),
         ({"memory": "130%"}, "all of them are 100%"),

@@ -161,8 +161,6 @@ def test_a_device_card_is_whole_and_sourced(name):
     "load, wrong, meant",
     [
         (cards.load_model, "qwen3-30b-a3b", "Qwen3-30B-A3B"),
-        (cards.load_model, "Mixtral-8x22B", "Mixtral-8x7B"),
-        (cards.load_device, "m2ultra", "m2-ultra"),
         (cards.load_card, "RTX A6000", "rtx-a6000"),
     ],
 )

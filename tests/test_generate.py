@@ -115,7 +115,7 @@ def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, c
         told = capsys.readouterr().err
         assert f"--{needs} FILE" in told and "opening" not in told
     with pytest.raises(SystemExit):
-        main([*short, "--prefetch", "oracle"])  # for Python
+        main([*short, "--prefetch", "hybrid"])  # for Python
     assert main([*short, "--prefetch", "estimator", "--estimator", str(tmp_path / "none")]) == 2
     assert "no estimator at" in capsys.readouterr().err
 

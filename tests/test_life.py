@@ -153,7 +153,7 @@ def test_openings_in_threads_beside_transformers_own(folders):
 
 
 def predictors(model):
-    """One of each that can be used in any order of prompts; the oracle is for one order alone."""
+    """One of each."""
     with moelab.using(model, executor="exact"):
         vectors = default_vectors(model, [PROMPTS[0][0].tolist()])
     random, spec = torch.Generator().manual_seed(0), model.spec
@@ -170,7 +170,6 @@ def predictors(model):
             "predictor", name, model, **{part: made[part] for part in moelab.speculate.takes(name)}
         )
         for name in moelab.names("predictor")
-        if name != "oracle"
     }
 
 

@@ -131,16 +131,6 @@ def test_doctor_walks_no_folder_and_tells_what_it_cannot_measure(tmp_path, monke
     assert "$MOELAB_CACHE" in dict(doctor.findings(tmp_path))["cache"]
 
 
-def test_a_removed_folder_is_said(tmp_path, monkeypatch, capsys):
-    (tmp_path / "gone").mkdir()
-    with monkeypatch.context() as there:
-        there.chdir(tmp_path / "gone")
-        (tmp_path / "gone").rmdir()
-        assert main(["list"]) == 2
-    told = capsys.readouterr().err
-    assert "was removed" in told and len(told.splitlines()) == 1
-
-
 def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
     def broken(*_):
         raise TypeError("'NoneType' object is not iterable")

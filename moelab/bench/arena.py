@@ -301,11 +301,7 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
         return {"vectors": default_vectors(model, train), "trace": record(model, train), "seed": 0}
 
     given = _once((identity(model), "ingredients"), ingredients)
-    able = [
-        other
-        for other in names("predictor")
-        if other != "oracle" and set(takes(other)) <= given.keys()
-    ]
+    able = [other for other in names("predictor") if set(takes(other)) <= given.keys()]
 
     def scored(other: str, text: str) -> Score:
         made = make("predictor", other, model, **{part: given[part] for part in takes(other)})

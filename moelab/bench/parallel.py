@@ -18,8 +18,9 @@ from moelab.arguments import whole
 from moelab.bench.experts import Layers
 from moelab.bench.measure import seconds, torch_threads
 from moelab.models import eager
-from moelab.parallel import VARIANTS, Grid, ShardedExperts, degree, launch
-from moelab.parallel.sharding import owners
+from moelab.parallel import VARIANTS, degree, launch
+from moelab.parallel.exchange import Grid
+from moelab.parallel.sharding import ShardedExperts, owners
 from moelab.records import Numbers, Records
 from moelab.static import volumes
 from moelab.static.eplb import balance, consecutive, device_loads, imbalance

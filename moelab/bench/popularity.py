@@ -233,12 +233,12 @@ class Capacities(NamedTuple):
             found.loads("test", chunk),
         )
         L, E = loads.shape[1:]
+        # NPUMoE §4.1 literally; but a token visits K experts
+        busiest = calibration.imbalance(PREFILL)[:, None] * chunk / E
         of = {
             "B/E (paper's base)": torch.full((L, E), chunk / E),
-            "r·B/E (paper, literally)": calibration.busiest_load(chunk)[:, None].expand(L, E),
-            "r·K·B/E (with K routings a token)": calibration.busiest_load(chunk, top_k=True)[
-                :, None
-            ].expand(L, E),
+            "r·B/E (paper, literally)": busiest.expand(L, E),
+            "r·K·B/E (with K routings a token)": (calibration.spec.K * busiest).expand(L, E),
             "each expert's own, 95 % of the chunks": capacity_needed(seen, 0.95),
             "each expert's own, all chunks": capacity_needed(seen),
         }

@@ -78,7 +78,7 @@ class Profile:
             ("further tokens of it, each", delays.expert_token),
             ("before a layer's experts", costs.other[0] + costs.other[1]),
             ("further tokens, each", costs.other[1]),
-            ("deciding, with a load", costs.deciding(1)),
+            ("deciding, with a load", sum(costs.decide)),
             ("waking up for a loaded one", costs.handover),
             ("after the last layer", costs.head[0] + costs.head[1]),
             ("a token, half in memory", self.tpot),

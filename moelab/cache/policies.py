@@ -2,7 +2,7 @@
 
 A policy is told which experts are used and is asked for a victim; it never sees bytes, threads or
 time, so the same object decides in the engine and in the simulator. The classics are those of
-ZipMoE's ablation (Fig. 10). All are deterministic, and none walks the whole pool for a victim.
+ZipMoE's ablation (Fig. 10). All are deterministic, and none but "marking" walks the whole pool for a victim.
 
 A policy of your own is a class with the two methods of `CachePolicy` and a line in `POLICIES`. It
 may also have
@@ -19,7 +19,7 @@ import heapq
 import math
 import random
 from bisect import bisect_right
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,7 +45,7 @@ class FIFO:
     """First in, first out."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[ExpertKey, None] = OrderedDict()
+        self._order: dict[ExpertKey, None] = {}
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self._order.setdefault(key)
@@ -61,8 +61,8 @@ class LRU(FIFO):
     """Least recently used."""
 
     def touch(self, key: ExpertKey, step: int) -> None:
+        self._order.pop(key, None)
         self._order[key] = None
-        self._order.move_to_end(key)
 
 
 class _ByPriority:
@@ -143,26 +143,19 @@ class Marking:
 
     def __init__(self, seed: int = 0) -> None:
         self._random = random.Random(seed)
-        self._unmarked: list[ExpertKey] = []
-        self._place: dict[ExpertKey, int] = {}  # index in _unmarked, for removal in O(1)
+        self._unmarked: dict[ExpertKey, None] = {}
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self.forget(key)
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        if not any(key in resident for key in self._unmarked):
-            for key in resident:
-                self._place[key] = len(self._unmarked)
-                self._unmarked.append(key)
-        while (key := self._random.choice(self._unmarked)) not in resident:
-            pass
-        return key
+        if not (candidates := [key for key in self._unmarked if key in resident]):
+            candidates = list(resident)
+            self._unmarked |= dict.fromkeys(candidates)
+        return self._random.choice(candidates)
 
     def forget(self, key: ExpertKey) -> None:
-        if (place := self._place.pop(key, None)) is not None:
-            last = self._unmarked.pop()
-            if last != key:
-                self._unmarked[place], self._place[last] = last, place
+        self._unmarked.pop(key, None)
 
 
 class LeastStale:
@@ -174,16 +167,15 @@ class LeastStale:
     among the stale are left out."""
 
     def __init__(self) -> None:
-        self._layers: dict[
-            int, OrderedDict[ExpertKey, int]
-        ] = {}  # layer → key → last step, oldest first
+        #: layer → key → last step, oldest first
+        self._layers: dict[int, dict[ExpertKey, int]] = {}
         self._ran: dict[int, int] = {}
         self._latest = 0
 
     def touch(self, key: ExpertKey, step: int) -> None:
-        order = self._layers.setdefault(key.layer, OrderedDict())
+        order = self._layers.setdefault(key.layer, {})
+        order.pop(key, None)
         order[key] = self._ran[key.layer] = step
-        order.move_to_end(key)
         self._latest = key.layer
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:

@@ -98,7 +98,8 @@ class Candidates(Collection):
     hold thousands."""
 
     def __init__(self, keys: dict[ExpertKey, None], pinned: Set[ExpertKey]) -> None:
-        self._keys, self._pinned = keys, pinned
+        self._keys = keys
+        self._pinned = pinned
 
     def __contains__(self, key: object) -> bool:
         return key in self._keys and key not in self._pinned

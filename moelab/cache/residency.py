@@ -105,7 +105,10 @@ class Residency:
             )
         if margin is not None and not margin >= 0:
             raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
-        self.L, self.E, self.pools, self.scope = L, E, pools, scope
+        self.L = L
+        self.E = E
+        self.pools = pools
+        self.scope = scope
         everyone = E if scope == "layer" else L * E  # the experts that share pools
         self.holds_all = pools.F == pools.capacity >= everyone
         self.counters = CacheCounters()
@@ -137,7 +140,8 @@ class Residency:
             ) from None
         before = [self.state(key) for key in keys]
         if self.holds_all and all(state is State.FULL for state in before):  # nobody ever leaves
-            keep, evicted = dict(zip(keys, before)), []
+            keep = dict(zip(keys, before))
+            evicted = []
         else:
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
@@ -198,17 +202,18 @@ class Residency:
     def resident(self, state: State) -> list[ExpertKey]:
         return [key for group in self._groups if state in group for key in group[state].keys]
 
-    def reset_counters(self) -> CacheCounters:
-        """Start counting anew and return the counts so far."""
-        counters, self.counters = self.counters, CacheCounters()
-        return counters
+    def reset_counters(self) -> None:
+        """Start counting anew."""
+        self.counters = CacheCounters()
 
     def _place(
         self, layer: int, keys: list[ExpertKey], before: list[State]
     ) -> tuple[dict[ExpertKey, State], list[ExpertKey]]:
         """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was
         evicted for it."""
-        group, keep, evicted = self._pools[layer], dict(zip(keys, before)), []
+        group = self._pools[layer]
+        keep = dict(zip(keys, before))
+        evicted = []
         found = {key for key, state in keep.items() if state is not State.MISSED}
         moves: deque[tuple[ExpertKey, State]] = deque()  # who shall enter which better pool
         for key, state, goal in zip(keys, before, self._goals(keys)):
@@ -237,7 +242,8 @@ class Residency:
                 pool.keys[key] = None
                 keep[key] = goal
             if refused in keep:  # what of the next pool?
-                lower, stays = below.get(goal), keep[refused]
+                lower = below.get(goal)
+                stays = keep[refused]
                 if lower not in (None, stays):
                     moves.appendleft((refused, lower))
                 if (touched := lower or stays) is not State.MISSED:

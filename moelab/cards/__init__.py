@@ -82,24 +82,12 @@ def entries_of(kind: str, load: Any, describe: Any) -> dict[str, Entry]:
 
 def _describe_model(name: str) -> str:
     spec = load_model(name)
-    figures = load_card(name)["figures"]
-    sizes = ", ".join(
-        f"{figure['value'] / 1e9:.3g}B {key.removesuffix('_params')}"
-        for key, figure in figures.items()
-    )
-    return f"{sizes} parameters; {spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
+    return f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token"
 
 
 def _describe_device(name: str) -> str:
     device = load_device(name)
-    units = {
-        "memory_gb": "GB",
-        "memory_bandwidth_gbs": "GB/s from memory",
-        "link_bandwidth_gbs": "GB/s from the host",
-        "storage_read_gbs": "GB/s from disk",
-    }
-    known = [f"{device[key]:,g} {unit}" for key, unit in units.items() if key in device.figures]
-    return f"{device.name}: {', '.join(known)}"
+    return f"{device.name}, {device['memory_bandwidth_gbs']:,g} GB/s from memory"
 
 
 def _parse(file: Any) -> dict[str, Any]:

@@ -247,12 +247,7 @@ def parse_mode(text: str) -> tuple[str, str]:
             ) from None
     registry.require("mode", mode, ["baseline", *MODES, EXECUTOR, CACHE_AWARE])
     predictor = predictor or ("estimator" if mode == "router-free" else DEFAULT_PREDICTOR)
-    if predictor == "oracle":
-        raise ValueError(
-            f"{text!r}: an oracle must be given what these very prompts choose: see "
-            f"moelab.evaluation.predictors"
-        )
-    registry.require("predictor", predictor, [name for name in PREDICTORS if name != "oracle"])
+    registry.require("predictor", predictor, PREDICTORS)
     if mode == "router-free" and predictor != "estimator":
         raise ValueError(
             f"{text!r}: without routers only the estimator can choose experts; write router-free"

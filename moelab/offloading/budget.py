@@ -21,7 +21,8 @@ from moelab.specs import MoESpec
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20
 #: the folder of all control groups; the file that says in which ones this process is
-ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+OWN = Path("/proc/self/cgroup")
 #: files of a group: a limit, and what is used of it
 LIMITS = (
     ("memory.max", "memory.current"),
@@ -64,11 +65,13 @@ def parse_budget(
         weights.
     free : what is available, `available` of this machine if not given.
     """
-    given, unit = budget, ""
+    given = budget
+    unit = ""
     if isinstance(given, str) and given.strip().lower() == "auto":
         return max(0, (free or available)() - others - RESERVE)
     if isinstance(given, str) and (match := _SIZE.fullmatch(given.strip().lower())):
-        budget, unit = float(match[1].replace(",", ".")), match[2]
+        budget = float(match[1].replace(",", "."))
+        unit = match[2]
     if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 <= budget < math.inf:
         raise ValueError(f"the budget is {given!r}; {_ALLOWED}")
     if unit == "%":
@@ -126,7 +129,8 @@ def available(root: Path = ROOT) -> int:
 def own_groups(root: Path = ROOT) -> list[Path]:
     """The folders of the control groups that limit this process's memory, its own first, then those
     around it; in a container the outermost is what is mounted as `root`."""
-    v1, own = root / "memory", []
+    v1 = root / "memory"
+    own = []
     for line in OWN.read_text().splitlines() if OWN.exists() else ():  # only on Linux
         _, kinds, path = line.split(":", 2)
         if "memory" in kinds.split(","):
@@ -142,7 +146,7 @@ def own_groups(root: Path = ROOT) -> list[Path]:
     return list(dict.fromkeys(found)) or [root]
 
 
-def kv_bytes(spec: MoESpec, tokens: int, itemsize: float = 2.0) -> int:
-    """Bytes of keys and values of `tokens` tokens, all sequences together; for models with ordinary
-    attention."""
-    return round(2 * spec.num_layers * spec.kv_heads * spec.head_dim * itemsize * tokens)
+def kv_bytes(spec: MoESpec, tokens: int) -> int:
+    """Bytes of keys and values of `tokens` tokens in 16 bits, all sequences together; for models with
+    ordinary attention."""
+    return 4 * spec.num_layers * spec.kv_heads * spec.head_dim * tokens

@@ -13,7 +13,6 @@ Shapes: x [T, H], ids and weights [T, K].
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
 from functools import partial
 from itertools import product
 
@@ -24,43 +23,39 @@ from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
 from moelab.specs import State
 from moelab.speculate.execution import found, intercept
-from moelab.speculate.routers import router_logits
+from moelab.speculate.routers import route, router_logits
 
-#: names of the bias that acts on the choice alone
-CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 #: hidden states on which a router's rule is compared with the live router
 PROBE = 64
+SOFTMAX = partial(torch.softmax, dim=-1)
 
 
 class Router:
-    """A layer's router by its rule, whose choice can be influenced: the K best of all logits, each
-    weighted by its softmax or sigmoid, divided by their sum or not, times a factor. A correction
-    bias acts on the choice alone.
+    """A layer's router, whose choice can be influenced, and its rule for weights: each expert's
+    softmax or sigmoid, divided by their sum or not, times a factor.
 
     Which of these it is, a comparison with the live router on random hidden states shows.
     ValueError: none of them."""
 
     def __init__(self, layer: MoELayer, dtype: torch.dtype) -> None:
-        self.layer, router = layer, layer.router
-        holders = (router, layer.block, getattr(router, "moe_statics", None))
-        biases = [getattr(holder, name, None) for holder in holders for name in CORRECTIONS]
-        biases = [bias.detach().flatten() for bias in biases if bias is not None]
-        self.correction = biases[0] if biases else 0.0
-        weight = next(matrix for matrix in router.parameters() if matrix.dim() > 1)
+        self.layer = layer
+        weight = next(matrix for matrix in layer.router.parameters() if matrix.dim() > 1)
         x = torch.randn(PROBE, weight.shape[-1], generator=torch.Generator().manual_seed(0))
         x = x.to(weight.device, dtype)
-        (ids, weights), logits, off = layer.routing(layer.ask(x)), router_logits(layer, x), {}
-        for rule in product((torch.softmax, _sigmoid), (False, True)):
+        logits = router_logits(layer, x)
+        off = {}
+        ids, weights = route(layer, x)
+        again, _ = route(layer, x, logits)
+        for rule in product((SOFTMAX, torch.sigmoid), (False, True)):
             self.activation, self.normalise = rule
-            if torch.equal(self.best(logits, ids.shape[1]).sort(-1).values, ids.sort(-1).values):
-                factor = weights.float() / self.weights(logits, ids)
-                off[rule] = (factor / factor.mean() - 1).abs().max().item()
-        if not off or min(off.values()) > 2**-6:
+            factor = weights.float() / self.weights(logits, ids)
+            off[rule] = (factor / factor.mean() - 1).abs().max().item()
+        self.activation, self.normalise = best = min(off, key=off.get)
+        if off[best] > 2**-6 or not torch.equal(again.sort(-1).values, ids.sort(-1).values):
             raise ValueError(
-                f"{layer.name}: its {type(router).__name__} chooses or weighs experts in another way; "
-                f"cache-aware routing is for routers that take the K best of all logits"
+                f"{layer.name}: its {type(layer.router).__name__} chooses or weighs experts in another "
+                f"way; cache-aware routing is for routers that do both by a softmax or sigmoid of logits"
             )
-        self.activation, self.normalise = min(off, key=off.get)
 
     def __call__(
         self, x: Tensor, ids: Tensor, weights: Tensor, favour: Tensor
@@ -68,24 +63,18 @@ class Router:
         """What the router, which chose ids with weights [T, K] for x [T, H], had chosen with
         `favour` [E] added to the logits that are compared: ids and weights [T, K]."""
         logits = router_logits(self.layer, x)
-        chosen = self.best(logits + favour, ids.shape[1])
-        own, other = self.weights(logits, ids), self.weights(logits, chosen)
+        chosen, _ = route(self.layer, x, logits + favour)
+        own = self.weights(logits, ids)
+        other = self.weights(logits, chosen)
         return chosen, other * (weights.float().sum(-1, keepdim=True) / own.sum(-1, keepdim=True))
-
-    def best(self, logits: Tensor, K: int) -> Tensor:
-        return (self.activation(logits, -1) + self.correction).topk(K).indices
 
     def weights(self, logits: Tensor, ids: Tensor) -> Tensor:
         """Of these experts, but for the factor."""
-        weights = self.activation(logits, -1).gather(1, ids)
+        weights = self.activation(logits).gather(1, ids)
         return weights / weights.sum(-1, keepdim=True) if self.normalise else weights
 
 
-def _sigmoid(x: Tensor, _: int) -> Tensor:
-    return x.sigmoid()
-
-
-class CacheAwareRouting(AbstractContextManager):
+class CacheAwareRouting(Patches):
     """An offloaded model whose routers prefer experts in memory, until `close()` or the end of the
     `with`.
 
@@ -99,6 +88,7 @@ class CacheAwareRouting(AbstractContextManager):
     promises every bit; a router that does not choose by its logits alone."""
 
     def __init__(self, model: nn.Module, margin: float) -> None:
+        super().__init__()
         engine = getattr(getattr(model, "moelab", None), "engine", None)
         if engine is None:
             raise ValueError(
@@ -116,13 +106,7 @@ class CacheAwareRouting(AbstractContextManager):
         with Patches() as patches:
             for layer, router in zip(layers, routers):
                 intercept(patches, layer, partial(self._before, layer, router))
-            self._patches = patches.pop_all()
-
-    def close(self) -> None:
-        self._patches.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            self.push(patches.pop_all())
 
     @property
     def hit_rate(self) -> float:
@@ -135,7 +119,8 @@ class CacheAwareRouting(AbstractContextManager):
         """What the experts of a layer are to run with."""
         if not self.engine.decoding:
             return ids, weights
-        state, E = self.engine.residency.state, layer.E
+        state = self.engine.residency.state
+        E = layer.E
         held = [state((layer.index, e)) is State.FULL for e in range(E)]
         held = torch.tensor([*held, False], device=ids.device)  # the last one is "no expert"
         if router is not None:

@@ -15,18 +15,16 @@ from moelab.offloading.slots import Slots
 from moelab.store.reader import Chunks, decode_tensor
 from moelab.store.stages import decompress, recover
 
+#: an operation of `load_queue.USES` → what does it, with the chunks that it uses
+OPERATIONS = {"decompress": decompress, "recover": recover, "decode": decode_tensor}
+
 
 def on_cpu(kind: str, chunks: dict[str, Chunks], name: str, out: torch.Tensor, slot: int) -> None:
     """Both stages, or one of them, into memory of the CPU.
 
     kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged
         chunk."""
-    if kind == "decompress":
-        decompress(chunks["e"], name, out)
-    elif kind == "recover":
-        recover(chunks["sm"], name, out)
-    else:
-        decode_tensor(chunks["e"], chunks["sm"], name, out)
+    OPERATIONS[kind](*chunks.values(), name, out)
 
 
 class OnCuda:

@@ -33,7 +33,6 @@ from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
-from moelab.offloading.mean import Mean
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
@@ -46,6 +45,7 @@ from moelab.store.reader import cast
 PREFILL = 2
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.2
+MEMORY = 20  # decode steps that the mean of this share looks back on
 
 
 class Cancelled(RuntimeError):
@@ -76,7 +76,8 @@ class Engine:
         self._one = threading.Lock()  # one layer at a time
         self._idle_since: float | None = None  # in a forward: when experts were last computed
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
-        self._share = Mean()  # of a core that loading uses in a decode step
+        self._share = 0.0  # of a core that loading uses in a decode step, a running mean
+        self._steps = 0  # that it is of
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks)
         self._banks: dict[int, tuple[Any, Any]] = {}
@@ -89,11 +90,13 @@ class Engine:
         self.loader.stop()
         self.residency.clear()
         self.loader.start()
-        self.controller.queue, self._broken = self.loader.queue, False
+        self.controller.queue = self.loader.queue
+        self._broken = False
 
     def forked(self) -> None:
         """In a child process, the next layer starts anew."""
-        self._one, self._broken = threading.Lock(), True
+        self._one = threading.Lock()
+        self._broken = True
         self.loader.forked()
 
     def close(self) -> None:
@@ -129,7 +132,9 @@ class Engine:
             self._restart()
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        layer, E, controller = experts.layer, experts.num_experts, self.controller
+        layer = experts.layer
+        E = experts.num_experts
+        controller = self.controller
         tokens = counts(ids, E)
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
@@ -165,7 +170,8 @@ class Engine:
         GPU, as many as are loaded by then; [T, H]. No bit is promised."""
 
         def together(requests: list[Request], everything: bool) -> Tensor:
-            start, chosen = clock(), ids if everything else _only(requests, ids, E)
+            start = clock()
+            chosen = ids if everything else _only(requests, ids, E)
             y = execute(experts.executor, x, chosen, weights, experts)
             self._executed(requests, start)
             return y
@@ -202,7 +208,8 @@ class Engine:
         parts = {expert: rows for expert, *rows in assignments(ids, E)}
         found = []
         for request in requests:
-            expert, start = request.key.expert, clock()
+            expert = request.key.expert
+            start = clock()
             choice, tokens = parts[expert]
             found.append((expert, tokens, compute(expert, tokens, weights[tokens, choice])))
             self._executed([request], start)
@@ -265,7 +272,8 @@ class Engine:
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
         """Where the experts of these layers lie, as the executor asks for it; None if some may
         leave."""
-        residency, executor = self.residency, modules[0].executor
+        residency = self.residency
+        executor = modules[0].executor
         find = getattr(executor, "banks", None)
         if find is None or not residency.holds_all or residency.sees:
             return None
@@ -306,7 +314,9 @@ class Engine:
         if self._broken:
             return now
         if self.decoding:
-            self._share.add(max(0.0, self.loader.used - self._used) / (now - self._began))
+            share = max(0.0, self.loader.used - self._used) / (now - self._began)
+            self._steps = min(self._steps + 1, MEMORY)
+            self._share += (share - self._share) / self._steps
         with self.loader.changing():
             self.controller.end_forward(now - self._began)
         return now
@@ -316,7 +326,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        if spare := int(self._share.value + 1 - SHARE):
+        if spare := int(self._share + 1 - SHARE):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
 

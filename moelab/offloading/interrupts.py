@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 _waiting: list[int] = []  # signals that have come and have not been raised
 
@@ -25,16 +24,12 @@ def deferred() -> Iterator[None]:
         yield
         return
     _waiting.clear()
-    signal.signal(signal.SIGINT, _remember)
+    signal.signal(signal.SIGINT, lambda number, _: _waiting.append(number))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     raise_waiting()
-
-
-def _remember(number: int, _: FrameType | None) -> None:
-    _waiting.append(number)
 
 
 def raise_waiting() -> None:

@@ -50,7 +50,8 @@ class Link:
         computed; waits for it."""
         if not hasattr(self._mine, "stream"):
             self._mine.stream = torch.cuda.Stream(self.device)
-        stream, left = self._mine.stream, self._left.get(slot)
+        stream = self._mine.stream
+        left = self._left.get(slot)
         with torch.cuda.stream(stream):
             if left is not None:
                 stream.wait_event(left)

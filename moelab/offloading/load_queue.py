@@ -24,6 +24,7 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from moelab.registry import make
 from moelab.specs import ExpertKey, State
 
 KINDS = ("full", "e", "sm")
@@ -58,17 +59,27 @@ class Order(NamedTuple):
 def given_order(requests: Iterable[Any]) -> Order:
     """Experts as they are given, of each first E, then SM."""
     missing = [request for request in requests if request.state is not State.FULL]
-    io = []
-    for request in missing:
-        for part, there in (("E", request.state.has_e), ("SM", request.state.has_sm)):
-            if not there:
-                io.append((request.key.expert, part))
+    io = [
+        (request.key.expert, part)
+        for request in missing
+        for part, kind in FILLS.items()
+        if kind not in HOLDS[request.state]
+    ]
     return Order(io, [request.key.expert for request in missing])
 
 
 def plain_order(requests: Iterable[Any]) -> Order:
     """The experts with the most tokens first, as they compute longest; each in one read."""
     return given_order(sorted(requests, key=lambda r: (-r.tokens, r.key.expert)))
+
+
+def order_of(scheduler: Any, delays: Any, workers: int) -> Callable[[Any], Order]:
+    """A scheduler, by its name or (requests, delays, workers) → `Order`, as it is called with
+    requests alone."""
+    if scheduler == "default" and delays is None:
+        return plain_order
+    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
+    return lambda requests: order(requests, delays, workers)
 
 
 def read_name(kinds: tuple[str, ...]) -> str:
@@ -144,8 +155,6 @@ class LoadQueue:
         separable: Callable[[Load, str], bool] = lambda load, tensor: True,
         in_place: bool = False,
     ) -> None:
-        if ahead < 0:
-            raise ValueError(f"ahead is {ahead}; it is a number of experts, 0 or more")
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
         self._kinds, self._fills = (KINDS, FILLS) if not in_place else (("full",), IN_PLACE)
         self._tensors = (lambda key: ()) if in_place else tensors
@@ -316,10 +325,11 @@ class LoadQueue:
             waiting = self.waiting
             if len(waiting) < len(self.demanded):  # some of it will give slots back
                 break
-            if (ahead := self._last_prefetched()) is None:
+            holding = [one for one in self.prefetched.values() if one.phase is not Phase.WAITING]
+            if not holding:
                 break
-            self._drop(ahead)
-            if ahead.busy:  # `_done` admits again
+            self._drop(holding[-1])
+            if holding[-1].busy:  # `_done` admits again
                 break
         if not waiting:
             self._admit_prefetched()
@@ -350,11 +360,6 @@ class LoadQueue:
                 self._give(load)
                 self._ahead += 1
 
-    def _last_prefetched(self) -> Load | None:
-        """Of the prefetched loads that hold slots, the least urgent."""
-        ahead = [load for load in self.prefetched.values() if load.phase is not Phase.WAITING]
-        return ahead[-1] if ahead else None
-
     def _give(self, load: Load) -> None:
         load.slots.update({kind: self.free[kind].pop() for kind in load.lacks})
         load.phase = Phase.LOADING
@@ -377,7 +382,8 @@ class LoadQueue:
     def _drop(self, load: Load) -> None:
         """Nobody wants a prefetched expert any more."""
         del self.prefetched[load.key]
-        waited, load.phase = load.phase is Phase.WAITING, Phase.DROPPED
+        waited = load.phase is Phase.WAITING
+        load.phase = Phase.DROPPED
         if not waited:
             self.counts.begun += 1
             self.counts.wasted += load.nbytes

@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from queue import SimpleQueue
@@ -24,7 +23,7 @@ from typing import Any
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import USES, Held, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
@@ -43,7 +42,8 @@ class Bell:
     the garbage collector may ring it within one of these threads."""
 
     def __init__(self, threads: int) -> None:
-        self._threads, self._tokens = threads, SimpleQueue()
+        self._threads = threads
+        self._tokens = SimpleQueue()
         self.wait = self._tokens.get
 
     def ring(self, n: int | None = None) -> None:
@@ -56,7 +56,6 @@ class Bell:
 class Loader:
     """Memory, files and threads around a `LoadQueue`.
 
-    held : slots of the experts that are in memory already.
     counts : of what is prefetched.
     readers : threads that read.
     ready : where the running layer's experts arrive: keys, or an error.
@@ -70,12 +69,14 @@ class Loader:
         timeline: Timeline,
         ahead: int = 0,
         counts: PrefetchCounts | None = None,
-        held: Held | None = None,
         readers: int = DEPTH,
     ) -> None:
-        self.slots, self.reader, self.timeline = slots, reader, timeline
+        self.slots = slots
+        self.reader = reader
+        self.timeline = timeline
         self.in_place = slots.sizes.in_place
-        two_stages, store = slots.link is None, reader.store
+        two_stages = slots.link is None
+        store = reader.store
         self._make_queue = partial(
             LoadQueue,
             slots.count,
@@ -92,11 +93,13 @@ class Loader:
         self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
-        self.start(held)
+        self.start()
 
-    def start(self, held: Held | None = None) -> None:
-        """Begin with these experts in memory, a queue and threads of its own."""
-        self.queue, self.ready, self.closed = self._make_queue(held=held), SimpleQueue(), False
+    def start(self) -> None:
+        """Begin with nothing in memory, a queue and threads of its own."""
+        self.queue = self._make_queue()
+        self.ready = SimpleQueue()
+        self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         self._lock = threading.Lock()
         self._disk, self._work = Bell(self._readers), Bell(self._workers)
@@ -177,7 +180,8 @@ class Loader:
 
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
-        self._lock, self.threads = threading.Lock(), []
+        self._lock = threading.Lock()
+        self.threads = []
         self.halt(
             RuntimeError(
                 "the process was forked while this model was loading experts: run it again"
@@ -211,7 +215,9 @@ class Loader:
             self._used[me] = time.thread_time()
 
     def _read(self, me: str, load: Load, kinds: tuple[str, ...]) -> None:
-        start, chunks, error = clock(), [], None
+        start = clock()
+        chunks = []
+        error = None
         try:
             into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             chunks = self.reader.read_parts(*load.key, into)
@@ -222,13 +228,15 @@ class Loader:
             if self._lands:
                 self.slots.land(load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
-            error, end = caught, clock()
+            error = caught
+            end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
             if error is None:
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
-                begin, self._served = max(start, self._served), max(end, self._served)
+                begin = max(start, self._served)
+                self._served = max(end, self._served)
                 name = read_name(kinds)
                 self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
             queue.read_done(load, kinds, nbytes, error)
@@ -269,7 +277,8 @@ class Loader:
         decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, tensor, operation, chunks = found
-            start, error = clock(), None
+            start = clock()
+            error = None
             try:
                 for part in chunks.values():  # not when it is read: decoding finds it cached
                     self._check_first(part, tensor)
@@ -283,44 +292,34 @@ class Loader:
                 queue.decode_done(load, tensor, operation, error)
 
 
-@contextmanager
-def filling(slots: Slots, reader: Reader) -> Iterator[Callable[[], Held]]:
-    """Read all experts of a store within the block, by many threads, into their slots; what it
-    gives waits for them and says which slots they hold.
+def threads_to_fill(slots: Slots, scratch: int) -> int:
+    """Threads that read all experts into these slots, and as many that decode them; each reads with
+    `scratch` bytes of its own.
 
     The first touch of memory takes longer than reading into it, and any number of threads can do
     both at once: so no page is touched before it is read into. No more memory is used than the
-    slots and the store's `scratch`: what threads need besides is that of the loads in flight, of
-    which there are none yet.
-
-    Raises, when waited for, what `Reader.read` raises: StoreError or OSError that name file, expert
-    and offset."""
-    store, sizes, spare = reader.store, slots.sizes, slots.count["e"]
-    own = store.scratch + (0 if sizes.in_place else sizes.in_flight)  # bytes that a thread needs
+    slots and what `DEPTH` threads read with: what others need is that of the loads in flight, of
+    which there are none yet."""
+    spare = slots.count["e"]
+    in_flight = slots.sizes.in_flight
+    in_place = slots.sizes.in_place
+    own = scratch + (0 if in_place else in_flight)  # bytes that a thread needs
     threads = (os.cpu_count() or 1) + WAITING
-    if own:
-        threads = max(1, min(threads, (spare * sizes.in_flight + store.scratch) // own))
-    loader = Loader(slots, reader, threads, Timeline(), readers=threads)
+    return max(1, min(threads, (spare * in_flight + scratch) // own)) if own else threads
+
+
+def fill(loader: Loader) -> None:
+    """Read all experts of the store. Raises what `Reader.read` raises: StoreError or OSError that
+    name file, expert and offset."""
     layers = [
         [Request(ExpertKey(i, e), 1, State.MISSED, State.FULL) for e in range(len(layer.experts))]
-        for i, layer in enumerate(store.layers)
+        for i, layer in enumerate(loader.reader.store.layers)
     ]
-
-    def fill() -> Held:
-        asked = progress(layers, "reading experts", unit="layers")
-        for layer, (requests, before) in enumerate(zip(asked, [[], *layers])):
-            with loader.changing() as queue:
-                queue.begin(layer, requests, [], loader.ready.put)
-            for _ in before:  # while this layer is read
-                loader.wait()
-        for _ in layers[-1]:
+    asked = progress(layers, "reading experts", unit="layers")
+    for layer, (requests, before) in enumerate(zip(asked, [[], *layers])):
+        with loader.changing() as queue:
+            queue.begin(layer, requests, [], loader.ready.put)
+        for _ in before:  # while this layer is read
             loader.wait()
-        return loader.queue.held
-
-    pool = ThreadPoolExecutor(1, "moelab filling")
-    try:
-        yield pool.submit(fill).result
-    finally:
-        loader.halt()  # what is being read is finished first
-        pool.shutdown()
-        loader.stop()
+    for _ in layers[-1]:
+        loader.wait()

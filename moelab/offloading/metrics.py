@@ -14,7 +14,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -46,8 +46,7 @@ class Metrics:
     read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
         over its tokens; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
-    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
-        forwards.
+    busy : {resource: seconds of anything but waiting}.
     read_rate : bytes a second over the time that the disk, or the link, is busy.
     overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
@@ -68,7 +67,6 @@ class Metrics:
     stall: float
     stall_per_step: float | None
     busy: dict[str, float]
-    utilisation: dict[str, float | None]
     read_rate: float | None
     overlap_efficiency: float | None
     hits: dict[str, int] | None = None
@@ -129,7 +127,12 @@ def metrics(
         decoding += one.end - end_before if one.phase == "decode" else 0.0
     prefill, decode = took["prefill"], took["decode"]
     total, waited = sum(read.values()), sum(stall.values())
-    reading, inside = busy.get("disk", 0.0) + busy.get("link", 0.0), sum(prefill) + sum(decode)
+    reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
+    of_cache: dict[str, Any] = {}
+    if counters is not None:
+        hits = {state.value: n for state, n in counters.hits.items()}
+        rate = _ratio(hits["F"], counters.requests)
+        of_cache = asdict(counters) | {"hits": hits, "hit_rate": rate}
     return Metrics(
         ttft=median(prefill) if prefill else None,
         tpot=median(decode) if decode else None,
@@ -142,30 +145,20 @@ def metrics(
         stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
-        utilisation={name: _ratio(seconds, inside) for name, seconds in sorted(busy.items())},
         read_rate=_ratio(total, reading),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
-        **({} if counters is None else _of_the_cache(counters)),
+        **of_cache,
         **process,
     )
-
-
-def _of_the_cache(counters: CacheCounters) -> dict[str, Any]:
-    hits = {str(state.value): n for state, n in counters.hits.items()}
-    return {
-        "hits": hits,
-        "misses": counters.misses,
-        "evictions": counters.evictions,
-        "hit_rate": _ratio(hits["F"], counters.requests),
-    }
 
 
 def process() -> dict[str, int | None]:
     """Peak memory and page faults of this process since it began; None where the system does not
     tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    usage, peak = resource.getrusage(resource.RUSAGE_SELF), None
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    peak = None
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)[1])

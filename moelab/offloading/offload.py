@@ -10,7 +10,7 @@ the experts' modules hand each call to the engine.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,8 +30,8 @@ from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import Held, Order, plain_order
-from moelab.offloading.loading import DEPTH, Loader, filling
+from moelab.offloading.load_queue import order_of
+from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
@@ -42,7 +42,6 @@ from moelab.offloading.slots import (
     slot_counts,
 )
 from moelab.offloading.step import StepController
-from moelab.registry import make
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -164,29 +163,36 @@ def offload(
     how.require_possible()
     store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype(how.dtype))
     memory = Memory.divided(store, budget, how)
-    residency, held = memory.residency(), {}
+    residency = memory.residency()
+    build = partial(opening.build, checkpoint, how.dtype, external=True)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
         reader = memory.reader()
         unless_open.callback(reader.close)
         if residency.holds_all:
-            with filling(slots := memory.slots(), reader) as loaded:
-                model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
-                held = loaded()
+            beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))
+            run, loader = memory.loader(residency, reader)
+            unless_open.callback(loader.end)
+            filled = beside.submit(fill, loader)
+            model = build().to(how.on)
+            filled.result()
             residency.fill()
         else:
-            model = opening.build(checkpoint, how.dtype, external=True).to(how.on)
+            model = build().to(how.on)
         delays = how.delays
         if callable(delays):
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
-        if not held:
+        if not residency.holds_all:
             if callable(how.plan) and memory.sizes.sm:
                 memory = replace(memory, pools=how.plan(model, memory, delays))
                 residency = memory.residency()
-            slots = memory.slots()
-            slots.touch()
-        engine = memory.engine(residency, slots, reader, delays, held)
+            run, loader = memory.loader(residency, reader)
+            unless_open.callback(loader.end)
+            loader.slots.touch()
+        order = order_of(how.scheduler, delays, how.workers)
+        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
+        engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -223,7 +229,8 @@ class Memory:
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
         as_stored = compact and device.type == "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
-        L, E = len(store.layers), max(len(layer.experts) for layer in store.layers)
+        L = len(store.layers)
+        E = max(len(layer.experts) for layer in store.layers)
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
         most = L * E * sizes.full + scratch
         most += max(how.staging or how.workers + 2, ahead + 1) * sizes.in_flight
@@ -247,24 +254,18 @@ class Memory:
         how = self.how
         return Residency(self.L, self.E, self.pools, how.cache, how.scope, how.margin)
 
-    def slots(self) -> Slots:
-        count = slot_counts(self.pools, self.L if self.how.scope == "layer" else 1, self.staging)
-        return Slots(self.store, count, self.sizes, self.how.on)
-
     def reader(self) -> Reader:
         how = self.how
         if how.mode == "pinned":
             return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
         return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
-    def engine(
-        self, residency: Residency, slots: Slots, reader: Reader, delays: Any, held: Held
-    ) -> Engine:
-        """What loads and computes the model's experts within this memory; `held` : slots of those
-        that are in memory already."""
-        how, spec = self.how, self.store.spec
+    def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:
+        """What loads the model's experts into this memory, and records it."""
+        how = self.how
+        spec = self.store.spec
         ahead = min(spec.K, self.staging - 1) if how.ahead is None else how.ahead
-        ahead = 0 if held else ahead
+        ahead = 0 if residency.holds_all else ahead
         settings = EngineSettings(
             spec,
             self.pools,
@@ -279,19 +280,14 @@ class Memory:
             how.scheduler,
             how.on.type,
         )
+        count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
+        slots = Slots(self.store, count, self.sizes, how.on)
+        workers = how.workers
+        readers = DEPTH
+        if residency.holds_all:
+            workers = readers = threads_to_fill(slots, self.store.scratch)
         run = EngineRun(settings, residency)
-        loader = Loader(slots, reader, how.workers, run.timeline, ahead, run.fetched, held)
-        order = _order(how.scheduler, delays, how.workers)
-        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        return Engine(loader, controller, run)
-
-
-def _order(scheduler: Any, delays: Any, workers: int) -> Callable[..., Order]:
-    """A scheduler as the engine calls it, with requests alone."""
-    if scheduler == "default" and delays is None:
-        return plain_order
-    order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
-    return lambda requests: order(requests, delays, workers)
+        return run, Loader(slots, reader, workers, run.timeline, ahead, run.fetched, readers)
 
 
 def _bound_code_caches() -> None:

@@ -19,51 +19,31 @@ from moelab.specs import Event
 TRACKS = ("forward passes", "compute", "disk")
 
 
-def trace_events(events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> dict[str, Any]:
-    """The document of a timeline whose times are `kind`: "measured" or "simulated"; time 0 is its
-    first moment."""
-    events = sorted(events, key=lambda event: (event.start, -event.end))
-    tracks = list(dict.fromkeys([*TRACKS, *sorted({event.resource for event in events})]))
-    about_all = [(0, "process_name", f"moelab, {kind}")]
-    about_all += [(i, "thread_name", name) for i, name in enumerate(tracks)]
-    rows = []
-    for n, one in enumerate(forwards):
-        about = {"tokens": one.tokens}
-        rows.append((TRACKS[0], f"{one.phase} {n}", one.phase, one.start, one.end, about))
-    for one in events:
-        where = ".".join(str(n) for n in (one.layer, one.expert) if n >= 0)
-        about = {"layer": one.layer, "expert": one.expert, "bytes": one.bytes}
-        name = f"{one.kind} {where}".strip()
-        rows.append((one.resource, name, one.kind, one.start, one.end, about))
-    zero = min((start for *_, start, _, _ in rows), default=0.0)
-    return {
-        "traceEvents": [
-            {"ph": "M", "pid": 1, "tid": track, "name": what, "args": {"name": name}}
-            for track, what, name in about_all
-        ]
-        + [
-            {
-                "ph": "X",
-                "pid": 1,
-                "tid": tracks.index(track),
-                "name": name,
-                "cat": category,
-                "ts": 1e6 * (start - zero),
-                "dur": 1e6 * (end - start),
-                "args": about,
-            }
-            for track, name, category, start, end, about in rows
-        ],
-        "displayTimeUnit": "ms",
-        "otherData": {"kind": kind, "written by": "moelab"},
-    }
-
-
 def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward], kind: str) -> Path:
-    """Write a timeline atomically as JSON; returns the path. ValueError: nothing has happened
-    yet."""
+    """Write a timeline, whose times are `kind`, "measured" or "simulated", atomically as JSON; time 0
+    is its first moment. Returns the path. ValueError: nothing has happened yet."""
     if not forwards and not (events := list(events)):
         raise ValueError(
             "this run has no events: run the model first (lm.generate), or do not reset it before"
         )
-    return write_json(path, trace_events(events, forwards, kind))
+    rows = [
+        (TRACKS[0], f"{one.phase} {n}", one.phase, one.start, one.end, {"tokens": one.tokens})
+        for n, one in enumerate(forwards)
+    ]
+    for one in sorted(events, key=lambda event: (event.start, -event.end)):
+        where = ".".join(str(n) for n in (one.layer, one.expert) if n >= 0)
+        about = {"layer": one.layer, "expert": one.expert, "bytes": one.bytes}
+        rows.append((one.resource, f"{one.kind} {where}", one.kind, one.start, one.end, about))
+    tracks = list(dict.fromkeys([*TRACKS, *sorted({row[0] for row in rows})]))
+    zero = min((start for *_, start, _, _ in rows), default=0.0)
+    names = [(0, "process_name", f"moelab, {kind}")]
+    names += [(i, "thread_name", name) for i, name in enumerate(tracks)]
+    found: list[dict[str, Any]] = [
+        {"ph": "M", "pid": 1, "tid": track, "name": what, "args": {"name": name}}
+        for track, what, name in names
+    ]
+    for track, name, category, start, end, about in rows:
+        when = {"ts": 1e6 * (start - zero), "dur": 1e6 * (end - start)}
+        what = {"name": name, "cat": category, "args": about}
+        found.append({"ph": "X", "pid": 1, "tid": tracks.index(track), **what, **when})
+    return write_json(path, {"traceEvents": found, "otherData": {"kind": kind}})

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from copy import copy, deepcopy
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
 from moelab.offloading.load_queue import PrefetchCounts
-from moelab.offloading.metrics import Forward
+from moelab.offloading.metrics import Forward, Metrics, metrics
 from moelab.specs import Event, MoESpec
 from moelab.store.layout import ExpertStore
 
@@ -95,12 +95,34 @@ class Timeline:
         return len(self._rows) // _ROW.size
 
     def __iter__(self) -> Iterator[Event]:
-        rows, names = bytes(self._rows), list(self._numbers)
+        rows = bytes(self._rows)
+        names = list(self._numbers)
         for resource, kind, *rest in _ROW.iter_unpack(rows):
             yield Event(names[resource], names[kind], *rest)
 
 
-class EngineRun:
+class Recorded:
+    """What a run was: its events, forward passes, and counts of its cache and of prefetching."""
+
+    kind = "measured"
+    events: Iterable[Event]
+    forwards: list[Forward]
+    counters: CacheCounters
+    fetched: PrefetchCounts
+
+    def metrics(self, **process: int | None) -> Metrics:
+        """TTFT, TPOT, hit rates, bytes …, a real run's and a simulated one's by the same
+        definitions: see `moelab.offloading.metrics`."""
+        counts = self.counters, asdict(self.fetched)
+        return metrics(list(self.events), self.forwards, *counts, **process)
+
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the timeline as a file for https://ui.perfetto.dev: see
+        `moelab.offloading.perfetto`."""
+        return perfetto.save(path, self.events, self.forwards, self.kind)
+
+
+class EngineRun(Recorded):
     """Everything since the last `reset`.
 
     steps : what each forward routed: a list of (layer, {expert: tokens}).
@@ -109,8 +131,10 @@ class EngineRun:
     """
 
     def __init__(self, settings: EngineSettings, residency: Residency) -> None:
-        self.settings, self._residency = settings, residency
-        self.timeline, self.fetched = Timeline(), PrefetchCounts()
+        self.settings = settings
+        self._residency = residency
+        self.events = self.timeline = Timeline()
+        self.fetched = PrefetchCounts()
         self.reset()
 
     def __repr__(self) -> str:
@@ -123,19 +147,14 @@ class EngineRun:
     def counters(self) -> CacheCounters:
         return self._residency.counters
 
-    def to_perfetto(self, path: str | Path) -> Path:
-        """Write the timeline as a file for https://ui.perfetto.dev: see
-        `moelab.offloading.perfetto`."""
-        return perfetto.save(path, self.timeline, self.forwards, "measured")
-
     def since(self, forward: int = 0) -> EngineRun:
         """What has happened from this forward pass on, which stays as it is while the model goes
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
-        made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
-        of = slice(forward, len(self.forwards))
-        made.forwards, made.steps = self.forwards[of], self.steps[of]
-        made.predictions = self.predictions[of]
+        made._residency.counters = deepcopy(self.counters)
+        made.fetched = copy(self.fetched)
+        for name in ("forwards", "steps", "predictions"):
+            setattr(made, name, getattr(self, name)[forward:])
         begin = made.forwards[0].start if made.forwards else float("inf")
         for event in self.timeline:
             if event.end > begin:

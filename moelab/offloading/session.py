@@ -11,7 +11,6 @@ import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
@@ -27,7 +26,7 @@ from moelab.models.stream import stacks
 from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
-from moelab.offloading.metrics import Forward, Metrics, metrics, process
+from moelab.offloading.metrics import Forward, Metrics, process
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.store.layout import ExpertStore
 
@@ -101,14 +100,17 @@ class Session:
         store: ExpertStore | None = None,
         budget: int | None = None,
     ) -> None:
-        self.engine, self.store, self.budget = engine, store, budget
+        self.engine = engine
+        self.store = store
+        self.budget = budget
         self.speculation = None
         if engine is None:
             spec = model.spec
             self.residency = Residency(spec.L, spec.E, Pools(F=spec.L * spec.E))
             self.run = EngineRun(_resident_settings(model), self.residency)
         else:
-            self.residency, self.run = engine.residency, engine.run
+            self.residency = engine.residency
+            self.run = engine.run
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -136,7 +138,8 @@ class Session:
 
     def forked(self) -> None:
         """In a child process there are no other threads, so it is nobody's turn."""
-        self.turn, self._forward = threading.RLock(), None
+        self.turn = threading.RLock()
+        self._forward = None
         self._running.clear()
 
     @property
@@ -169,13 +172,7 @@ class Session:
     def metrics(self) -> Metrics:
         """TTFT, TPOT, hit rates, bytes a token, stall …, since the last `reset`: see
         `moelab.offloading.metrics`."""
-        return metrics(
-            list(self.timeline),
-            self.forwards,
-            self.run.counters,
-            asdict(self.run.fetched),
-            **process(),
-        )
+        return self.run.metrics(**process())
 
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""
@@ -235,7 +232,8 @@ class Session:
         self.run.begin_forward()
         exact = self.executor is eager
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
-        self._forward, self._routed = (id(module), me, start, info), []
+        self._forward = (id(module), me, start, info)
+        self._routed = []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):

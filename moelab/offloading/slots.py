@@ -137,7 +137,8 @@ class Slots:
         memory or, with `reuse`, into that of the call before."""
         if self.link is not None:
             self.link.arrive([slot])
-        entries, key = self._store.layers[layer].experts[expert], (slot, self._shapes[layer])
+        entries = self._store.layers[layer].experts[expert]
+        key = (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
         memory = self._full_slot(slot)
@@ -188,20 +189,22 @@ class Slots:
         """Of a layer: names; each expert's codecs or formats by name, "" for one that kernels do not
         read; rows in slot 0, and by how much they move from slot to slot, int64 [names, experts, 4]
         both."""
-        experts, in_place = self._store.layers[layer].experts, self.sizes.in_place
-        names, codecs = list(experts[0]), []
+        experts = self._store.layers[layer].experts
+        in_place = self.sizes.in_place
+        names = list(experts[0])
+        codecs = []
         rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
         for e, entries in enumerate(experts):
-            where, found = places(entries, in_place)[0], []
+            where = places(entries, in_place)[0]
+            found = []
             for n, (begin, end, entry) in enumerate(map(where.get, names)):
-                codec = entry.codec.kernel(entry.dtype, entry.shape) if in_place else "raw"
-                packed = codec not in ("", "raw")
-                row = (
-                    entry.codec.row(begin, end - begin, entry.shape) if packed else [begin, 0, 0, 0]
-                )
-                rows[n, e], moves[n, e, : 1 + packed] = row, 1  # one address or, packed, two
-                found.append(codec)
+                codec = entry.codec if in_place else RAW
+                found.append(codec.kernel(entry.dtype, entry.shape))
+                if found[-1]:
+                    rows[n, e] = codec.row(begin, end - begin, entry.shape)
             codecs.append(tuple(found))
+        moves[..., 0] = 1  # one address or, packed, two
+        moves[..., 1] = rows[..., 1] > 0
         return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
 
 
@@ -220,14 +223,15 @@ def places(
 ) -> tuple[dict[str, tuple[int, int, TensorEntry]], int]:
     """(name → (begin, end in a slot, entry) of an expert's tensors, bytes of the slot): as they are
     read, or joined, each at a multiple of 64."""
+    found = {}
+    at = 0
     if in_place:
         first, length = run(entries, "both")
-        chunks = {name: entry.planes[0][1][0] for name, entry in entries.items()}
-        return {
-            name: (chunk.offset - first, chunk.offset - first + chunk.length, entries[name])
-            for name, chunk in chunks.items()
-        }, length
-    found, at = {}, 0
+        for name, entry in entries.items():
+            chunk = entry.planes[0][1][0]
+            begin = chunk.offset - first
+            found[name] = begin, begin + chunk.length, entry
+        return found, length
     for name, entry in entries.items():
         found[name] = at, at + entry.nbytes, entry
         at += -(-entry.nbytes // 64) * 64
@@ -250,7 +254,8 @@ def divide(
     if staging is None:
         staging = max(1, min(workers + 2, budget // (4 * sizes.in_flight)))
     staging = max(staging, ahead + 1)
-    room, copies = budget - staging * sizes.in_flight, L if scope == "layer" else 1
+    room = budget - staging * sizes.in_flight
+    copies = L if scope == "layer" else 1
     if plan is None:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging
     needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)

@@ -33,24 +33,22 @@ class StepController:
         order: Callable[[Sequence[Request]], Order],
         log: EngineRun | None = None,
     ) -> None:
-        self.residency, self.queue, self.gate, self.order = residency, queue, gate, order
+        self.residency = residency
+        self.queue = queue
+        self.gate = gate
+        self.order = order
         self.log = log
         self.announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
     def begin_forward(self, phase: str) -> None:
         """A forward pass begins, "prefill" or "decode"."""
-        self.drop_prefetched()
+        self.announced = None
         self.gate.begin_forward(phase)
 
     def end_forward(self, seconds: float) -> None:
-        """It took so long."""
-        self.drop_prefetched()
-        self.gate.end_forward(seconds)
-
-    def drop_prefetched(self) -> None:
-        """What was prefetched and not used is given up: the forward pass that wanted it is over."""
-        self.announced = None
+        """It took so long: what it has prefetched and not used is given up."""
         self.queue.drop_prefetched()
+        self.gate.end_forward(seconds)
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
         """A layer to come will probably choose these experts, the likeliest first; `load` of the
@@ -70,19 +68,16 @@ class StepController:
 
         ready : called with the key of each expert that is loaded, or with the error that ends the
         step."""
-        announced, self.announced = self.announced, None
+        announced = self.announced
+        self.announced = None
         if step.loads or step.evicted or self.queue.prefetched:
             self.queue.begin(step.layer, step.loads, step.evicted, ready, self.order)
-        if announced is not None:
-            self._prefetch(*announced)
-
-    def _prefetch(self, layer: int, experts: list[int]) -> None:
-        if self.log is not None:
-            self.log.predicted(layer, experts)
-        if not self.gate.enabled:
+        if announced is None:
             return
-        keys = [ExpertKey(layer, expert) for expert in experts]
-        states = map(self.residency.state, keys)
-        self.queue.prefetch(
-            [Request(key, 1, state, State.MISSED) for key, state in zip(keys, states)]
-        )
+        if self.log is not None:
+            self.log.predicted(*announced)
+        if self.gate.enabled:
+            layer, experts = announced
+            keys = [ExpertKey(layer, expert) for expert in experts]
+            state = self.residency.state
+            self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])

@@ -18,7 +18,8 @@ from moelab.kernels.compile import c_library
 
 #: addresses of functions of torch's OpenMP: to end a team's idle threads (5.0), to say how large
 #: the teams of the calling thread are; 0 where there is none
-PAUSE, SET = c_library("omp_pause_resource_all"), c_library("omp_set_num_threads")
+PAUSE = c_library("omp_pause_resource_all")
+SET = c_library("omp_set_num_threads")
 SOFT = 1  # omp_pause_soft: what the program has set stays as it is
 NICE = 5  # of threads that step back
 

@@ -9,10 +9,8 @@ Adding a variant is a subclass of `moelab.parallel.executors.Parallel` and a lin
 
 from __future__ import annotations
 
-from moelab.parallel.exchange import Exchange, Grid
-from moelab.parallel.executors import AllGather, AllToAll, Deduplicated, Parallel
+from moelab.parallel.executors import AllGather, AllToAll, Deduplicated
 from moelab.parallel.launch import PeerLost, connect, launch
-from moelab.parallel.sharding import ShardedExperts
 from moelab.registry import require
 
 #: name → executor
@@ -39,17 +37,4 @@ def degree(variant: str, W: int, tp: int | None = None) -> int:
     return fixed
 
 
-__all__ = [
-    "VARIANTS",
-    "AllGather",
-    "AllToAll",
-    "Deduplicated",
-    "Exchange",
-    "Grid",
-    "Parallel",
-    "PeerLost",
-    "ShardedExperts",
-    "connect",
-    "degree",
-    "launch",
-]
+__all__ = ["VARIANTS", "PeerLost", "connect", "degree", "launch"]

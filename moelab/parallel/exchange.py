@@ -111,7 +111,8 @@ class Grid:
 
     def __init__(self, tp: int = 1) -> None:
         self.world = Exchange()
-        self.traffic, W = self.world.traffic, self.world.size
+        self.traffic = self.world.traffic
+        W = self.world.size
         if tp in (1, W):  # no groups to make
             alone = Exchange(alone=True)
             self.ep, self.tp = (self.world, alone) if tp == 1 else (alone, self.world)

@@ -20,6 +20,7 @@ on virtual cores); routers run in sequence parallel (`moelab.static.volumes` has
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -121,16 +122,17 @@ class AllToAll(Parallel):
     def run_row(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         ep = self.grid.ep
         token, choice, send = by_rank(self.ranks(ids, experts), ep.size)
-        receive = ep.counts(send).tolist()
-        send = send.tolist()
         expert = ids[token, choice]
+
+        def compute(rows: Tensor, which: Tensor, w: Tensor) -> Tensor:
+            eager = torch.argsort(which[:, 1], stable=True)  # all first choices, then the second …
+            y = torch.empty_like(rows)
+            y[eager] = self.inner(rows[eager], which[eager, :1].long(), w[eager], experts)
+            return y
+
         which = torch.stack([expert, choice], 1).int()
         parts = x[token], which, weights[token, choice, None]
-        rows, which, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
-        eager = torch.argsort(which[:, 1], stable=True)  # all first choices, then the second …
-        y = torch.empty_like(rows)
-        y[eager] = self.inner(rows[eager], which[eager, :1].long(), w[eager], experts)
-        y = ep.all_to_all(y, receive, send, "combine")
+        y = there_and_back(ep, parts, send, compute)
         return _summed(x, expert, token, y, experts)
 
     def run_few(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
@@ -144,6 +146,16 @@ class AllToAll(Parallel):
         k = choice.split(sizes)[ep.rank]
         y = self.inner(x[t], ids[t, k, None], weights[t, k, None], experts)
         return _summed(x, expert, token, ep.all_gather(y, sizes, "result"), experts)
+
+
+def there_and_back(
+    ep: Exchange, parts: tuple[Tensor, ...], send: Tensor, compute: Callable[..., Tensor]
+) -> Tensor:
+    """`send[r]` rows of the parts go to rank r, and what it computes of them comes back."""
+    receive = ep.counts(send).tolist()
+    sent = send.tolist()
+    arrived = unpack(ep.all_to_all(pack(*parts), sent, receive, "dispatch"), parts)
+    return ep.all_to_all(compute(*arrived), receive, sent, "combine")
 
 
 def by_rank(to: Tensor, W: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -175,10 +187,11 @@ class Deduplicated(Parallel):
         wanted = to == torch.arange(ep.size, device=ids.device)[:, None, None]  # [W, T, K]
         rank, token = wanted.any(-1).nonzero(as_tuple=True)  # by rank, then token
         send = torch.bincount(rank, minlength=ep.size)
-        receive = ep.counts(send).tolist()
-        send = send.tolist()
+
+        def compute(rows: Tensor, chosen: Tensor, w: Tensor) -> Tensor:
+            return self.inner(rows, chosen.long(), w, experts)
+
         parts = x[token], torch.where(wanted[rank, token], ids[token], E).int(), weights[token]
-        rows, chosen, w = unpack(ep.all_to_all(pack(*parts), send, receive, "dispatch"), parts)
-        y = ep.all_to_all(self.inner(rows, chosen.long(), w, experts), receive, send, "combine")
+        y = there_and_back(ep, parts, send, compute)
         wide = torch.promote_types(x.dtype, torch.float32)
         return torch.zeros_like(x, dtype=wide).index_add_(0, token, y.to(wide)).to(x.dtype)

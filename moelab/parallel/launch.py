@@ -160,7 +160,7 @@ def _rank(
         with connect(init_method=(folder / "rendezvous").as_uri()):
             result = function(*arguments)
     except PeerLost:
-        time.sleep(1)  # the rank that is the cause is to be the first to end
+        time.sleep(30)  # the rank that is the cause is the first to end, and `launch` ends this one
         raise
     _result(folder, rank).write_bytes(pickle.dumps(result))
 

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Executor
 from moelab.models import discover, plug
-from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
+from moelab.parallel import VARIANTS, degree
+from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.sharding import ShardedExperts
 from moelab.static.advice import Advice, advise
 
 #: the default of a run on several ranks: the only way that is exact to the bit
@@ -33,7 +35,7 @@ def open_parallel(
     rank must call it.
 
     parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.static.advice` says
-        for these ranks. The model's `.parallel` is the key, `.reasons` are lines that say why.
+        for these ranks. The model's `.parallel` is the key.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank; None computes as transformers does.
 
@@ -42,7 +44,6 @@ def open_parallel(
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
     W = dist.get_world_size()
-    reasons = []
     if parallel != "auto":
         degree(parallel, W, tp)  # before anything is read
     elif tp is not None:
@@ -51,14 +52,11 @@ def open_parallel(
         )
     model = open_checkpoint(name_or_path, experts="external", dtype=dtype, device=device)
     if parallel == "auto":
-        advice = advise(model.spec, W)
-        parallel, tp = _variant(advice, inner)
-        reasons.append(f"{parallel}: {advice}")
+        parallel, tp = _variant(advise(model.spec, W), inner)
     grid = Grid(degree(parallel, W, tp))
     layers = [layer.seam for layer in discover(model)]
     model.grid = grid
     model.parallel = parallel
-    model.reasons = reasons
     model.shards = ShardedExperts(
         layers, layers[0].source, grid.ep.rank, grid.ep.size, grid.tp.rank, grid.tp.size
     )

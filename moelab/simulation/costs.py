@@ -10,7 +10,7 @@ measured."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import numpy as np
@@ -99,7 +99,7 @@ class Machine:
 
     workers : threads that decode.
     other, head : before each layer's experts, and after the last layer's: (base, per token).
-    decide : (experts that must be loaded, seconds) of deciding about a layer's step, ascending.
+    decide : about a layer's step: (base, per expert that must be loaded).
     handover : until threads have woken up, between an expert's last read and its computation, if
         that waits for it.
     predict : of a prediction of a layer's experts.
@@ -109,13 +109,9 @@ class Machine:
     workers: Size = 1
     other: Linear = (0.0, 0.0)
     head: Linear = (0.0, 0.0)
-    decide: tuple[tuple[Count, Seconds], ...] = ()
+    decide: Linear = (0.0, 0.0)
     handover: Seconds = 0.0
     predict: Seconds = 0.0
-
-    def deciding(self, loads: int) -> float:
-        """Seconds of deciding about a step that must load so many experts."""
-        return float(np.interp(loads, *zip(*self.decide))) if self.decide else 0.0
 
 
 @dataclass(frozen=True)
@@ -181,18 +177,16 @@ def delays_of(
             )
         decompress_gbs = device["decompress_gbs"]
     half = spec.expert_bytes / 2
-    delays = Delays(
-        e_read=rho * half / rates.read,
+    read, other = delays_in_place(device, spec, rho * half, spec.expert_bytes, dense_bytes)
+    delays = replace(
+        read,
         sm_read=half / rates.read,
         decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory,
-        expert_base=2 * half / rates.memory,
-        expert_token=2 * spec.expert_params / rates.flops,
         N=3 if spec.gated else 2,
-        e_bytes=round(rho * half),
         sm_bytes=round(half),
     )
-    return delays, _other(spec, rates, dense_bytes)
+    return delays, other
 
 
 def delays_in_place(
@@ -210,11 +204,5 @@ def delays_in_place(
         expert_token=2 * spec.expert_params / rates.flops,
         e_bytes=round(stored),
     )
-    return delays, _other(spec, rates, dense_bytes)
-
-
-def _other(spec: MoESpec, rates: MachineRates, dense_bytes: float) -> Linear:
-    """Before a layer's experts: its share of the weights that every token uses is read, and
-    multiplied."""
-    dense = dense_bytes / spec.L
-    return dense / rates.memory, dense / rates.flops
+    dense = dense_bytes / spec.L  # of a layer: read, then multiplied
+    return delays, (dense / rates.memory, dense / rates.flops)

@@ -40,7 +40,7 @@ def fitted(run: EngineRun, reads: bool = True) -> Machine:
         run.settings.workers,
         other=_line(before),
         head=_line(compute.head),
-        decide=_means(compute.decide),
+        decide=_line(compute.decide),
         handover=_mean(compute.handover),
         predict=predict,
     )
@@ -91,8 +91,13 @@ class _Compute:
                 since = max(loaded.get(event[2:4], event.end), event.start)
                 self.handover.append(max(event.end - since, 0.0))
             elif event.kind == "expert" and event.layer in routed:
-                gap = event.start - before.end if before and before.kind != "other" else 0.0
-                self._add_experts(event, seconds, gap, routed[event.layer], compute)
+                wanted = routed[event.layer]
+                if event.expert >= 0:
+                    gap = event.start - before.end if before and before.kind != "other" else 0.0
+                    self.alone[wanted[event.expert]].append(gap + seconds)
+                elif max(wanted.values()) == 1:  # one call, of all that are not computed alone
+                    calls = sum(e[1:3] == event[1:3] for e in compute)
+                    self.together[len(wanted) - calls + 1].append(seconds)
             elif event.kind == "other" and event.layer < 0:
                 self.head[tokens].append(seconds)
             elif event.kind == "other":
@@ -102,30 +107,15 @@ class _Compute:
                     loads = sum((event.layer, e) in loaded for e in routed[event.layer])
                     self.decide[loads].append(after.start - event.end)
 
-    def _add_experts(
-        self,
-        event: Event,
-        seconds: float,
-        gap: float,
-        routed: Mapping[int, int],
-        compute: list[Event],
-    ) -> None:
-        """One expert, or −1 for all of a layer's that are not computed by themselves."""
-        if event.expert >= 0:
-            self.alone[routed[event.expert]].append(gap + seconds)
-        elif max(routed.values()) == 1:
-            calls = sum(e.kind == "expert" and e.layer == event.layer for e in compute)
-            self.together[len(routed) - calls + 1].append(seconds)
-
     def predicting(self) -> float:
         """How much longer a layer takes in a decode step that asks a predictor; the first, which
         embeds, is left out."""
         least = min((tokens for tokens, *_ in self.other), default=0)
-        asked, not_asked = (
-            [s for tokens, layer, a, s in self.other if tokens == least and layer and a is which]
-            for which in (True, False)
-        )
-        return max(_mean(asked) - _mean(not_asked), 0.0) if asked and not_asked else 0.0
+        took = defaultdict(list)
+        for tokens, layer, asked, seconds in self.other:
+            if tokens == least and layer:
+                took[asked].append(seconds)
+        return max(_mean(took[True]) - _mean(took[False]), 0.0) if len(took) == 2 else 0.0
 
 
 def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
@@ -164,7 +154,7 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
         e_bytes=round(e_bytes),
         sm_bytes=round(sm_bytes),
         experts_bytes=run.settings.experts_bytes,
-        together=tuple((n, seconds) for n, seconds in _means(compute.together) if n > 1),
+        together=tuple((n, _mean(compute.together[n])) for n in sorted(compute.together) if n > 1),
     )
 
 
@@ -172,10 +162,6 @@ def _mean(seconds: Sequence[float]) -> float:
     """The mean, 0 of nothing."""
     longest = LONG * median(seconds) if seconds else 0.0
     return fmean(min(one, longest) for one in seconds) if seconds else 0.0
-
-
-def _means(samples: Mapping[int, Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    return tuple((n, _mean(samples[n])) for n in sorted(samples))
 
 
 def _line(samples: Mapping[int, Sequence[float]]) -> Linear:

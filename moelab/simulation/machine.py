@@ -83,7 +83,8 @@ class SimulatedMachine:
 
     def begin(self, step: Step) -> None:
         """A layer's step comes: its experts that are FULL can be computed."""
-        self._layer, self._left = step.layer, len(step.requests)
+        self._layer = step.layer
+        self._left = len(step.requests)
         self._requests = {request.key: request for request in step.requests}
         there = [request.key for request in step.requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])

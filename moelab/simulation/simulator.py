@@ -9,7 +9,7 @@ Left out: sampling between two forwards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +17,12 @@ from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
-from moelab.offloading import perfetto
-from moelab.offloading.load_queue import Order, PrefetchCounts, plain_order
-from moelab.offloading.metrics import Forward, Metrics, metrics, summary_line
+from moelab.offloading.load_queue import Order, PrefetchCounts, order_of, plain_order
+from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.run import EngineRun
+from moelab.offloading.run import EngineRun, Recorded
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
-from moelab.registry import make
 from moelab.simulation.costs import Machine, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
@@ -54,7 +52,7 @@ class Prefetching(NamedTuple):
 
 
 @dataclass(repr=False)
-class Simulation:
+class Simulation(Recorded):
     """A simulated run: the same records as an `EngineRun`'s."""
 
     events: list[Event]
@@ -72,16 +70,6 @@ class Simulation:
         return (
             f"<Simulation of {len(self.forwards)} forward passes: {summary_line(self.metrics())}>"
         )
-
-    def metrics(self) -> Metrics:
-        """TTFT, TPOT, hit rates, bytes …, by the definitions of the real run: see
-        `moelab.offloading.metrics`."""
-        return metrics(self.events, self.forwards, self.counters, asdict(self.fetched))
-
-    def to_perfetto(self, path: str | Path) -> Path:
-        """Write the timeline as a file for https://ui.perfetto.dev: see
-        `moelab.offloading.perfetto`."""
-        return perfetto.save(path, self.events, self.forwards, self.kind)
 
 
 def simulate(
@@ -148,7 +136,7 @@ def _forward(
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
         decided = controller.decide(layer, experts)
-        simulated.spend(layer, machine.deciding(len(decided.loads)))
+        simulated.spend(layer, machine.decide[0] + machine.decide[1] * len(decided.loads))
         simulated.begin(decided)
         controller.load(decided, simulated.ready)
         simulated.run()
@@ -162,7 +150,6 @@ def replay(
     device: str | Path | DeviceSpec | None = None,
     pools: Pools | None = None,
     scheduler: Any = None,
-    decompress_gbs: float | None = None,
 ) -> Simulation:
     """A recorded run in simulated time, from a cache as it is opened: empty or, where all fit, with
     all experts in it. As it was, or with another cache or on another machine.
@@ -172,11 +159,9 @@ def replay(
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
-        (`delays_of`).
+        (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
     pools, scheduler : in place of the run's; the latter orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
-    decompress_gbs : see `delays_of`; without the card's figure, what was measured where the run was
-        recorded.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card
     without the figures that are needed, a run whose policy is an instance, and, without a device,
@@ -203,7 +188,7 @@ def replay(
         settings.margin,
     )
     residency.fill()
-    machine = machine_of(run, device, decompress_gbs, reads=not residency.holds_all)
+    machine = machine_of(run, device, reads=not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
     return simulate(
         run.steps,
@@ -218,22 +203,19 @@ def replay(
 
 def ordered(scheduler: Any, machine: Machine) -> Callable[[Sequence[Any]], Order]:
     """A scheduler, by its name or (requests, delays, workers) → `Order`, as `simulate` takes it."""
-    if isinstance(scheduler, str):
-        scheduler = make("scheduler", scheduler)
-    return lambda requests: scheduler(requests, machine.delays, machine.workers)
+    return order_of(scheduler, machine.delays, machine.workers)
 
 
 def machine_of(
     run: EngineRun,
     device: str | Path | DeviceSpec | None = None,
-    decompress_gbs: float | None = None,
     reads: bool = True,
 ) -> Machine:
     """The machine where a run was, or what the card of a device says of another; parameters and
     errors as of `replay`. A run that has read nothing will do unless `reads`."""
     if device is not None:
         device = device if isinstance(device, DeviceSpec) else load_device(device)
-        return _on_device(device, run, decompress_gbs)
+        return _on_device(device, run)
     if not run.settings.experts_bytes:
         raise ValueError(
             "this run's model was in memory, so nothing was read and no delay is known: give "
@@ -247,17 +229,16 @@ def machine_of(
     return fitted(run, reads)
 
 
-def _on_device(device: DeviceSpec, run: EngineRun, decompress_gbs: float | None) -> Machine:
+def _on_device(device: DeviceSpec, run: EngineRun) -> Machine:
     """`delays_of` for experts as the run's store has them, compressed or not."""
     settings = run.settings
     spec = run.settings.spec
     (e_bytes, sm_bytes), half = settings.mean_bytes, spec.expert_bytes / 2
     if spec.dtype == "bfloat16" and sm_bytes and e_bytes < half:
-        if decompress_gbs is None and "decompress_gbs" not in device.figures:
-            decompress_gbs = half / fitted(run).delays.decompress / 1e9
-        delays, other = delays_of(
-            device, spec, e_bytes / half, settings.dense_bytes, decompress_gbs
-        )
+        measured = None
+        if "decompress_gbs" not in device.figures:
+            measured = half / fitted(run).delays.decompress / 1e9
+        delays, other = delays_of(device, spec, e_bytes / half, settings.dense_bytes, measured)
     else:
         stored = e_bytes + sm_bytes
         delays, other = delays_in_place(

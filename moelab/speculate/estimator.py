@@ -77,20 +77,20 @@ class Estimator(nn.Module):
         return self.head(self.norm(x))
 
     @classmethod
-    def sized(cls, H: int, E: int, L: int, parameters: int, *, ahead: int = 1) -> Estimator:
+    def sized(cls, H: int, E: int, L: int, parameters: int) -> Estimator:
         """The estimator whose parameters come nearest to a budget; its width is a multiple of 8.
 
         §6.1: 4 M for GPT-OSS-20B, 17 M for Qwen3-30B-A3B, 45 M for GPT-OSS-120B.
         """
         # there are 8·w² + b·w + E parameters: solved for w
-        b = H + E + L - ahead + 8
+        b = H + E + L + 7
         width = 8 * round((math.sqrt(b * b + 32 * max(parameters - E, 0)) - b) / 128)
         if width < 8:
             raise ValueError(
                 f"{parameters:,} parameters are too few for H={H}, E={E}; the smallest estimator has "
                 f"{8 * 64 + b * 8 + E:,}"
             )
-        return cls(H, E, L, width, ahead=ahead)
+        return cls(H, E, L, width)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -8,8 +8,7 @@ will be; what the layer chose lately, u_t, says which experts this text uses at 
     ŷ_t = W_l [s_t, u_t, 1]  of  y_t = (1 − γ) Σ_i γ^i [chosen by token t + 1 + i]
     u_t = [chosen by t] + 2^(−1/h) u_{t−1}
 
-W is fitted to a recorded calibration text, with the strength of the ridge that predicts its last
-fifth best. Left out: tokens of a batch apart from each other; their expectations are averaged.
+W is fitted to a recorded calibration text. Left out: tokens of a batch apart from each other; their expectations are averaged.
 
 Shapes: s [T, H], u [E], W [L, H + E + 1, E].
 """
@@ -25,8 +24,8 @@ from torch import Tensor
 from moelab.progress import progress
 from moelab.trace import RoutingTrace
 
-#: strengths of the ridge that are tried, in mean squares of an input
-RIDGES = (1e-3, 1e-2, 1e-1, 1.0)
+#: strength of the ridge in tokens: what predicts unseen text best, of the shipped model
+PRIOR = 300
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,21 +54,16 @@ def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> 
     discount : γ; 0 asks for the next token's experts alone, more for those of the tokens after it,
         too.
 
-    Raises ValueError: a trace without router inputs, or of fewer than five prompts.
+    Raises ValueError: a trace without router inputs.
     """
     if trace.router_inputs is None:
         raise ValueError(
             "this trace has no router inputs; moelab.record(model, prompts, hidden=True) records them"
         )
-    if trace.sequences < 5:
-        raise ValueError(
-            f"the trace has {trace.sequences} prompts; five are the least, as one is held out"
-        )
     spec = trace.spec
     layers = []
     order = torch.argsort(trace.sequence.long(), stable=True)
     sequence = trace.sequence[order].long()
-    held_out = sequence >= sequence.max() * 4 // 5 + 1
     for layer in progress(range(spec.L), "fitting", unit="layer"):
         passed = trace.ids[order, layer, 0] != spec.E
         rows = order[passed]
@@ -78,7 +72,7 @@ def fit(trace: RoutingTrace, half_life: float = 16.0, discount: float = 0.5) -> 
         s = trace.router_inputs[rows, layer].float()
         x = torch.cat([s, lately(chosen, half_life), torch.ones(len(s), 1)], 1)
         y, last = coming(chosen, of, discount)
-        layers.append(ridge(x[~last], y[~last], held_out[passed][~last]))
+        layers.append(ridge(x[~last], y[~last]))
     return NextToken(torch.stack(layers), half_life)
 
 
@@ -109,22 +103,9 @@ def coming(chosen: Tensor, sequence: Tensor, discount: float) -> tuple[Tensor, T
     return y, last
 
 
-def ridge(x: Tensor, y: Tensor, held_out: Tensor) -> Tensor:
-    """W [F, E] of y ≈ x W by all rows, with the strength that predicts the rows `held_out` [T] best
-    from the rest."""
-
-    def products(rows: Tensor) -> tuple[Tensor, Tensor]:
-        some = x[rows].double()
-        return some.T @ some, some.T @ y[rows].double()
-
-    def solved(gram: Tensor, target: Tensor, strength: float) -> Tensor:
-        level = torch.eye(len(gram), dtype=gram.dtype) * (strength * gram.diagonal().mean())
-        return torch.linalg.solve(gram + level, target).float()
-
-    def error(strength: float) -> float:
-        return float((x[held_out] @ solved(*part, strength) - y[held_out]).square().sum())
-
-    part = products(~held_out)
-    rest = products(held_out)
-    best = min(RIDGES, key=error)
-    return solved(part[0] + rest[0], part[1] + rest[1], best)
+def ridge(x: Tensor, y: Tensor) -> Tensor:
+    """W [F, E] of y ≈ x W, held near 0 as by `PRIOR` further rows."""
+    x = x.double()
+    y = y.double()
+    level = PRIOR * x.square().mean() * torch.eye(x.shape[1], dtype=x.dtype)
+    return torch.linalg.solve(x.T @ x + level, x.T @ y).float()

@@ -257,44 +257,6 @@ class Previous(Predictor):
         return tuple(column.view(len(ids), -1, column.shape[-1])[:, -1] for column in last)
 
 
-class Oracle(Predictor):
-    """The truth, from a trace of the very same prompts run one by one in the same order, over and
-    over: a control."""
-
-    takes = ("trace",)
-
-    def prepare(self, model):
-        of_model(self.trace, model)
-        self.prompts = [
-            torch.nonzero(self.trace.sequence == i).flatten() for i in range(self.trace.sequences)
-        ]  # rows of each
-        self.firsts = {layers[0].index for _, layers in stacks(model)}
-        self.prompt = self.row = self.end = 0
-
-    def begin(self):
-        if self.end:  # the current prompt has been run
-            self.prompt = (self.prompt + 1) % len(self.prompts)
-        self.row = self.end = 0  # of this prompt: the rows of the current forward pass
-
-    def observe(self, layer, ids, weights):
-        if layer in self.firsts:  # a forward pass begins
-            self.row, self.end = self.end, self.end + len(ids)
-        if not torch.equal(self._truth(layer)[0], ids):
-            raise ValueError(
-                f"prompt {self.prompt}, layer {layer}: the model does not choose what the oracle's trace "
-                f"says; it needs a trace of the same prompts, run one by one in the same order"
-            )
-
-    def _truth(self, layer: int) -> Prediction:
-        rows = self.prompts[self.prompt][self.row : self.end]
-        ids = self.trace.ids[rows, layer]
-        weights = self.trace.weights[rows, layer]
-        return ids.long().to(self.device), weights.to(self.device)
-
-    def predict(self, layer, s, r, ids, weights):
-        return self._truth(self.targets[layer].index)
-
-
 class Random(Predictor):
     """K different experts at random with equal weights: a control, K/E."""
 
@@ -336,8 +298,5 @@ PREDICTORS: dict[str, type[Predictor] | Entry] = {
     "frequency": Frequency,
     "static": Static,
     "previous": Previous,
-    "oracle": Entry(
-        Oracle, "the truth from a trace of the same prompts: a control, 100 %", teaching=True
-    ),
     "random": Entry(Random, "K different experts at random: a control, K/E", teaching=True),
 }

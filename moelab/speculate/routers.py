@@ -54,8 +54,8 @@ def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
         output = layer.ask(x, own=True)
     if given.calls != 1:
         raise ValueError(
-            f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so an "
-            f"estimator's logits cannot take the place of its own; use a predictor that asks the router"
+            f"{layer.name}: {type(layer.router).__name__} calls F.linear {given.calls} times, so "
+            f"other logits cannot take the place of its own; leave its choice to itself"
         )
     return output
 

@@ -13,10 +13,10 @@ Shapes: R rows (`moelab.speculate.rows`); q [R, H], logits [R, E].
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import count
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 from moelab.progress import progress
 from moelab.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
-from moelab.speculate.rows import Examples, Rows, generator_of
+from moelab.speculate.rows import Examples, Rows
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 
@@ -50,10 +50,6 @@ class Training:
     estimator: Estimator
     history: tuple[Point, ...]
 
-    @property
-    def best(self) -> Point:
-        return best_of(self.history)
-
 
 def train(
     trace: RoutingTrace,
@@ -66,7 +62,6 @@ def train(
     tokens: int = 300_000,
     batch: int = 1280,
     every: int | None = None,
-    ahead: int = 1,
     seed: int = 0,
 ) -> Training:
     """Train an estimator for `model` on the hidden states of a trace.
@@ -85,38 +80,44 @@ def train(
     Raises ValueError: a trace without hidden states or of another model."""
     if min(tokens, batch) < 1:
         raise ValueError(f"tokens={tokens}, batch={batch}: each must be at least 1")
-    data, held_out = (Rows(t, model, vectors, ahead) for t in (trace, validation))
+    data, held_out = (Rows(t, model, vectors) for t in (trace, validation))
     estimator = _estimator(data, kind, parameters, seed)
     optimizers = _optimizers(estimator)
     every = every or max(tokens // 20, 1)
-    seen = 0
     history = []
     weights = {}
     with progress(total=tokens, desc="training the estimator", unit="token") as bar:
-        for buffer in count():
-            if not history or seen - history[-1].tokens >= every or seen == tokens:
-                point = Point(seen, evaluate(estimator, held_out))
-                bar.note(f"KL {point.loss:.4f}")
-                history.append(point)
-                if point is best_of(history):
-                    weights = deepcopy(estimator.state_dict())
-            if seen == tokens:
-                break
-            spans = data.spans(buffer, seed, tokens - seen)
-            n = sum(b - a for a, b in spans)
-            batches = shuffled(data.read(spans), batch, generator_of(seed, "rows", buffer))
+
+        def validate() -> None:
+            point = Point(int(bar.n), evaluate(estimator, held_out))
+            bar.note(f"KL {point.loss:.4f}")
+            history.append(point)
+            if point.loss == min(loss for _, loss in history):
+                weights.update(deepcopy(estimator.state_dict()))
+
+        validate()
+        generator = torch.Generator().manual_seed(seed)
+        for some in drawn(len(trace), data.size, tokens, generator):
+            batches = shuffled(data.read(some), batch, generator)
             for step, rows in enumerate(batches):
                 loss = divergence(rows.logits, predicted(estimator, rows), data.spec.router)
-                part = (seen + n * (step + 0.5) / len(batches)) / tokens
+                part = (bar.n + len(some) * (step + 0.5) / len(batches)) / tokens
                 _step(optimizers, loss.mean(), schedule(part))
-            seen += n
-            bar.update(n)
+            bar.update(len(some))
+            if bar.n - history[-1].tokens >= every or bar.n == tokens:
+                validate()
     estimator.load_state_dict(weights)
     return Training(estimator.eval(), tuple(history))
 
 
-def best_of(history: Sequence[Point]) -> Point:
-    return min(history, key=lambda point: point.loss)
+def drawn(T: int, size: int, total: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """`total` numbers of T tokens, at most `size` at a time: all in random order, again and again."""
+    while True:
+        for some in torch.randperm(T, generator=generator).split(size):
+            yield some[:total]
+            total -= len(some)
+            if total <= 0:
+                return
 
 
 def shuffled(examples: Examples, batch: int, generator: torch.Generator) -> list[Examples]:
@@ -148,10 +149,9 @@ def _estimator(data: Rows, kind: str, parameters: int, seed: int) -> Estimator:
     """Untrained, on the model's device; its initial weights are drawn by the seed alone."""
     spec = data.spec
     H = data.trace.residuals.shape[-1]
-    ahead = data.quasi.ahead
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters, ahead=ahead)
+        estimator = find("estimator", kind).sized(H, spec.E, spec.L, parameters)
     estimator.model_id = data.trace.model_id
     return estimator.to(data.quasi.device)
 
@@ -182,19 +182,17 @@ def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Te
     are added up."""
     if router.startswith("sigmoid"):
         yes = logits.sigmoid()
-        return sum(
-            side * (F.logsigmoid(sign * logits) - F.logsigmoid(sign * predicted))
-            for side, sign in ((yes, 1), (1 - yes, -1))
-        ).sum(-1)
-    true = logits.log_softmax(-1)
-    return (true.exp() * (true - predicted.log_softmax(-1))).sum(-1)
+        of = partial(F.binary_cross_entropy_with_logits, target=yes, reduction="none")
+        return (of(predicted) - of(logits)).sum(-1)
+    logs = predicted.log_softmax(-1), logits.log_softmax(-1)
+    return F.kl_div(*logs, reduction="none", log_target=True).sum(-1)
 
 
 @torch.no_grad()
 def evaluate(estimator: Estimator, rows: Rows) -> float:
     """Mean divergence over all rows, nats."""
-    losses = [
-        divergence(some.logits, predicted(estimator, some), rows.spec.router)
-        for some in rows.buffers()
-    ]
+    losses = []
+    for tokens in torch.arange(len(rows.trace)).split(rows.size):
+        some = rows.read(tokens)
+        losses.append(divergence(some.logits, predicted(estimator, some), rows.spec.router))
     return float(torch.cat(losses).mean(dtype=torch.float64))

@@ -25,7 +25,7 @@ def contest():
 
 def test_the_controls_come_out(contest):
     found = contest.controls()
-    assert found["naive_recall_agrees"] and found["oracle_recall"] == 1
+    assert found["naive_recall_agrees"]
     control = Contest.control(contest.model, 2, 64, seed=0)
     assert control.model is not contest.model and control.test.spec.E == contest.test.spec.E
     assert {"s", "q"} == set(control.similarity())

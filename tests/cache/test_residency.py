@@ -137,7 +137,8 @@ def test_reset_and_clear():
     residency = Residency(1, 4, Pools(F=1))
     for expert in (0, 1, 0):
         residency.begin(0, {expert: 1})
-    counters = residency.reset_counters()
+    counters = residency.counters
+    residency.reset_counters()
     assert (counters.misses, counters.evictions) == (3, 2)
     residency.begin(0, {0: 1})
     assert residency.counters.hits[State.FULL] == 1 and residency.counters.hit_rate() == 1

@@ -110,7 +110,6 @@ def test_decode_only_is_scored_in_decode_steps(tmp_path):
     [
         (["--modes", "guess"], "no mode 'guess'. There are: baseline, hint"),
         (["--modes", "hint:nobody"], "There are: router, quasi"),
-        (["--modes", "hint:oracle"], "an oracle must be given"),
         (["--modes", "router-free:quasi"], "only the estimator"),
         (["--modes", "speculative:hybrid"], "need --estimator FILE"),
     ],

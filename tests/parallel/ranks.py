@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from moelab.models import discover
-from moelab.parallel import VARIANTS, Exchange, Grid, ShardedExperts, degree
+from moelab.parallel import VARIANTS, degree
+from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.sharding import ShardedExperts
 from moelab.registry import make
 from tests.experts import toy
 

@@ -14,9 +14,9 @@ from moelab.bench.parallel import rows_by_loop
 from moelab.experts import EXECUTORS
 from moelab.experts.sharding import on_intermediate, share
 from moelab.models import eager, plug
-from moelab.parallel import VARIANTS, ShardedExperts, degree, launch
+from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import FEW, pack, unpack
-from moelab.parallel.sharding import owners
+from moelab.parallel.sharding import ShardedExperts, owners
 from moelab.registry import make
 from tests.depth import in_turn
 from tests.experts import toy

@@ -154,16 +154,6 @@ def test_static_and_random(tiny_model):
     assert abs((ids == 5).any(-1).double().mean() - p) < 4 * (p * (1 - p) / T) ** 0.5
 
 
-def test_the_oracle_notices_another_prompt(tiny_model):
-    model = tiny_model("mixtral")
-    trace = record(model, PROMPTS, batch_size=1)
-    oracle = make("oracle", model, trace=trace)
-    oracle.begin()
-    other = trace.select(trace.sequence == 1)
-    with pytest.raises(ValueError, match="prompt 0, layer 0: .* one by one in the same order"):
-        oracle.observe(0, other.ids[:, 0].long(), other.weights[:, 0])
-
-
 def test_what_is_missing_or_anothers_is_said(tiny_model):
     model, other = tiny_model("mixtral"), tiny_model("olmoe")
     vectors = default_vectors(model, PROMPTS[:1])
@@ -172,7 +162,7 @@ def test_what_is_missing_or_anothers_is_said(tiny_model):
         ("router", {"crystal": "ball"}, "takes no crystal; it takes ahead"),
         ("quasi", {}, r"Quasi needs vectors=moelab.speculate.default_vectors"),
         ("hybrid", {"vectors": vectors}, r"Hybrid needs estimator=a trained"),
-        ("oracle", {}, "Oracle needs trace=moelab.record"),
+        ("static", {}, "Static needs trace=moelab.record"),
         ("router", {"ahead": 0}, "ahead is 0"),
         ("quasi", {"vectors": default_vectors(other, PROMPTS)}, "of another model"),
         ("static", {"trace": record(other, PROMPTS)}, "another model"),

@@ -102,8 +102,8 @@ def test_blocks_follow_when_decompression_is_slow():
 def test_an_order_reads_what_is_missing_once(asked, machine, workers):
     for found in (registry.find("scheduler", name)(asked, machine, workers) for name in SCHEDULERS):
         missing = [r for r in asked if r.state is not State.FULL]
-        wanted = [(r.key.expert, "E") for r in missing if not r.state.has_e] + [
-            (r.key.expert, "SM") for r in missing if not r.state.has_sm
+        wanted = [(r.key.expert, "E") for r in missing if r.state not in "EC"] + [
+            (r.key.expert, "SM") for r in missing if r.state not in "SC"
         ]
         assert sorted(found.io) == sorted(wanted)
         assert sorted(found.decode) == sorted(r.key.expert for r in missing)

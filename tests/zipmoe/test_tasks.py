@@ -121,6 +121,6 @@ def test_execute_and_makespan_agree_where_they_model_the_same(asked, machine, wo
     blocks = schedule([whole(r, machine) for r in asked], workers)
     if any(a == b for (a, _), (b, _) in pairwise(plan.io)):
         return
-    if any(not r.state.has_sm for r in asked):
+    if any(r.state not in "SC" for r in asked):
         workers = 2 * len(asked)
     assert execute(asked, plan, machine, workers)[1] == pytest.approx(makespan(blocks, workers))
