@@ -92,8 +92,8 @@ def figures(found: dict[str, Study]) -> Values:
     phi, tiny, qwen = found.values()
     device = DeviceModel.of()
     values = {
-        f"slot_8x{C}": (device.rates.graph_ms(8, C) / (8 * C), "ms a row, serial")
-        for C in (128, 256)
+        f"slot_{G}x{C}": (device.rates.graph_ms(G, C) / (G * C), "ms a row, serial")
+        for G, C in ((1, 32), (1, 128), (8, 32), (8, 96), (8, 128), (8, 256))
     }
     for (P, B), run in phi.items():
         for metric in METRICS:
