@@ -1,6 +1,7 @@
 # make reproduce   run every notebook and write results/report.html
 # make test        run the tests
 # make lint        check layout and code with ruff
+# make tables      write the tables of README and docs from results/
 # make stress      run the long sweeps in depth: architectures, interruptions, damaged and hostile files
 # make lab         open JupyterLab at notebooks/00_start
 # make clean       remove .venv and caches; results stay
@@ -15,7 +16,7 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 # as many test processes as there are cores, at most four; each keeps torch to one thread
 TEST_FLAGS ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help reproduce test lint stress lab clean
+.PHONY: help reproduce test lint tables stress lab clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -29,6 +30,9 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/ruff format --check --quiet . && $(VENV)/bin/ruff check --quiet .
+
+tables: $(INSTALLED)
+	@$(PYTHON) -m moelab tables
 
 stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200

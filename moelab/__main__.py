@@ -97,6 +97,11 @@ COMMANDS = {
         "budget qwen.store -p share=37 --output budget.html",
     ),
     "bench": ("moelab.bench", "measure on this machine", "engine --quick"),
+    "tables": (
+        "moelab.bench.tables",
+        "write the tables of README and docs from results/",
+        "--check",
+    ),
 }
 
 

@@ -38,9 +38,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moelab.comparison import BenchFile, MetricsFile, are_numbers, finished_runs
+from moelab.comparison import MetricsFile, are_numbers, finished_runs
 from moelab.files import read_json, results_root, shipped
 from moelab.records import Record, Records
+from moelab.results import bench_file, metrics_of
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 
@@ -316,14 +317,8 @@ def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
     of its baseline; or of a bench's result, names joined by " | "."""
     root = results_root(results)
     if where.startswith("bench "):
-        path = root / "bench" / f"{where.removeprefix('bench ')}.json"
-        content = read_json(path, BenchFile) if path.exists() else {"results": {}, "kind": ""}
-        return [
-            {
-                name: {"value": value, "kind": content["kind"]}
-                for name, value in flat(content["results"])
-            }
-        ]
+        path = bench_file(where.removeprefix("bench "), root)
+        return [metrics_of(path) if path.exists() else {}]
     path = root / "baseline" / f"{where}.json"
     baseline = read_json(path, MetricsFile) if path.exists() else {"metrics": {}, "params": None}
     paths = [run / "metrics.json" for run in reversed(finished_runs(where, root))]
@@ -331,14 +326,6 @@ def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
     return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [
         baseline["metrics"]
     ]
-
-
-def flat(results: Record, before: tuple[str, ...] = ()) -> Iterable[tuple[str, Any]]:
-    for name, value in results.items():
-        if isinstance(value, dict):
-            yield from flat(value, (*before, name))
-        else:
-            yield " | ".join((*before, name)), value
 
 
 def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:

@@ -95,14 +95,6 @@ class FigureFile(TypedDict):
     figure: Plot
 
 
-class BenchFile(TypedDict):
-    """results/bench/NAME.json: what a bench printed."""
-
-    bench: str
-    kind: str
-    results: dict[str, Any]
-
-
 Spread = tuple[float, float]
 
 #: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +32,8 @@ from moelab.advice.space import PROMPT, TIMED, WARM, Scene, at_rate, forms_of, t
 from moelab.advice.verify import Kept, forwards, given, opened, options_of, stored
 from moelab.advice.ways import Way, needed
 from moelab.arguments import number, several, whole
-from moelab.bench.measure import load_average
+from moelab.bench import ENGINE
+from moelab.bench.measure import aim, working
 from moelab.bench.memory_limit import drop_cached
 from moelab.progress import progress
 from moelab.specs import DeviceSpec, MoESpec
@@ -225,26 +225,12 @@ def summary(rows: Rows) -> dict[str, Any]:
 
 def aims(counted: dict[str, Any]) -> Rows:
     """The summary beside what is wanted."""
-    total = counted["settings"]
-    shares = (
-        {
-            name: counted[name] / total
-            for name in ("advised within 10 % of the best", "predicted within 15 % of measured")
-        }
-        if total
-        else {}
-    )
+    if not counted["settings"]:
+        return {}
+    names = "advised within 10 % of the best", "predicted within 15 % of measured"
+    rows = {name: aim(counted[name] / counted["settings"], ENOUGH) for name in names}
     worst = counted["worst advised ÷ best"]
-    return {
-        name: {"measured": share, "aim": f"≥ {ENOUGH}", "met": share >= ENOUGH}
-        for name, share in shares.items()
-    } | (
-        {}
-        if worst is None
-        else {
-            "worst advised ÷ best": {"measured": worst, "aim": f"≤ {WORST}", "met": worst <= WORST}
-        }
-    )
+    return rows | ({} if worst is None else {"worst advised ÷ best": aim(worst, WORST, below=True)})
 
 
 def run(
@@ -259,33 +245,27 @@ def run(
         specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1
     rows, ways = {}, {}
     conditions = {
-        "load average before": load_average(),
-        "cores": os.cpu_count(),
         "rounds": rounds,
         "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
         "count",
     }
-    with tempfile.TemporaryDirectory() as temporary:
-        place = Path(folder or temporary).expanduser().resolve()
-        with cache_in(place / "cache"):
-            shutil.rmtree(
-                place / "cache" / "advice", ignore_errors=True
-            )  # no profile of another day
-            try:
-                for spec in specs:
-                    conditions["stopped in"] = spec.name
-                    cells = list(product(rates, budgets))
-                    for rate, budget in progress(
-                        cells, f"advice, {spec.name}", unit="budgets and rates"
-                    ):
-                        model, seen, costs_of = prepared(spec, place, 1e6 * rate)
-                        found = settings(
-                            model, seen, costs_of, here(model.folder), budget, 1e6 * rate, rounds
-                        )
-                        rows, ways = rows | found[0], ways | found[1]
-                del conditions["stopped in"]
-            except KeyboardInterrupt:  # it takes minutes: what is done is kept
-                pass
+    with working(folder) as place, cache_in(place / "cache"):
+        shutil.rmtree(place / "cache" / "advice", ignore_errors=True)  # no profile of another day
+        try:
+            for spec in specs:
+                conditions["stopped in"] = spec.name
+                cells = list(product(rates, budgets))
+                for rate, budget in progress(
+                    cells, f"advice, {spec.name}", unit="budgets and rates"
+                ):
+                    model, seen, costs_of = prepared(spec, place, 1e6 * rate)
+                    found = settings(
+                        model, seen, costs_of, here(model.folder), budget, 1e6 * rate, rounds
+                    )
+                    rows, ways = rows | found[0], ways | found[1]
+            del conditions["stopped in"]
+        except KeyboardInterrupt:  # it takes minutes: what is done is kept
+            pass
     counted = summary(rows)
     return {
         "conditions": conditions,
@@ -318,6 +298,7 @@ def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Scene, Cal
     )
 
 
+MEASURES = (*ENGINE, "moelab/advice", "moelab/simulation")
 OPTIONS = {
     "budgets": (
         several(number(above=0, most=1)),

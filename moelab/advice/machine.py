@@ -130,17 +130,3 @@ def clock_mhz() -> float | None:
     except OSError:
         return None
     return sum(map(float, rates)) / len(rates) if rates else None
-
-
-def others_seconds() -> float:
-    """Seconds that cores have worked, so far, for others than this process."""
-    import psutil
-
-    now = psutil.cpu_times()
-    return (
-        sum(
-            getattr(now, name, 0.0)
-            for name in ("user", "nice", "system", "irq", "softirq", "steal")
-        )
-        - time.process_time()
-    )

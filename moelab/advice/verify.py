@@ -29,16 +29,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, TypedDict
 
-from moelab.advice.machine import clock_mhz, others_seconds
+from moelab.advice.machine import clock_mhz
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import Way
-from moelab.bench.measure import load_average
+from moelab.bench.measure import last_json
 from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.bench.profile import measured
 from moelab.files import cache_folder
 from moelab.journal import Journal
 from moelab.progress import progress
+from moelab.results import load_average, others_seconds
 from moelab.schema import Amount, Positive, Size, typed
 from moelab.simulation.fit import fitted
 
@@ -214,7 +215,7 @@ def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> d
             raise RuntimeError(
                 [*(err.strip() or "it died without a word").splitlines(), *killed][-1]
             )
-        return json.loads(out.strip().splitlines()[-1]) | {"limit": group.reason}
+        return last_json(out) | {"limit": group.reason}
 
 
 def _waited(

@@ -1,11 +1,8 @@
-"""Measurements: `moelab bench NAME` prints a table and, last, one JSON document."""
+"""Measurements: `moelab bench NAME` prints tables and writes results/bench/NAME.json."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import re
 import signal
 import sys
@@ -15,11 +12,27 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from moelab.arguments import Parser
+from moelab.arguments import Parser, output
+from moelab.files import absolute
+from moelab.results import bench_file, measuring, write
 from moelab.table import format_value, head_and_rows, text_table
 
-#: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not
-#: measured
+#: folders of the code that benches of tokens measure: their results are older once it changes
+ENGINE = tuple(
+    f"moelab/{room}"
+    for room in (
+        "kernels",
+        "fast",
+        "store",
+        "offloading",
+        "experts",
+        "models",
+        "cache",
+        "speculate",
+    )
+)
+#: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured;
+#: `MEASURES`, the files and folders whose changes make its results old
 BENCHES = {
     name: f"moelab.bench.{name}"
     for name in (
@@ -82,23 +95,31 @@ def parser_of(name: str) -> argparse.ArgumentParser:
             **how,
             help=purpose + f" (default: {shown})" * (shown not in ("", "False")),
         )
+    parser.add_argument(
+        "--output",
+        type=output,
+        metavar="FILE",
+        default=bench_file(name),
+        help="where the records go; rows there that are not measured now stay (default: "
+        f"results/bench/{name}.json)",
+    )
+    parser.add_argument(
+        "--busy", action="store_true", help="measure on a busy machine, and let the records say so"
+    )
     return parser
 
 
 def main(args: argparse.Namespace) -> int:
-    import psutil
-    from llvmlite.binding import (
-        get_host_cpu_name,
-    )  # here, as peers begin in interpreters that have neither
-
     module = import_module(BENCHES[args.name])
     options = vars(parser_of(args.name).parse_args(args.options))
+    path, busy = absolute(options.pop("output")), options.pop("busy")
     print(module.__doc__.split("\n\n")[0], flush=True)
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # what is mounted is unmounted
-    results = module.run(**options)
-    for section, figures in results.items():
+    with measuring(options, busy) as about:
+        found = module.run(**options)
+    for section, figures in found.items():
         print(f"\n{section}")
         if figures and all(isinstance(row, dict) for row in figures.values()):
             columns, rows = head_and_rows(figures.values())
@@ -106,18 +127,10 @@ def main(args: argparse.Namespace) -> int:
             continue
         for name, value in figures.items():
             print(f"  {name:<40} {_text(name, value):>14}")
-    kind = getattr(module, "KIND", "measured")
-    machine = {
-        "system": platform.platform(),
-        "python": platform.python_version(),
-        "cores": os.cpu_count(),
-        "processor": get_host_cpu_name(),
-        "memory GB": round(psutil.virtual_memory().total / 1e9, 1),
-    }
-    print(
-        "\n"
-        + json.dumps({"bench": args.name, "kind": kind, "machine": machine, "results": results})
-    )
+    if not (busy or about["quiet"]):  # nothing is lost, and nothing good is overwritten
+        path = path.with_suffix(".busy.json")
+    write(path, args.name, about, found, getattr(module, "KIND", "measured"))
+    print(f"\nwrote {path}")
     return 0
 
 

@@ -2,9 +2,8 @@
 budgets and disk rates.
 
 All take the same tokens on the same model, for each context (tokens of the prompt) and batch
-(sequences at a time). A configuration is opened anew for each disk rate, in a process of its own
-with a budget's memory, in interleaved rounds (`moelab.bench.harness`); other engines have the same
-memory limit, page cache included, but only our reader can be throttled, so they run at the disk's
+(sequences at a time). A configuration runs in a process of its own with a budget's memory, in
+interleaved rounds (`moelab.bench.grid`); other engines have the same memory limit, page cache included, but only our reader can be throttled, so they run at the disk's
 own rate. No speed is shown before the output is: what computes as transformers does must agree with
 its eager experts bit for bit, and what does not says the Kullback-Leibler divergence of its
 next-token distribution from theirs, in nats a token. Ratios are of the same tokens, their intervals
@@ -17,24 +16,26 @@ An engine finds out where it pays, and leaves it where it does not
 
 from __future__ import annotations
 
-import os
 import random
 from argparse import ArgumentTypeError, BooleanOptionalAction
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from moelab.arguments import number, several, whole
-from moelab.bench import measure
-from moelab.bench.engine import replayed
-from moelab.bench.harness import GGUF, PROCESS, Arm, EngineBenchmark, interpreters, mean
-from moelab.bench.machine import disk
+from moelab.bench import ENGINE
+from moelab.bench.grid import (
+    GGUF,
+    PROCESS,
+    PYTHON,
+    Arm,
+    Experiment,
+    interpreters,
+    place_of,
+    replayed,
+)
 from moelab.bench.peers import RAPL, joules
 from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
@@ -130,29 +131,6 @@ def options_of(arm: str) -> Record:
     return given
 
 
-def own(bench: EngineBenchmark, arm: str, share: float, limit: int, rates: Sequence[float]) -> Arm:
-    """A configuration of ours with a budget, opened once for each disk rate; 0: the disk's own."""
-    given = options_of(arm)
-    name, options, limit = bench.moelab(
-        budget=int(share * bench.spec.experts_bytes), limit=limit, **given
-    )
-    options["ungated"] = "predictor" in given
-    each = [
-        {"options": options["options"] | ({"bandwidth": rate} if rate else {})} for rate in rates
-    ]
-    each[0]["logits"] = str(bench.folder / "logits.npy")
-    for i, of in enumerate(each):
-        of["trace"] = str(trace(bench, arm, share, i))
-    return name, options | {"each": each, "probe": PROBE}, limit
-
-
-def trace(bench: EngineBenchmark, arm: str, share: float, rate: int) -> Path:
-    """Where a configuration leaves its steps."""
-    return (
-        bench.folder / f"steps of {arm}, {share}, {rate}, {bench.prompt}, {len(bench.tokens)}.json"
-    )
-
-
 def absent(external: bool, batch: int = 1) -> dict[str, str]:
     """Engines that are not run at all, and why."""
     why = (
@@ -165,125 +143,25 @@ def absent(external: bool, batch: int = 1) -> dict[str, str]:
     ) | ({} if external and batch == 1 else dict.fromkeys(EXTERNAL, why))
 
 
-def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
-    """Mean over steps of KL(reference ‖ found) in nats, of logits [steps, V]: 0 where both predict
-    alike."""
-    p, q = (of.astype(np.float64) - of.max(1, keepdims=True) for of in (reference, logits))
-    p, q = (of - np.log(np.exp(of).sum(1, keepdims=True)) for of in (p, q))
-    return max(float((np.exp(p) * (p - q)).sum(1).mean()), 0.0)
-
-
-def collect(bench: EngineBenchmark, plan: Mapping[str, Arm]) -> dict[str, list[list[Record]]]:
-    """Reports of every configuration: [rounds][rates]. What cannot run is not tried again."""
-    reports: dict[str, list[list[Record]]] = {name: [] for name in plan}
-    kept = bench.folder / "logits.npy"
-    for _, name in measure.turns(list(plan), bench.rounds, "end to end"):
-        if any("result" in one for found in reports[name] for one in found):
-            continue
-        kept.unlink(missing_ok=True)
-        found = bench.report(plan[name])
-        found = found if isinstance(found, list) else [found]
-        if kept.exists():
-            found[0]["kl"] = divergence(np.load(kept), bench.reference["logits"])
-        reports[name].append(found)
-    return reports
-
-
-def row(
-    bench: EngineBenchmark, arm: Arm, rounds: list[list[Record]], rate: int, base: float | None
-) -> Record:
-    """A configuration's figures at a rate, each beside its limit: medians over all tokens of all
-    rounds."""
-    found = [of[rate if len(of) > 1 else 0] for of in rounds]
-    if "result" in found[-1]:
-        return {"result": found[-1]["result"]}
-    output = bench.judge(arm, found)
-    if "≠" in output:
-        return {"result": f"{output}: its speed does not count"}
-    tpot, batch = [seconds for report in found for seconds in report["tpot_s"]], len(bench.tokens)
-    middle, decode = median(tpot), bench.decode * batch
-    ttft, energy = (
-        median(report["ttft_s"][0] for report in found),
-        mean(found, "decode_joules", decode),
-    )
-    figures = {
-        "TTFT s": ttft,
-        "TPOT s": middle,
-        "each token s": tpot,
-        f"÷ {BASE}": base and middle / base,
-        "tokens/s": batch * len(tpot) / sum(tpot),
-        "MB a token": mean(found, "decode_read_bytes", 1e6 * decode),
-        "hit rate": mean(found, "decode_hit_rate"),
-        "CPU s a token": mean(found, "decode_cpu_s", decode),
-        "J a token": energy if (energy or 0) > 0 else None,
-        "peak GB": None if bench.here else mean(found, "peak_rss_bytes", 1e9),
-        "KL": mean([of[0] for of in rounds], "kl"),
-        "output": output,
-        "result": found[-1]["limit"],
-    }
-    if "metrics" in found[-1]:
-        figures |= beside_limits(arm, found, ttft, middle)
-    return {name: value for name, value in figures.items() if value is not None}
-
-
-def beside_limits(arm: Arm, found: list[Record], ttft: float, tpot: float) -> Record:
-    """What our own engine's reports say of limits, of what waits, and of what overlaps."""
-    ran = [report["metrics"] for report in found]
-    reading = median(
-        (of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
-        for of, report in zip(ran, found)
-    )
-    least = median(
-        report["overlapped_s" if arm[1]["predictor"] else "on_demand_s"] for report in found
-    )
-    bytes_ = sum(found[-1][key] for key in ("budget_bytes", "others_bytes", "kv_bytes"))
-    best = found[-1]["belady_hit_rate"]
-    return {
-        "MB a token": mean(ran, "read_bytes_per_token", 1e6),
-        "TTFT limit s": reading,
-        "TTFT ÷ limit": ttft / reading if reading else None,
-        "TPOT limit s": least,
-        "TPOT ÷ limit": measure.multiple(tpot, least),
-        "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
-        "stall ms": mean(ran, "stall_per_step", 1e-3),
-        "overlap": mean(ran, "overlap_efficiency"),
-        "least GB": bytes_ / 1e9,
-    }
-
-
-def predict(
-    bench: EngineBenchmark,
-    arms: Iterable[str],
-    share: float,
-    rates: Sequence[float],
-    sections: Sections,
-    axes: Sequence[str],
-    profiles: dict[Any, Any],
-) -> None:
-    """Beside the measured TPOT, what the simulator says for the same steps and this machine's
-    profile; of what reads on demand by the executors that the profile knows. `profiles` keeps what
-    was profiled: no budget changes it."""
+def predict(rows: Rows, arms: Mapping[str, Arm], spec: MoESpec, profiles: dict[Any, Any]) -> None:
+    """Beside the measured TPOT of what reads on demand, what the simulator says for the same steps
+    and this machine's profile, which `profiles` keeps: no budget changes it."""
     from moelab.bench.profile import profile
 
-    for arm in arms:
-        given = options_of(arm)
+    for name, (_, options, _) in arms.items():
+        given = options_of(name)
         if given.keys() - {"codec", "executor"} or given.get("executor", "fast") != "fast":
             continue
-        for i, rate in enumerate(rates):
-            figures = sections[section(share, rate, axes)][arm]
-            if "TPOT s" in figures:
-                if (key := (*given.values(), rate)) not in profiles:
-                    profiles[key] = profile(
-                        bench.folder / given["codec"],
-                        seconds=0.5,
-                        executor=given.get("executor", "exact"),
-                        **({"bandwidth": rate} if rate else {}),
-                    )
-                said, _ = replayed(trace(bench, arm, share, i), bench.spec, profiles[key])
-                figures |= {
-                    "simulated TPOT s": said.tpot,
-                    "simulated ÷ measured": said.tpot / figures["TPOT s"],
-                }
+        if "TPOT s" in (figures := rows[name]):
+            how = {key: of for key, of in options["options"].items() if key == "bandwidth"}
+            how["executor"] = given.get("executor", "exact")
+            if (key := (given["codec"], *how.items())) not in profiles:
+                profiles[key] = profile(options["store"], seconds=0.5, **how)
+            said, _ = replayed(Path(options["trace"]), spec, profiles[key])
+            figures |= {
+                "simulated TPOT s": said.tpot,
+                "simulated ÷ measured": said.tpot / figures["TPOT s"],
+            }
 
 
 def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> Numbers:
@@ -388,21 +266,6 @@ def foretold(sections: Sections) -> Rows:
     }
 
 
-def tpots(sections: Sections) -> list[Record]:
-    """Milliseconds a step of every configuration and engine that ran, a column for each table."""
-    names = dict.fromkeys(
-        name for rows in sections.values() for name, row in rows.items() if "TPOT s" in row
-    )
-    return [
-        {"": name}
-        | {
-            title: 1e3 * rows[name]["TPOT s"] if "TPOT s" in rows.get(name, {}) else None
-            for title, rows in sections.items()
-        }
-        for name in names
-    ]
-
-
 def names_us(name: str) -> bool:
     """Whether a row is a configuration of ours, not another engine."""
     return name == BASE or all(part.strip() in TECHNIQUES for part in name.split("+"))
@@ -412,53 +275,6 @@ def rounds_weights(name: str) -> bool:
     """Whether a configuration of ours stores weights in few bits: a random model's KL does not
     tell."""
     return names_us(name) and options_of(name)["codec"] in fewbit.FORMATS
-
-
-def front(rows: Mapping[str, Mapping[str, Any]], x: str, y: str) -> list[str]:
-    """The names of those that no other is at least as good as in both, and better in one; sorted by
-    x. What lacks one of them is left out."""
-    points = {
-        name: (of[x], of[y])
-        for name, of in rows.items()
-        if of.get(x) is not None and of.get(y) is not None
-    }
-    best = [
-        name
-        for name, (a, b) in points.items()
-        if not any(c <= a and d <= b and (c, d) != (a, b) for c, d in points.values())
-    ]
-    return sorted(best, key=points.__getitem__)
-
-
-def trades(sections: Sections) -> dict[str, tuple[dict[str, tuple[float, float]], list[str]]]:
-    """{axis: ({name: (x, TPOT s)}, names on the `front`)} at the first of the disks' rates: of the
-    memory that is needed, at all budgets, and of the loss, at the first one. `RESIDENT` keeps to no
-    budget and is left out."""
-    rate = next(iter(sections)).split(", ")[1]
-    there = {
-        title.replace(f", {rate}", ""): rows
-        for title, rows in sections.items()
-        if title.split(", ")[1] == rate
-    }
-    memory = {
-        f"{name}, {title.replace(' of experts', '')}": row
-        for title, rows in there.items()
-        for name, row in rows.items()
-    }
-    small = max((row.get("least GB") or 0 for row in memory.values()), default=0) < 0.1
-    unit, scale, found = *(("MB", 1e3) if small else ("GB", 1)), {}
-    for axis, x, times, every in (
-        (f"memory needed ({unit})", "least GB", scale, memory),
-        ("KL (nats a token)", "KL", 1, next(iter(there.values()))),
-    ):
-        rows = {name: row for name, row in every.items() if name != RESIDENT}
-        points = {
-            name: (times * row[x], row["TPOT s"])
-            for name, row in rows.items()
-            if row.get(x) is not None and "TPOT s" in row
-        }
-        found[axis] = points, front(rows, x, "TPOT s")
-    return found
 
 
 def run(
@@ -480,41 +296,38 @@ def run(
 ) -> Record:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
-    load, engines = measure.load_average(), interpreters(python)
-    sections, profiles = {}, {}
-    with measure.working(folder) as place:
-        count = max(batches) * (max(contexts) + decode)
-        source, tokens = None, random.Random(seed).choices(range(spec.vocab), k=count)
-        if model:
-            source, spec, tokens = text_for(model, count, seed)
-        conditions = {
-            "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
-            "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
-            f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
-            **_about(here, rounds),
-            "load average before": load,
-            "cores": os.cpu_count(),
-        }
-        place.mkdir(parents=True, exist_ok=True)
-        with _disk(place, spec, here) as (place, conditions["file system"]):
-            if source:
-                _use_model(place, source, folder)
-            bench = EngineBenchmark(spec, place, 0, decode, rounds, engines, here=here, prompts=1)
-            qwen = spec.model_type == "qwen3_moe" and not here and not alone
-            bench.prepare(external=qwen, forms=sorted(forms))
-            try:
-                for context, batch in product(contexts, batches):
-                    axes = [f"context {context}"] * (len(contexts) > 1)
-                    axes += [f"batch {batch}"] * (len(batches) > 1)
-                    n = context + decode
-                    rows = [tokens[i * n :][:n] for i in range(batch)]
-                    one = replace(bench, prompt=context, tokens=rows)
-                    given = (arms, budgets, [1e6 * rate for rate in rates], alone, qwen, simulated)
-                    for found in tables(one, *given, axes, profiles):
-                        sections |= found
-            except KeyboardInterrupt:  # it takes minutes: what is done is kept
-                of = len(budgets) * len(rates) * len(contexts) * len(batches)
-                conditions["stopped"] = f"after {len(sections)} of {of} tables"
+    engines, sections, profiles = interpreters(python), {}, {}
+    count = max(batches) * (max(contexts) + decode)
+    source, tokens = None, random.Random(seed).choices(range(spec.vocab), k=count)
+    if model:
+        source, spec, tokens = text_for(model, count, seed)
+    conditions = {
+        "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
+        "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
+        f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
+        **_about(here, rounds),
+    }
+    with place_of(folder, spec, here) as (place, conditions["file system"]):
+        if source:
+            _use_model(place, source, folder)
+        bench = Experiment(spec, place, 0, decode, rounds, engines, here=here, loss=True, prompts=1)
+        qwen = spec.model_type == "qwen3_moe" and not here and not alone
+        bench.prepare(external=qwen, forms=sorted(forms))
+        try:
+            for context, batch in product(contexts, batches):
+                axes = [f"context {context}"] * (len(contexts) > 1)
+                axes += [f"batch {batch}"] * (len(batches) > 1)
+                n = context + decode
+                one = replace(
+                    bench, prompt=context, tokens=[tokens[i * n :][:n] for i in range(batch)]
+                )
+                for share, rate, rows, ours in tables(one, arms, budgets, rates, alone, qwen):
+                    if simulated:
+                        predict(rows, ours, spec, profiles)
+                    sections[section(share, rate, axes)] = rows
+        except KeyboardInterrupt:  # it takes minutes: what is done is kept
+            of = len(budgets) * len(rates) * len(contexts) * len(batches)
+            conditions["stopped"] = f"after {len(sections)} of {of} tables"
     return {
         "conditions": conditions,
         **sections,
@@ -528,7 +341,7 @@ def _about(here: bool, rounds: int) -> Record:
     return {
         "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and "
         "what is a token's, of all sequences",
-        "processes": "one for all" if here else "one for each configuration and budget",
+        "processes": "one for all" if here else "one for each configuration, budget and rate",
         "rounds": rounds,
         "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read"
         if joules()
@@ -544,79 +357,56 @@ def _use_model(place: Path, source: Path, folder: str | Path | None) -> None:
         raise ValueError(f"{folder} has another model's forms; give another folder")
 
 
-def _disk(place: Path, spec: MoESpec, here: bool) -> AbstractContextManager[tuple[Path, str]]:
-    if here:
-        return nullcontext((place, "as it is"))
-    return disk(place, 9 * spec.experts_bytes + 3e9)
-
-
 def _words(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def _reference(bench: EngineBenchmark, engine: str, options: Record) -> Record:
-    """What transformers' own experts report."""
-    reference = bench.report((engine, options, None))
-    if "result" in reference:
-        raise RuntimeError(
-            f"transformers' eager experts could not be run to compare with: {reference['result']}"
-        )
-    return reference
-
-
 def tables(
-    bench: EngineBenchmark,
+    bench: Experiment,
     arms: Sequence[str],
     budgets: Sequence[float | str],
     rates: Sequence[float],
     alone: bool,
     external: bool,
-    simulated: bool,
-    axes: Sequence[str],
-    profiles: dict[Any, Any],
-) -> Iterator[dict[str, Rows]]:
-    """Everything of a context and a batch: the tables of all rates as soon as a budget has run;
-    `axes` end titles."""
-    spec, kept, batch = bench.spec, bench.folder / "logits.npy", len(bench.tokens)
+) -> Iterator[tuple[float, float, Rows, dict[str, Arm]]]:
+    """(share of the experts, bytes/s of the disk or 0, rows, our arms) of each budget and rate of a
+    context and a batch. Other engines read at the disk's own rate only."""
+    spec, batch = bench.spec, len(bench.tokens)
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
     sizes = [parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets]
     room = max(sizes) + PROCESS
     fits = not bench.here or spec.experts_bytes <= room
     engine, options = ("eager", {}) if fits else ("mapped", {"opened": "external"})
-    reference = _reference(bench, engine, options | {"logits": str(kept)})
-    bench.reference = reference | {"logits": np.load(kept)}
-    why_not = {} if alone else absent(external, batch)
-    gone = {name: {"result": why} for name, why in why_not.items()}
-    resident = {RESIDENT: ("eager", {}, None)} if fits and not alone else {}
-    unfit = {}
-    if RESIDENT not in resident and not alone:
-        why = (
-            f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has "
-            f"{room / 1e9:.2f} GB for them"
+    bench.reference = bench.report((engine, options, None))
+    if "result" in bench.reference:
+        raise RuntimeError(
+            "transformers' eager experts could not be run to compare with: "
+            f"{bench.reference['result']}"
         )
-        unfit = {RESIDENT: {"result": why}}
-    for share in (size / spec.experts_bytes for size in sizes):
-        budget = int(share * spec.experts_bytes)
-        limit = int(budget + bench.dense_bytes + more)
-        ours = {arm: own(bench, arm, share, limit, rates) for arm in arms}
-        others = {} if alone else bench.others(budget, limit)
-        others = {
-            name: (engine, options | {"logits": str(kept)}, most)
-            for name, (engine, options, most) in others.items()
-            if name not in gone
-        }
-        reports, found = collect(bench, ours | others) | {RESIDENT: [[reference | {"kl": 0.0}]]}, {}
-        for i, rate in enumerate(rates):
-            base = row(bench, ours[BASE], reports[BASE], i, None).get("TPOT s")
-            peers, missing = ({}, {}) if rate else (others, gone)  # they read at the disk's rate
-            found[section(share, rate, axes)] = {
-                name: row(bench, arm, reports[name], i, base)
-                for name, arm in (ours | peers | resident).items()
+    why = (
+        f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has "
+        f"{room / 1e9:.2f} GB for them"
+    )
+    measured = bench.row(("eager", {}, None), [bench.reference]) | {"output": "= eager"}
+    resident = measured if fits else {"result": why}
+    for size, rate in product(sizes, (1e6 * rate for rate in rates)):
+        limit = int(size + bench.dense_bytes + more)
+        ours, others, gone = {}, {}, {}
+        for i, arm in enumerate(arms):
+            given = options_of(arm) | ({"bandwidth": rate} if rate else {})
+            given |= {"ungated": "predictor" in given, "trace": bench.folder / f"steps {i}.json"}
+            name, options, _ = bench.moelab(budget=int(size), **given)
+            ours[arm] = name, options | {"probe": PROBE}, limit
+        if not alone and not rate:
+            gone = absent(external, batch)
+            others = {
+                name: of for name, of in bench.others(size, limit).items() if name not in gone
             }
-            found[section(share, rate, axes)] |= missing | unfit
-        if simulated:
-            predict(bench, arms, share, rates, found, axes, profiles)
-        yield found
+        rows, _ = bench.compare(section(size / spec.experts_bytes, rate), ours | others, BASE)
+        rows |= {name: {"result": reason} for name, reason in gone.items()}
+        if not alone:
+            rows[RESIDENT] = resident
+        yield size / spec.experts_bytes, rate, rows, ours
 
 
 def section(share: float, rate: float, axes: Sequence[str] = ()) -> str:
@@ -655,6 +445,7 @@ def _arm(text: str) -> str:
     return text
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "arms": (
         several(_arm),
@@ -686,8 +477,5 @@ OPTIONS = {
         {"action": "store_true"},
         "everything in one process: fast, without limits and peaks of memory",
     ),
-    "python": (
-        {"action": "append", "metavar": "ENGINE=INTERPRETER"},
-        "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python",
-    ),
+    "python": PYTHON,
 }

@@ -3,30 +3,34 @@ model of 5 GB.
 
 24 layers of 64 experts, 8 a token, H 1024, I 512, bf16, batch size 1, CPU. Every engine runs in a
 process of its own, with the same memory limit, file system and random tokens; see
-`moelab.bench.harness` and `moelab.bench.peers`. "The limit" is `on_demand_limit`: Σ over layers of
+`moelab.bench.grid` and `moelab.bench.peers`. "The limit" is `on_demand_limit`: Σ over layers of
 (attention and router + max(read, decompress, expert compute)), from the run's own bytes and times
 and the best rate at which the same process read whole experts, before, during or after it."""
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
 
 from moelab.arguments import one_of, several, whole
-from moelab.bench.harness import PROCESS, Arm, EngineBenchmark, interpreters
-from moelab.bench.machine import disk
-from moelab.bench.measure import load_average, multiple, working
+from moelab.bench import ENGINE
+from moelab.bench.grid import (
+    PROCESS,
+    PYTHON,
+    Arm,
+    Experiment,
+    against_limit,
+    interpreters,
+    place_of,
+    replayed,
+)
 from moelab.bench.peers import FOUND
 from moelab.files import folder_bytes
-from moelab.records import Numbers, Record
+from moelab.records import Record
 from moelab.specs import MoESpec
 
 SPEC = MoESpec(
@@ -47,10 +51,11 @@ SHARES = (0.613, 0.371)  # of the checkpoint, memory limits of `peers`: 3.06 and
 SLOW = 500e6  # bytes a second of `throttled`
 BUDGETS = (0.15, 0.25, 0.4, 0.5, 0.75)  # of `simulated`
 FEW_BITS = (("int8", "Q8_0"), ("int4", "Q4_0"))  # our format, llama.cpp's
+DEFAULT = "moelab, as it opens"  # a store of bf12, exact, prefetching while that is faster
 SIMULATED = ("raw", "bf12", "huffman", "int4", "bf12, fast", "int4, fast")
 
 
-def resident(bench: EngineBenchmark) -> Record:
+def resident(bench: Experiment) -> Record:
     """Everything in memory."""
     arms: dict[str, Arm] = {
         "moelab": bench.moelab("raw", 1.0),
@@ -83,7 +88,7 @@ def resident(bench: EngineBenchmark) -> Record:
     return {"everything resident": rows}
 
 
-def few_bits(bench: EngineBenchmark) -> Record:
+def few_bits(bench: Experiment) -> Record:
     """Everything in memory in eight and four bits: the experts alone, then attention and head too,
     as llama.cpp has it. All formats have a scale of 16 bits for 32 weights."""
     arms: dict[str, Arm] = {"moelab fast": bench.moelab("raw", 1.0, executor="fast")}
@@ -108,7 +113,7 @@ def few_bits(bench: EngineBenchmark) -> Record:
     return {"everything resident in few bits": rows}
 
 
-def limit(bench: EngineBenchmark) -> Record:
+def limit(bench: Experiment) -> Record:
     """Budgets of 25 % and 50 % against the on-demand limit; TTFT against reading the experts
     once."""
     arms = {
@@ -117,7 +122,7 @@ def limit(bench: EngineBenchmark) -> Record:
     }
     (rows, reports), against = bench.compare("limit", arms, "huffman, 50%"), {}
     for name, found in reports.items():
-        if "result" in found[-1]:
+        if bench.failed(reports, name):
             continue
         row = against[name] = against_limit(found)
         bench.aim(f"{name}: TPOT ÷ on-demand limit", row["÷ limit"], 1.2)
@@ -126,28 +131,7 @@ def limit(bench: EngineBenchmark) -> Record:
     return {"budgets": rows, "against the limit": against}
 
 
-def against_limit(reports: list[Record]) -> Numbers:
-    """An arm's times beside the least that its reads and its computing take: medians over
-    rounds."""
-    rate = max(report["read_rate"] for report in reports)
-    once = reports[-1]["experts_bytes"] / rate
-    first, second = (median(report["ttft_s"][i] for report in reports) for i in (0, -1))
-    return {
-        "mean TPOT s": fmean(s for r in reports for s in r["tpot_s"]),
-        "limit s": median(report["on_demand_s"] for report in reports),
-        "÷ limit": multiple(median(fmean(r["tpot_s"]) / r["on_demand_s"] for r in reports), 1.0),
-        "read GB/s": rate / 1e9,
-        "all experts raw s": once,
-        "as stored s": once * reports[-1]["stored_fraction"],
-        "stored fraction": reports[-1]["stored_fraction"],
-        "TTFT s": first,
-        "2nd TTFT s": second,
-        "TTFT ÷ raw": first / once,
-        "2nd TTFT ÷ raw": second / once,
-    }
-
-
-def peers(bench: EngineBenchmark) -> Record:
+def peers(bench: Experiment) -> Record:
     """All engines in the same memory, page cache included: about 60 % and 37 % of the
     checkpoint."""
     whole = folder_bytes(bench.folder / "model")
@@ -162,6 +146,7 @@ def peers(bench: EngineBenchmark) -> Record:
             )
         arms: dict[str, Arm] = {
             "moelab": bench.moelab("raw", budget, memory),
+            DEFAULT: bench.moelab("bf12", budget, memory, predictor="auto"),
             "moelab, huffman": bench.moelab("huffman", budget, memory),
             "moelab, prefetching": bench.moelab("raw", budget, memory, predictor="router"),
             **{
@@ -201,10 +186,12 @@ def peers(bench: EngineBenchmark) -> Record:
             bench.aim(
                 f"{title}: TPOT of {name} ÷ moelab", rows[name].get("÷ moelab"), aim, below=False
             )
+        default = bench.ratio(reports, DEFAULT, "LRU baseline")
+        bench.aim(f"{title}: TPOT of {DEFAULT} ÷ LRU baseline", default, 1)
     return sections
 
 
-def throttled(bench: EngineBenchmark) -> Record:
+def throttled(bench: Experiment) -> Record:
     """Reads throttled to 500 MB/s, so that time follows the bytes that are read; the same memory
     for every form, a share of what all experts take in bf16."""
     sections = {}
@@ -248,7 +235,7 @@ def throttled(bench: EngineBenchmark) -> Record:
     return sections
 
 
-def memory(bench: EngineBenchmark, tokens: int = 64) -> Record:
+def memory(bench: Experiment, tokens: int = 64) -> Record:
     """Peak memory of a long run: VmHWM of the process, mapped libraries included; and anonymous
     memory at the end."""
     report = bench.report(bench.moelab("huffman", 0.25), tokens)
@@ -273,28 +260,7 @@ def memory(bench: EngineBenchmark, tokens: int = 64) -> Record:
     }
 
 
-def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, dict[str, int]]:
-    """The simulator's metrics for an engine's own steps, which it left in a file, on the machine that
-    was profiled; and what the engine had (`FOUND`)."""
-    from moelab.cache.pools import Pools
-    from moelab.cache.residency import Residency
-    from moelab.simulation.simulator import simulate
-
-    ran = json.loads(trace.read_text())
-    steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
-    residency = Residency(spec.L, spec.E, Pools(*ran["pools"]))
-    residency.fill()  # as the engine does where everything fits
-    said = simulate(
-        steps,
-        ran["forwards"],
-        residency,
-        replace(profiled.machine, workers=ran["workers"]),
-        staging=ran["staging"],
-    )
-    return said.metrics(), dict(zip(FOUND, ran["found"]))
-
-
-def simulated(bench: EngineBenchmark) -> Record:
+def simulated(bench: Experiment) -> Record:
     """The simulator on the engine's own steps: equal decisions, and its time beside the measured.
     Packed experts also by the executor that multiplies them as they lie. The machine is profiled
     before an arm's runs and after them, since its rates drift; the faster profile counts. All read
@@ -308,28 +274,19 @@ def simulated(bench: EngineBenchmark) -> Record:
     for arm in SIMULATED:
         codec, executor = arm.partition(", ")[0], "fast" if arm.endswith("fast") else "exact"
         store = ExpertStore(bench.folder / codec)
-        profiled = partial(
-            profile,
-            store,
-            executor=executor,
-            **reading,
-        )
+        profiled = partial(profile, store, executor=executor, **reading)
         with tempfile.TemporaryDirectory() as temporary:
             before, reports = profiled(), {}
             for share in BUDGETS:
                 trace = Path(temporary) / f"{share}.json"
-                reports[trace] = bench.report(
-                    bench.moelab(codec, share, trace=trace, executor=executor, **reading)
-                )
-            profiles = before, profiled()
-            calm = min(profiles, key=lambda one: one.tpot)
-            for (trace, report), share in zip(reports.items(), BUDGETS):
-                name = f"{arm}, {share:.0%}"
+                made = bench.moelab(codec, share, trace=trace, executor=executor, **reading)
+                reports[f"{arm}, {share:.0%}"] = trace, bench.report(made)
+            calm = min((before, profiled()), key=lambda one: one.tpot)
+            for name, (trace, report) in reports.items():
                 if "result" in report:
                     rows[name] = report
                     continue
-                said, ran = replayed(trace, store.spec, calm)
-                equal = [key for key, value in ran.items() if getattr(said, key) == value]
+                said, equal = replayed(trace, store.spec, calm)
                 measured = median(report["tpot_s"])
                 rows[name] = {
                     "measured TPOT s": measured,
@@ -340,9 +297,8 @@ def simulated(bench: EngineBenchmark) -> Record:
                     "hit rate": report["decode_hit_rate"],
                     "equal": ", ".join(equal) or "nothing",
                 }
-                bench.aim(
-                    f"simulator, {name}: off the measured TPOT", abs(said.tpot / measured - 1), 0.1
-                )
+                off = abs(said.tpot / measured - 1)
+                bench.aim(f"simulator, {name}: off the measured TPOT", off, 0.1)
                 bench.aim(f"simulator, {name}: decisions that differ", len(FOUND) - len(equal), 0)
     return {"simulated": rows}
 
@@ -371,9 +327,8 @@ def run(
     engines = interpreters(python)
     if quick:
         rounds, decode = 1, 8
-    load = load_average()
-    with working(folder) as where, disk(where, 9 * spec.experts_bytes + 3e9) as (place, words):
-        bench = EngineBenchmark(spec, place, prompt, decode, rounds, engines)
+    with place_of(folder, spec) as (place, words):
+        bench = Experiment(spec, place, prompt, decode, rounds, engines)
         bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))
         bench.warm()
         found: Record = {
@@ -381,21 +336,19 @@ def run(
                 "file system": words,
                 "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
                 "rounds": rounds,
-                "load average before": load,
-                "cores": os.cpu_count(),
             }
         }
         for name in only:
             try:
-                found |= SECTIONS[name](
-                    bench, **({"tokens": 1000} if name == "memory" and long else {})
-                )
+                more = {"tokens": 1000} if name == "memory" and long else {}
+                found |= SECTIONS[name](bench, **more)
             except KeyboardInterrupt:  # sections take minutes: what is done is kept
                 found["conditions"]["stopped in"] = name
                 break
-    return found | {"aims": bench.aims, "samples": bench.samples}
+    return found | {"aims": bench.aims}
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "only": (several(one_of(SECTIONS)), "sections"),
     "folder": (None, "where the model is kept, 40 GB, for the next time; else it is temporary"),
@@ -404,8 +357,5 @@ OPTIONS = {
     "decode": (whole(1), "tokens after it"),
     "quick": ({"action": "store_true"}, "one round of 8 tokens: whether all of it runs"),
     "long": ({"action": "store_true"}, "watch the memory over 1,000 tokens instead of 64"),
-    "python": (
-        {"action": "append", "metavar": "ENGINE=INTERPRETER"},
-        "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python",
-    ),
+    "python": PYTHON,
 }

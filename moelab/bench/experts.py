@@ -36,6 +36,7 @@ from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
+from moelab.results import tenths
 from moelab.specs import DeviceSpec, Figure
 from moelab.store import bf12, fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
@@ -371,7 +372,7 @@ class ExpertTimes:
         """Way → its times, rate and shares of the limits, as a table has them."""
         rows, best = {}, self.stock[1]
         for name, taken in self.medians.items():
-            low, high = measure.tenths(self.samples[name])
+            low, high = tenths(self.samples[name])
             read = self.read * self.stored.get(name, 1.0)
             rows[name] = {
                 "ms": 1e3 * taken,
@@ -490,7 +491,7 @@ def run(
     dtypes: list[str] | None = None,
 ) -> Records:
     threads = torch.get_num_threads()
-    found = {"conditions": {"threads": threads, "load average before": measure.load_average()}}
+    found = {"conditions": {"threads": threads}}
     aims, every = {}, {}
     for label in dtypes or DTYPES:
         bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])

@@ -14,7 +14,7 @@ import json
 import os
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,7 @@ import torch
 
 from moelab import open_model, using
 from moelab.arguments import number, one_of, several, whole
+from moelab.bench import ENGINE
 from moelab.bench.external_engines import write_gguf
 from moelab.bench.measure import aim, share, turns, working
 from moelab.bench.peers import Accelerate, Transformers
@@ -226,73 +227,46 @@ def tokens(
             )
 
 
-def accelerate(folder: Path, ids: list[int], layers: int, prompt: int) -> Record:
+def accelerate(
+    place: Path, ids: list[int], spec: MoESpec, layers: Iterable[int], prompt: int
+) -> Record:
     """transformers with accelerate: so many layers on the GPU, the others' weights in the CPU's
-    memory."""
-    peer = Accelerate({"model": str(folder / "model"), "layers": layers, "near": 0, "far": "cpu"})
-    found = [peer.measure([ids], [prompt]) for _ in range(2)]
-    del peer
-    empty()
-    return row(found[1:])
+    memory. The first of two rounds does not count."""
+    rows = {}
+    for n in layers:
+        options = {"model": str(place / "model"), "layers": n, "near": 0, "far": "cpu"}
+        peer = Accelerate(options)
+        found = [peer.measure([ids], [prompt]) for _ in range(2)]
+        del peer
+        empty()
+        rows[f"accelerate, {n} of {spec.num_layers} layers on the GPU"] = row(found[1:])
+    return rows
 
 
-def llama(program: str, gguf: Path, layers: int, prompt: int, decode: int, rounds: int) -> Record:
-    """llama-bench with the experts of so many layers on the CPU."""
-    done = subprocess.run(
-        [
-            program,
-            "-m",
-            str(gguf),
-            "-ngl",
-            "99",
-            "-ncmoe",
-            str(layers),
-            "-p",
-            str(prompt),
-            "-n",
-            str(decode),
-            "-r",
-            str(rounds),
-            "-t",
-            str(os.cpu_count()),
-            "-o",
-            "json",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode:
-        return {"result": f"failed: {(done.stderr.strip() or 'no word').splitlines()[-1]}"}
-    speeds = {bool(test["n_gen"]): test["avg_ts"] for test in json.loads(done.stdout)}
-    return {"TTFT ms": 1e3 * prompt / speeds[False], "TPOT ms": 1e3 / speeds[True]}
-
-
-def _peers(
-    place: Path, ids: Sequence[int], spec: MoESpec, shares: Sequence[int], prompt: int
-) -> Record:
-    """accelerate with so many layers on the GPU."""
-    return {
-        f"accelerate, {layers} of {spec.num_layers} layers on the GPU": accelerate(
-            place, ids[: prompt + 8], layers, prompt
-        )
-        for layers in shares
-    }
-
-
-def _llama(
-    program: str, place: Path, spec: MoESpec, shares: Sequence[int], how: tuple[int, int, int]
-) -> Record:
-    """llama.cpp with the experts of so many layers on the GPU; how : prompt, decode, rounds."""
+def llama(program: str, place: Path, spec: MoESpec, layers: Iterable[int], **how: int) -> Record:
+    """llama-bench with the experts of so many layers on the GPU, all others' on the CPU; how : its
+    options -p (prompt), -n (tokens after it), -r (rounds)."""
     model = place / "model.gguf"
     if not model.exists():
         write_gguf(place / "model", model)
-    return {
-        f"llama.cpp, experts of {layers} of {spec.num_layers} layers on the GPU": llama(
-            program, model, spec.num_layers - layers, *how
-        )
-        for layers in shares
-    }
+    rows = {}
+    for n in layers:
+        options = {
+            "m": model,
+            "ngl": 99,
+            "ncmoe": spec.num_layers - n,
+            "t": os.cpu_count(),
+            "o": "json",
+        }
+        words = [str(word) for name, of in (options | how).items() for word in (f"-{name}", of)]
+        done = subprocess.run([program, *words], capture_output=True, text=True, timeout=600)
+        if done.returncode:
+            found = {"result": f"failed: {(done.stderr.strip() or 'no word').splitlines()[-1]}"}
+        else:
+            speeds = {bool(test["n_gen"]): test["avg_ts"] for test in json.loads(done.stdout)}
+            found = {"TTFT ms": 1e3 * how["p"] / speeds[False], "TPOT ms": 1e3 / speeds[True]}
+        rows[f"llama.cpp, experts of {n} of {spec.num_layers} layers on the GPU"] = found
+    return rows
 
 
 def run(
@@ -348,14 +322,14 @@ def run(
             )
         if "peers" in only:
             layers = [int(of * spec.num_layers) for of in shares]
-            found["peers"] = _peers(place, ids, spec, layers, prompt)
+            found["peers"] = accelerate(place, ids[: prompt + 8], spec, layers, prompt)
             if llama_bench:
-                layers.append(spec.num_layers)
-                how = (prompt, decode, rounds)
-                found["peers"] |= _llama(llama_bench, place, spec, layers, how)
+                how = {"p": prompt, "n": decode, "r": rounds}
+                found["peers"] |= llama(llama_bench, place, spec, [*layers, spec.num_layers], **how)
     return found | {"aims": aims}
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "only": (several(one_of(SECTIONS)), "sections"),
     "folder": (None, "where the model is kept, 25 GB, for the next time; else it is temporary"),

@@ -7,8 +7,6 @@ wrongly; words then stand for the number."""
 from __future__ import annotations
 
 import json
-import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -76,12 +74,6 @@ def speed_up(samples: Samples, name: str, base: str) -> float:
     return gain(samples, name, base)[0]
 
 
-def tenths(values: Sequence[float]) -> tuple[float, float]:
-    """The 10 % and 90 % quantiles."""
-    found = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
-    return found[0], found[-1]
-
-
 @contextmanager
 def working(folder: str | Path | None) -> Iterator[Path]:
     """The folder that was given, absolute; a temporary one within the block where none was."""
@@ -110,7 +102,12 @@ def in_process(code: str, *arguments: Any) -> dict[str, Any]:
     )
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return json.loads(done.stdout.splitlines()[-1])
+    return last_json(done.stdout)
+
+
+def last_json(printed: str) -> Any:
+    """The JSON of the last line that a process has printed."""
+    return json.loads(printed.strip().splitlines()[-1])
 
 
 def agree(what: str, *found: Any) -> None:
@@ -120,11 +117,6 @@ def agree(what: str, *found: Any) -> None:
         raise RuntimeError(
             f"{what} differ between runs that must be alike; what was measured means nothing"
         )
-
-
-def load_average() -> float | None:
-    """Of the last minute; None where the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def share(reached: float) -> float | str:

@@ -60,14 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     os._exit(0)  # some engines crash while they are torn down
 
 
-def run(name: str, options: Record) -> Any:
-    """An engine's report; {"missing": reason} for one that is not installed. With "each", a list of
-    further options, it is opened anew for each of them, and the reports are a list."""
-    if "each" in options:
-        return [
-            run(name, {key: of for key, of in options.items() if key != "each"} | more)
-            for more in options["each"]
-        ]
+def run(name: str, options: Record) -> Record:
+    """An engine's report; {"missing": reason} for one that is not installed."""
     gc.collect()  # of an engine that was closed just now
     start = time.perf_counter()
     try:

@@ -79,13 +79,6 @@ class Warm(NamedTuple):
         """Best single state ÷ this one, measured."""
         return ratio(self.took[self.best], self.took[name])
 
-    def lead_simulated(self, name: str = "plan") -> float:
-        """TPOT of the best single state over that of an arm, both simulated."""
-        return (
-            min(self.simulated[state] for state in self.simulated.keys() & set(STATES))
-            / self.simulated[name]
-        )
-
     def rows(self) -> Records:
         """Arm → its pools, its TPOT measured and simulated, and its lead, as a table has them."""
         rows = {}

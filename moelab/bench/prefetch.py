@@ -2,21 +2,21 @@
 every budget and with every executor; one process and one model (raw experts, routing from random
 tokens).
 
-Never slower: the same generation on demand and with hints in turn, from the cache that the one
-before has left, which decides the same whether anything is prefetched. Each begins with a new gate
-(`moelab.offloading.prefetch_gate`), so what it costs to find out counts. The ratio is of the first
-tokens of all generations, pair by pair, with its 95 % interval; "≤ 1.01" is shown where the whole
-interval is, refuted where none of it is. Of 8 tokens none is tried with hints, so they show what
-the machine alone makes of it. The median, beside it, is of the pairs. The predictors are the next
-router on this layer's router input, as the model is random, and at the first of the rates a random
-one, right in K/E of cases.
+Never slower (`run`): the same generation on demand and with hints in turn, from the cache that the
+one before has left, which decides the same whether anything is prefetched. Each begins with a new
+gate (`moelab.offloading.prefetch_gate`), so what it costs to find out counts. The ratio is of the
+first tokens of all generations, pair by pair, with its 95 % interval; "≤ 1.01" is shown where the
+whole interval is, refuted where none of it is. Of 8 tokens none is tried with hints, so they show
+what the machine alone makes of it. The median, beside it, is of the pairs. The predictors are the
+next router on this layer's router input, as the model is random, and at the first of the rates a
+random one, right in K/E of cases.
 
-What can be gained: each token is decoded by the next of four ways that share the cache: on demand
-as in Speculating Experts (all of a layer's experts are copied, then computed) or as the engine does
-it (each is computed as it comes), hint and speculative, both with the gate open. No gain can exceed
-what `least` leaves of a token's time, which is Eq. (1) made a bound; gains come from three prompts,
-three times each, with 95 % intervals. As another way runs the token after, nothing is prefetched
-across tokens."""
+What can be gained (`PrefetchBenchmark.study`, notebook 04): each token is decoded by the next of four
+ways that share the cache: on demand as in Speculating Experts (all of a layer's experts are copied,
+then computed) or as the engine does it (each is computed as it comes), hint and speculative, both
+with the gate open. No gain can exceed what `least` leaves of a token's time, which is Eq. (1) made a
+bound; gains come from three prompts, three times each, with 95 % intervals. As another way runs the
+token after, nothing is prefetched across tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ import torch
 
 from moelab.api import using
 from moelab.arguments import number, several, whole
-from moelab.bench import measure
+from moelab.bench import ENGINE, measure
 from moelab.bench.end_to_end import SPEC
 from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
@@ -398,7 +398,6 @@ def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[in
 
 def run(
     folder: str | Path | None = None,
-    tokens: int = 18,
     budgets: Sequence[float] = BUDGETS,
     ratios: Sequence[float] = RATIOS,
     executors: Sequence[str] = EXECUTORS,
@@ -406,7 +405,7 @@ def run(
     times: int = 8,
     spec: MoESpec = SPEC,
 ) -> Record:
-    sections, against, never = {}, {}, {}
+    never = {}
     with measure.working(folder) as place:
         source, store = place / "model", place / "raw"
         if not source.is_dir():
@@ -417,34 +416,24 @@ def run(
             with open(file, "rb", buffering=0) as f:
                 while f.read(1 << 24):
                     pass
-        K = ExpertStore(store).spec.K
         for share, executor in product(budgets, executors):
             where = f"budget {share:.0%}, {executor}"
-            with opened(store, share, executor, ahead=None) as bench:
-                for ratio, _ in rates(bench, ratios, where):
+            with opened(store, share, executor) as bench:
+                free = bench.turns(PAIR[:1], 8, f"{where}: as fast as it goes")[PAIR[0]]
+                for ratio in ratios:
+                    bench.slow_down(ratio, free)
                     for kind in ("router", "random")[: 1 + (ratio == ratios[0])]:
                         bench.predictor = partial(make, "predictor", kind, bench.model)
                         title = f"{where}, copying {ratio:g} × computing, {kind}"
                         never[title] = verdict(bench.pairs(max(lengths), times, title), lengths)
-            with opened(store, share, executor, ahead=K, staging=K) as bench:
-                for ratio, rate in rates(bench, ratios, where):
-                    bench.gates.clear()
-                    title = f"{where}, copying {ratio:g} × computing"
-                    sections[title], against[title] = compare(
-                        bench.samples(ARMS, -(-tokens // 9), title), ratio, rate
-                    )
-    return {
-        f"never slower ({PAIR[1]} ÷ {PAIR[0]})": never,
-        **sections,
-        "against the bounds": against,
-    }
+    return {f"never slower ({PAIR[1]} ÷ {PAIR[0]})": never}
 
 
 @contextmanager
-def opened(store: Path, share: float, executor: str, **options: Any) -> Iterator[PrefetchBenchmark]:
+def opened(store: Path, share: float, executor: str) -> Iterator[PrefetchBenchmark]:
     """The bench of a model with this share of its experts in memory, as they are after some
     tokens."""
-    model = offload(store, share, **options)
+    model = offload(store, share, ahead=None)
     with model.moelab, using(model, executor=executor):
         ids = torch.randint(
             3, model.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0)
@@ -454,21 +443,9 @@ def opened(store: Path, share: float, executor: str, **options: Any) -> Iterator
         yield bench
 
 
-def rates(
-    bench: PrefetchBenchmark, ratios: Iterable[float], where: str
-) -> Iterator[tuple[float, float]]:
-    """(ratio of copying to computing, bytes a second), each throttled to that."""
-    free = bench.turns(PAIR[:1], 8, f"{where}: as fast as it goes")[PAIR[0]]
-    for ratio in ratios:
-        yield ratio, bench.slow_down(ratio, free)
-
-
+MEASURES = ENGINE
 OPTIONS = {
     "folder": (None, "where the model is kept, for the next time; else it is temporary"),
-    "tokens": (
-        whole(1),
-        "of each of the four ways and setting, at least; a ninth of them in each sample",
-    ),
     "executors": ({"nargs": "+", "choices": EXECUTORS}, "that compute"),
     "budgets": (several(number(above=0)), "shares of the experts"),
     "ratios": (several(number(above=0)), "of copying to computing"),

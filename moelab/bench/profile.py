@@ -2,8 +2,8 @@
 
 A model is opened within half of the memory that its experts take, and given random tokens; what its
 run says of the machine is a `Machine` (`moelab.simulation.fit`). Its experts' reads find the
-system's cache dropped, so they are the disk's. Beside that two rates of the machine itself are
-measured, for a device card: a copy in memory, and a product of matrices. Left out: attention to a
+system's cache dropped, so they are the disk's. Beside that the rate of a copy in memory is
+measured. Left out: attention to a
 long past; devices but the CPU."""
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from torch.nn.functional import linear
 
 from moelab.api import open_model
 from moelab.arguments import number, output, whole
@@ -30,14 +29,13 @@ from moelab.progress import progress
 from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
-from moelab.specs import DeviceSpec, Figure
 
 FORMAT = "moelab.profile/4"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
 PROMPT, DECODED, MINIMUM = 32, 8, 2
-COPY, MATMUL, TIMES = 64 << 20, 512, 8  # bytes; rows and columns; how often
+COPY, TIMES = 64 << 20, 8  # bytes of a copy; how often
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,7 +44,7 @@ class Profile:
 
     machine : costs, of a run with half of the experts in memory.
     tpot : median seconds of a token in that run.    full : bytes of an expert in memory.
-    copy, flops : bytes a second of a copy, read and written; FLOP/s by dtype.
+    copy : bytes a second of a copy, read and written.
     dtype, mode, threads : computed in, how it was read, threads of torch.
     load_average, others, clock_mhz : that before it, the cores that other processes kept busy
         meanwhile, the cores' mean clock rate after it; None where that is not known.
@@ -57,7 +55,6 @@ class Profile:
     tpot: Positive
     full: Count
     copy: Positive
-    flops: dict[str, Positive]
     model: str
     codec: str
     dtype: str
@@ -69,43 +66,6 @@ class Profile:
     others: Amount | None = None
     clock_mhz: Amount | None = None
     resident: Positive | None = None
-
-    def to_device(self) -> DeviceSpec:
-        """A device card of this machine, its figures "measured", with when and how in their
-        source."""
-        delays = self.machine.delays
-
-        def figure(value: float, unit: str, how: str) -> Figure:
-            source = f"{how}; `moelab profile` of {self.model}, {self.when}"
-            return Figure(value, unit, "measured", source)
-
-        nbytes = delays.e_bytes + delays.sm_bytes
-        figures = {
-            "storage_read_gbs": figure(
-                nbytes / delays.miss_read / 1e9,
-                "GB/s",
-                f"experts of {nbytes / 1e6:.2f} MB, {self.mode}, mean of a run",
-            ),
-            "memory_bandwidth_gbs": figure(
-                self.copy / 1e9,
-                "GB/s",
-                f"a copy of {COPY >> 20} MiB, read and written, {self.threads} threads",
-            ),
-        }
-        if delays.sm_bytes and delays.decompress:
-            figures["decompress_gbs"] = figure(
-                self.full / 2 / delays.decompress / 1e9,
-                "GB/s",
-                f"exponents out of one thread, {self.codec}",
-            )
-        for dtype, name in (("bfloat16", "bf16_tflops"), ("float32", "fp32_tflops")):
-            if dtype in self.flops:
-                how = f"a product of {MATMUL} × {MATMUL} matrices, {self.threads} threads"
-                figures[name] = figure(self.flops[dtype] / 1e12, "TFLOPS", how)
-        if hasattr(os, "sysconf"):
-            memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            figures["memory_gb"] = figure(memory / 1e9, "GB", "what the system reports")
-        return DeviceSpec(self.where, figures)
 
     def table(self) -> list[tuple[str, str]]:
         """What was measured, in words."""
@@ -181,18 +141,11 @@ def profile(
 def measured(lm: Any, run: EngineRun) -> Profile:
     """What a run of an open model says of this machine."""
     engine = lm.moelab.engine
-    matrices = [torch.randn(MATMUL, MATMUL).to(dtype) for dtype in {torch.float32, lm.dtype}]
     return Profile(
         fitted(run),
         tpot=metrics(list(run.timeline), run.forwards).tpot,
         full=engine.loader.slots.sizes.full,
         copy=2 * COPY / _fastest(torch.zeros(COPY // 4).copy_, torch.zeros(COPY // 4)),
-        flops={
-            str(matrix.dtype).removeprefix("torch."): 2
-            * MATMUL**3
-            / _fastest(linear, matrix, matrix)
-            for matrix in matrices
-        },
         model=lm.moelab.store.spec.name,
         codec=lm.moelab.store.codec,
         dtype=str(lm.dtype).removeprefix("torch."),

@@ -8,32 +8,26 @@ processes would rather compare the machine's moods. Tokens are random and given 
 synthetic, so the hit rate is this model's own: in deep synthetic models tokens agree more about
 their experts than in trained ones. The next layer's router on this layer's router input predicts.
 
-Arms may be measured at different times, as each takes long: `--merge FILE` puts an earlier result's
-others beside them."""
+Arms may be measured at different times, as each takes long: rows of others stay in the file."""
 
 from __future__ import annotations
 
-import math
-import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moelab.api import open_model
 from moelab.arguments import number, one_of, several, whole
-from moelab.bench.engine import against_limit
-from moelab.bench.harness import EngineBenchmark
-from moelab.bench.measure import load_average, working
+from moelab.bench import ENGINE
+from moelab.bench.grid import Experiment, against_limit
+from moelab.bench.measure import working
 from moelab.bench.prefetch import PrefetchBenchmark, row
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
-from moelab.comparison import BenchFile
-from moelab.files import read_json
-from moelab.records import Numbers, Record, Records
+from moelab.records import Numbers, Records
 from moelab.registry import make
 from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
@@ -52,7 +46,6 @@ def run(
     prompt: int = 128,
     decode: int = 32,
     executor: str = "fast",
-    merge: str | None = None,
 ) -> Records:
     import psutil
 
@@ -65,25 +58,21 @@ def run(
         "executor": executor,
         "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
         "rounds": rounds,
-        "cores": os.cpu_count(),
     }
     title = f"{memory} of experts in memory"
-    rows, limits, turns, samples = (
-        earlier(merge, conditions, title, stored) if merge else ({}, {}, {}, {})
-    )
+    rows, limits, turns = {}, {}, {}
     with working(folder) as place:
-        bench = EngineBenchmark(
+        bench = Experiment(
             spec, place, prompt, decode, rounds, {}, reference={"result": "the model does not fit"}
         )
         for name in stored:
             if new := not (bench.folder / name).exists():
                 form = "quantize" if name in fewbit.FORMATS else "codec"
                 synthesize(bench.folder / name, model, scale, **{form: name})
-            load = load_average()
             found, reports = bench.compare(
                 name, {name: bench.moelab(name, memory, executor=executor)}, name
             )
-            rows[name] = found[name] | {"load average before": load}
+            rows[name] = found[name]
             if "result" not in (report := reports[name][-1]):
                 limits[name] = against_limit(reports[name]) | {
                     "other weights GB": report["others_bytes"] / 1e9,
@@ -97,39 +86,7 @@ def run(
         title: rows,
         "against the limit": limits,
         "prefetching, tokens in turn": turns,
-        "samples": samples | bench.samples,
     }
-
-
-def earlier(
-    path: str, conditions: Mapping[str, Any], title: str, anew: Iterable[str]
-) -> list[Record]:
-    """Rows, limits, turns and samples of the arms of an earlier result that are not measured anew;
-    ValueError if it was measured under other conditions."""
-    found = read_json(Path(path), BenchFile)
-    if found["bench"] != "scale":
-        raise ValueError(
-            f"{path} holds no result of bench scale; give the JSON that it printed last"
-        )
-    before, *kept = found["results"].values()
-    differ = [
-        f"{key} {before[key]} instead of {value}"
-        for key, value in conditions.items()
-        if key in before
-        and not (
-            math.isclose(before[key], value, rel_tol=0.01)
-            if isinstance(value, float)
-            else before[key] == value
-        )
-    ]
-    if title not in found["results"]:
-        differ.append(f"no {title}")
-    if differ:
-        raise ValueError(f"the arms of {path} cannot stand beside new ones: {'; '.join(differ)}")
-    return [
-        {name: value for name, value in part.items() if name.partition(":")[0] not in anew}
-        for part in kept
-    ]
 
 
 def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -> Numbers:
@@ -159,6 +116,7 @@ def in_turn(store: Path, memory: str, executor: str, prompt: int, decode: int) -
     }
 
 
+MEASURES = ENGINE
 OPTIONS = {
     "model": (None, "a model card"),
     "memory": (None, "for experts"),
@@ -172,8 +130,4 @@ OPTIONS = {
     "prompt": (whole(1), "tokens of a prompt"),
     "decode": (whole(1), "tokens after it"),
     "executor": (None, "that computes"),
-    "merge": (
-        None,
-        "an earlier result of this bench, JSON, whose other arms are kept beside the new ones",
-    ),
 }

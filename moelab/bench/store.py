@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,24 +22,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moelab.bench import reading
-from moelab.bench.measure import Samples, gain, interleaved, load_average, speed_up
-from moelab.bench.memory_limit import drop_cached
+from moelab.bench.measure import Samples, gain, interleaved, speed_up
 from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.evaluation.intervals import Interval
-from moelab.records import Numbers, Record, Records
+from moelab.records import Numbers, Records
+from moelab.results import load_average
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.headers import NAMES
-from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader, modes
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
 PEER = "zipnn"
-CODED = "huffman"  # the codec that is measured on several threads and from disk
+CODED = "huffman"  # the codec that is measured on several threads
 MISSING = "not installed"
 Work = Callable[[], Any]
 
@@ -256,14 +252,6 @@ class Rates:
         found["decode"]["recovery alone"] = self.memcpy / self.recovery[0]
         return found
 
-    def by_threads(self) -> dict[str, Numbers]:
-        """Number of threads → coder → GB/s of weights in all of them together."""
-        found = scaling(self.several, self.nbytes)
-        return {
-            f"{n} thread{'s' * (n > 1)}": {name: found[f"{name} × {n} GB/s"] for name in self.alone}
-            for n in self.threads
-        }
-
     def decode(self, n: int) -> float:
         """Of `CODED` by n threads together."""
         return scaling(self.several, self.nbytes)[f"{CODED} × {n} GB/s"]
@@ -379,44 +367,12 @@ def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
     )
 
 
-def read_rates(store: ExpertStore) -> dict[str, float]:
-    """Median bytes a second of reading a store's experts from the disk itself in each mode, in turns:
-    each mode has others, as a disk or its host may keep for the next mode what one has read."""
-    rates: dict[str, list[float]] = {mode: [] for mode in modes()}
-    experts = len(store.layers[0].experts)
-    for i, mode in enumerate([*rates] * experts):
-        with Reader(store, mode, verify=False) as reader:
-            buffer = reader.buffer()
-            buffer[:] = 0  # so that no page is touched for the first time below
-            drop_cached(store.folder)
-            reader.read(0, i % experts, "both", buffer)
-            rates[mode].append(reader.counters.bytes / max(reader.counters.seconds, 1e-9))
-    return {mode: statistics.median(found) for mode, found in rates.items()}
-
-
-def from_disk(nbytes: int, repeats: int) -> tuple[Record, Samples]:
-    """Figures and samples of reading a store in the system's temporary folder; see
-    `moelab.bench.reading`."""
-    weights = [synthetic_expert(nbytes, seed) for seed in range(4)]
-    with tempfile.TemporaryDirectory() as folder:
-        plain, packed = (
-            reading.write_store(f"{folder}/{codec}", weights, codec) for codec in ("raw", CODED)
-        )
-        found = {f"{mode} reads GB/s": value / 1e9 for mode, value in read_rates(plain).items()}
-        samples, _ = reading.compare(plain, packed, modes()[0], repeats=repeats)
-    ways = reading.summary(samples, sum(w.numel() * 2 for w in weights))
-    return found | {
-        f"{name}, {unit}": value for name, row in ways.items() for unit, value in row.items()
-    }, samples
-
-
 def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
-    load, weights = load_average(), synthetic_expert(nbytes)
+    weights = synthetic_expert(nbytes)
     made = coders(weights)
     of = Rates.of(weights, made, repeats, sorted({1, 2, os.cpu_count() or 1}))
     found = {
         "conditions": {
-            "load average before": load,
             "expert bytes": of.nbytes,
             "memcpy GB/s": of.memcpy,
             "recovery time ÷ memcpy time": of.recovery[0],
@@ -426,5 +382,4 @@ def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
     first, second = sizes(weights, made), rates(of.single, of.nbytes)
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
     found["threads together, by the clock"] = scaling(of.several, of.nbytes)
-    found[f"from disk, {modes()[0]} reads of {CODED}"], disk = from_disk(nbytes, repeats)
-    return found | {"samples": of.single | of.several | disk}
+    return found | {"samples": of.single | of.several}

@@ -94,8 +94,14 @@ def _newest_metrics(notebook: str, results: Path) -> Record | None:
     return read_json(runs[-1] / "metrics.json", MetricsFile) if runs else None
 
 
-def _update(path: Path, found: Record) -> None:
-    """Write a baseline from the metrics of a run; tolerances in it stay."""
+def _update(path: Path, found: Record, busy: bool) -> None:
+    """Write a baseline from the metrics of a run; tolerances in it stay. ValueError: the run's
+    machine was busy, and that was not said to be all right."""
+    if (why := found.get("env", {}).get("busy")) and not busy:
+        raise ValueError(
+            f"{path.stem} ran on a busy machine ({why}), so its times would mean little: run it "
+            "again on a quiet one, or give --busy"
+        )
     old = read_json(path, MetricsFile)["metrics"] if path.exists() else {}
     metrics = {
         name: metric | {k: v for k, v in old.get(name, {}).items() if k == "tolerance"}
@@ -138,6 +144,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--update", action="store_true", help="write the baselines from the newest runs"
     )
     parser.add_argument(
+        "--busy", action="store_true", help="update them from runs on a busy machine, too"
+    )
+    parser.add_argument(
         "--all", action="store_true", help="print every metric, not only those that differ"
     )
     parser.add_argument(
@@ -159,7 +168,7 @@ def main(args: argparse.Namespace) -> int:
             if found is None:
                 print(f"{name}: no finished run; its baseline stays as it is")
             else:
-                _update(path, found)
+                _update(path, found, args.busy)
         elif not path.exists():
             print(f"{name}: no baseline; `moelab check {name} --update` writes it")
             failed += bool(args.notebooks)  # asked for by name, it is expected to be there

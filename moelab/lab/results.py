@@ -18,12 +18,10 @@ compared like any other, but `check` and `claims` judge the runner's only
 from __future__ import annotations
 
 import builtins
-import contextlib
 import math
 import os
 import platform
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +32,9 @@ from pathlib import Path
 from typing import Any
 
 from moelab.comparison import KINDS, LAB, run_number
-from moelab.files import CHECKOUT, remove_leftovers, results_root, write_json
+from moelab.files import remove_leftovers, results_root, write_json
 from moelab.records import Numbers, Record, Records
+from moelab.results import environment, load_average, why_busy
 
 SCHEMA = "moelab.metrics/1"
 
@@ -60,8 +59,11 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
         params = {name: params[name] for name in annotated(cells)}
     params = dict(params)
     seed = params.pop("seed") if seed is None else seed
+    busy = None if shell is None else why_busy()
+    if busy:
+        print(f"This machine is busy: {busy}. Times below mean little.", file=sys.stderr)
     if given := os.environ.get("MOELAB_RUN_DIR"):
-        return Run(notebook, params, seed, Path(given))
+        return Run(notebook, params, seed, Path(given), busy=busy)
     if shell is not None:
         from moelab.viz.notebook import follow_the_theme
 
@@ -69,7 +71,7 @@ def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
     folder = results_root() / "runs" / notebook
     remove_leftovers(folder)
     name = new_run_id(folder) + LAB
-    return Run(notebook, params, seed, folder / part_name(name), folder / name)
+    return Run(notebook, params, seed, folder / part_name(name), folder / name, busy)
 
 
 def part_name(run: str) -> str:
@@ -90,7 +92,8 @@ def annotated(cells: Iterable[str]) -> list[str]:
 class Run:
     """The findings of one execution of a notebook; `open_run` makes one.
 
-    home : what `directory` is renamed to by `save`; None where the runner does it.
+    home : what `directory` is renamed to by `save`; None where the runner does it. busy : why times
+        mean little, if they do.
     """
 
     notebook: str
@@ -98,6 +101,7 @@ class Run:
     seed: int
     directory: Path
     home: Path | None = None
+    busy: str | None = None
     opened: float = field(default_factory=time.monotonic, repr=False)
     metrics: Records = field(default_factory=dict)
     figures: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -212,7 +216,7 @@ class Run:
             "notebook": self.notebook,
             "params": self.params,
             "seed": self.seed,
-            "env": environment(),
+            "env": environment() | {"busy": self.busy, "load": load_average()},
             "takeaways": self.takeaways,
             "metrics": self.metrics,
             "figures": self.figures,
@@ -259,74 +263,3 @@ def _plain(name: str, value: Any) -> float | int | str | bool:
             f"{name!r} is {value}; it must be finite, so say in words what happened instead"
         )
     return value
-
-
-def environment() -> Record:
-    """What a run ran on: git commit, versions, device, processor, cores."""
-    packages = (
-        "moelab",
-        "torch",
-        "transformers",
-        "numpy",
-        "numba",
-        "zstandard",
-        "lz4",
-        "coremltools",
-        "plotly",
-    )
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[name] = metadata.version(name)
-    return {
-        "git": _git(),
-        "versions": versions,
-        "device": _device(),
-        "system": platform.platform(),
-        "cpu": _cpu(),
-        "cores": os.cpu_count(),
-    }
-
-
-def _git() -> str | None:
-    """The commit, with "+changes" where the tree differs from it; None outside a clone of
-    moelab."""
-    if CHECKOUT is None:
-        return None
-
-    def git(*words: str) -> str:
-        return subprocess.run(
-            ["git", *words], cwd=CHECKOUT, capture_output=True, text=True, check=True, timeout=20
-        ).stdout.strip()
-
-    try:
-        return git("rev-parse", "HEAD") + (
-            "+changes" if git("status", "--porcelain", "-uno") else ""
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _device() -> str:
-    """The accelerator that torch sees, if the run has loaded torch at all."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "Apple GPU (mps)" if torch is not None and torch.backends.mps.is_available() else "cpu"
-
-
-def _cpu() -> str:
-    try:
-        if sys.platform == "darwin":
-            return subprocess.run(
-                ["sysctl", "-n", "machdep.cpu.brand_string"],
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout.strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return platform.processor() or platform.machine()

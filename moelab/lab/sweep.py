@@ -59,16 +59,14 @@ from ipaddress import ip_address
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
-from moelab.claims import flat
 from moelab.comparison import KeptMetric, MetricsFile, are_numbers
 from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.journal import Journal
-from moelab.lab.results import environment
 from moelab.lab.runner import (
     add_run_options,
     check_parameters,
@@ -80,6 +78,7 @@ from moelab.lab.runner import (
 )
 from moelab.progress import progress
 from moelab.records import Record
+from moelab.results import environment, metrics_of
 from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
 
@@ -142,30 +141,28 @@ def bench_point(name: str, point: Point) -> Record:
         "threading.Thread(target=end, daemon=True).start(); from moelab.__main__ import "
         "main; sys.exit(main())"
     )
-    with TemporaryFile("w+") as told:
+    with TemporaryFile("w+") as told, TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        given = [f"--output={path}", "--busy", *words(point)]  # a row says what disturbed it
         with subprocess.Popen(
-            [sys.executable, "-c", code, "bench", name, *words(point)],
+            [sys.executable, "-c", code, "bench", name, *given],
             text=True,
             env=child_environment(),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
             stderr=told,
         ) as process:
-            printed = process.stdout.read()
             status = process.wait()
         told.seek(0)
         if status:
             raise RuntimeError(
                 (told.read().strip() or f"bench {name} ended with status {status}").splitlines()[-1]
             )
-    found = json.loads(printed.splitlines()[-1])
-    return {
-        "metrics": {
-            name: {"value": value, "unit": "", "kind": found["kind"]}
-            for name, value in flat(found["results"])
-            if isinstance(value, (bool, int, float, str))
+        return {
+            "metrics": {
+                name: of for name, of in metrics_of(path).items() if of["value"] is not None
+            }
         }
-    }
 
 
 def words(point: Point) -> list[str]:

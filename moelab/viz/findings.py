@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.comparison import BenchFile, MetricsFile
+from moelab.comparison import MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
 from moelab.files import atomic, read_json, results_root
+from moelab.results import bench_file, sections_of
 from moelab.viz import theme
 from moelab.viz.charts import NOTE, Values, bars, intervals, lines
 from moelab.viz.plotly_json import Figure
@@ -206,7 +207,7 @@ def scale(results: Mapping[str, Any]) -> Figure:
 
 def bench(name: str) -> Callable[[Path], Any]:
     """Reads the results of a bench below a folder of results."""
-    return lambda root: read_json(root / "bench" / f"{name}.json", BenchFile)["results"]
+    return lambda root: sections_of(bench_file(name, root))
 
 
 def notebook(name: str) -> Callable[[Path], Any]:

@@ -1,14 +1,13 @@
-"""End to end on a tiny model: no speed without the right output, every figure beside its limit,
-fronts by brute force."""
+"""End to end on a tiny model: no speed without the right output, every figure beside its limit."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.bench import end_to_end, harness, peers
-from moelab.bench.end_to_end import BASE, RESIDENT, divergence, front, together
-from moelab.bench.harness import EngineBenchmark
+from moelab.bench import end_to_end, grid, peers
+from moelab.bench.end_to_end import BASE, RESIDENT, together
+from moelab.bench.grid import Experiment, divergence
 from moelab.bench.limits import LayerRecord, on_demand_limit, overlapped_limit
 from moelab.specs import MoESpec
 
@@ -67,12 +66,10 @@ def test_a_table_for_each_budget_and_rate_has_every_configuration(found):
 def test_a_wrong_output_has_no_speed(tmp_path, monkeypatch):
     def wrong(name, options):
         report = right(name, options)
-        for one in report if isinstance(report, list) and options["predictor"] else ():
-            one["digest"] = "another"
-        return report
+        return report | ({"digest": "another"} if options.get("predictor") else {})
 
     right = peers.run
-    monkeypatch.setattr(harness.peers, "run", wrong)
+    monkeypatch.setattr(grid.peers, "run", wrong)
     found = end_to_end.run(
         ("prefetch",),
         (0.5,),
@@ -100,9 +97,9 @@ def test_experts_that_do_not_fit_in_the_process_are_not_loaded_and_still_compare
         return right(name, options)
 
     right, ran = peers.run, []
-    monkeypatch.setattr(harness.peers, "run", remembered)
+    monkeypatch.setattr(grid.peers, "run", remembered)
     monkeypatch.setattr(end_to_end, "PROCESS", 0)
-    monkeypatch.setattr(EngineBenchmark, "others", lambda *_: {})
+    monkeypatch.setattr(Experiment, "others", lambda *_: {})
     found = end_to_end.run(
         (), (0.5,), (0,), contexts=(3,), decode=2, here=True, spec=SPEC, folder=tmp_path
     )
@@ -120,8 +117,8 @@ def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(tmp_path, monkey
             raise KeyboardInterrupt
         return right(bench, arm)
 
-    right, asked = EngineBenchmark.report, []
-    monkeypatch.setattr(EngineBenchmark, "report", stops)
+    right, asked = Experiment.report, []
+    monkeypatch.setattr(Experiment, "report", stops)
     found = end_to_end.run(
         ("fast",),
         (0.5,),
@@ -234,21 +231,6 @@ def test_two_techniques_together_are_compared_with_each_alone():
         "to": 1.0,
         "beats each": False,
     }
-
-
-@settings(max_examples=50)
-@given(
-    st.dictionaries(
-        st.text(max_size=3), st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=12
-    )
-)
-def test_the_front_is_what_nothing_beats(points):
-    rows = {name: {"a": a, "b": b} for name, (a, b) in points.items()} | {"no b": {"a": -1}}
-    best = front(rows, "a", "b")
-    for name, (a, b) in points.items():
-        beaten = any(c <= a and d <= b and (c < a or d < b) for c, d in points.values())
-        assert (name in best) == (not beaten)
-    assert best == sorted(best, key=lambda name: points[name]) and "no b" not in best
 
 
 @given(

@@ -3,7 +3,7 @@ met."""
 
 import json
 
-from moelab.bench import engine, experts, harness
+from moelab.bench import engine, experts, grid
 
 
 def test_no_table_has_a_share_above_1():
@@ -44,7 +44,7 @@ def test_neighbours_in_a_round_compute_other_steps_each_after_another_one():
 
 
 def test_the_engines_limit_is_never_beaten_in_numbers(tmp_path):
-    class Told(harness.EngineBenchmark):
+    class Told(grid.Experiment):
         def report(self, arm, decode=None):
             return {
                 "tpot_s": [0.1] * 3,

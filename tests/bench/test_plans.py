@@ -35,7 +35,6 @@ def test_the_best_single_state_is_that_of_the_measurement():
     assert rows["plan"]["95 % from"] < 7 / 9 < rows["plan"]["to"]
     assert MADE.ablation()["the plan"]["without ÷ with"] == pytest.approx(7 / 9)
     assert set(MADE.ablation()) == {"the plan", "compression"}
-    assert MADE.lead_simulated() == 3 / 2 and MADE.lead_simulated("auto") == pytest.approx(3 / 2.5)
 
 
 def test_equal_pools_run_once_and_decide_as_the_simulator():

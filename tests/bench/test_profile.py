@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from moelab.bench import profile as profiling
-from moelab.bench.profile import COPY, Profile, profile
+from moelab.bench.profile import Profile, profile
 from moelab.checkpoint.convert import convert
-from moelab.simulation.costs import MachineRates
 from tests.models import tiny
 
 
@@ -36,7 +35,7 @@ def test_all_parts_are_measured(measured, stores):
     assert min(delays.e_read, delays.expert(1), sum(machine.other), sum(machine.head)) > 0
     assert delays.sm_read == delays.sm_bytes == delays.recover == 0
     assert delays.e_bytes == stores["raw"].stored_bytes(0, 0, "both")
-    assert measured.flops.keys() == {"float32", "bfloat16"} and measured.tpot > 0
+    assert measured.copy > 0 and measured.tpot > 0
     assert (measured.mode, measured.dtype, measured.codec) == ("buffered", "bfloat16", "raw")
     apart = profile(stores["huffman"], 0, scheduler="affinity", workers=2).machine
     assert min(apart.delays.e_read, apart.delays.sm_read, apart.delays.decompress) > 0
@@ -49,22 +48,13 @@ def test_reads_are_those_of_the_given_disk(stores):
     assert slow.e_read >= 0.99 * slow.e_bytes / 1e6
 
 
-def test_the_device_card_has_the_same_rates(measured):
-    device, delays = measured.to_device(), measured.machine.delays
-    assert {figure.kind for figure in device.figures.values()} == {"measured"}
-    assert all(measured.when in figure.source for figure in device.figures.values())
-    rates = MachineRates.of(device)
-    assert rates.read == pytest.approx(delays.e_bytes / delays.e_read)
-    assert rates.memory == pytest.approx(measured.copy) and rates.flops > 0 and COPY
-
-
 def test_saved_and_loaded_it_is_the_same(measured, tmp_path):
     one = replace(measured, resident=0.5)
     assert Profile.load(one.save(tmp_path / "new" / "profile.json")) == one
 
 
 @pytest.mark.parametrize(
-    "content", ["{", "[]", '{"format": "other"}', '{"format": "moelab.profile/3"}']
+    "content", ["{", "[]", '{"format": "other"}', '{"format": "moelab.profile/4"}']
 )
 def test_what_is_no_profile_is_refused(content, tmp_path):
     with pytest.raises(FileNotFoundError, match="moelab profile"):

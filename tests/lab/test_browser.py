@@ -384,7 +384,7 @@ def kept():
 
 
 def note(page, **found):
-    """Add numbers to the artefacts' views.json, which is like the files of results/bench/."""
+    """Add numbers to the artefacts' views.json."""
     if keep := kept():
         path = keep / "views.json"
         told = (

@@ -103,3 +103,11 @@ def test_bad_input(results, capsys):
     write_json(results / "baseline" / "01_x.json", content())
     (results / "baseline" / "01_x.json").write_text("{")
     assert main(["check"]) == 2 and "cannot be read" in capsys.readouterr().err
+
+
+def test_times_of_a_busy_machine_become_no_baseline_unless_that_is_said(results, capsys):
+    found = content(m=(1, "exact")) | {"env": {"busy": "the load average is 9.0 on 2 cores"}}
+    put_run(results, "01_x", "20250101-1", found)
+    assert main(["check", "--update"]) == 2 and "9.0 on 2 cores" in capsys.readouterr().err
+    assert not (results / "baseline" / "01_x.json").exists()
+    assert main(["check", "--update", "--busy"]) == 0

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("plotly")
 
-from moelab.files import read_json, results_root
+from moelab.files import results_root
+from moelab.results import sections_of
 from moelab.viz import findings, theme
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +21,7 @@ def traces(figure, name):
 
 
 def test_dropping_costs_points_with_intervals():
-    rows = read_json(RESULTS / "bench" / "ane_accuracy.json")["results"]
+    rows = sections_of(RESULTS / "bench" / "ane_accuracy.json")
     figure, (task, row) = (
         findings.dropping(rows),
         next(
@@ -36,7 +37,7 @@ def test_dropping_costs_points_with_intervals():
 
 
 def test_bytes_are_those_that_were_read():
-    rows = read_json(RESULTS / "bench" / "experts.json")["results"]
+    rows = sections_of(RESULTS / "bench" / "experts.json")
     (_, sixteen, twelve), (_, ms, _) = (bar.y for bar in findings.bf12(rows).data)
     assert 0.75 <= twelve / sixteen < 0.76 and ms == rows["bf16 decode, 1 token"]["gemv"]["ms"]
 

@@ -1,10 +1,13 @@
-"""The engine benchmark: the same model and tokens for every engine, a process each, in interleaved
-rounds; its tables.
+"""The experiment behind every bench of tokens: the same model and tokens for every arm, in
+interleaved rounds, each in a process of its own; a row of figures an arm.
 
-Everything lies in one folder; what exists is not written again, and the system's cache of it is
-dropped before each process. Times are medians over all tokens of all rounds. Ratios are between
-medians of each token's least time of all rounds, as a machine that is busy for seconds at a time
-would else decide them. Engines that compute as transformers does must agree bit for bit."""
+`moelab.bench.engine`, `end_to_end` and `scale` are its presets: which arms at which budgets, rates,
+contexts and batches. Everything lies in one folder; what exists is not written again, and the
+system's cache of it is dropped before each process. Times are medians over all tokens of all rounds.
+Ratios are between medians of each token's least time of all rounds, as a machine that is busy for
+seconds at a time would else decide them. What computes as transformers does must agree with its
+eager experts bit for bit: a wrong output has no speed. Limits follow from a run's own bytes and times
+and the best rate at which it read whole experts."""
 
 from __future__ import annotations
 
@@ -13,19 +16,25 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
+
 from moelab.bench import measure, peers
 from moelab.bench.external_engines import write_unstacked
 from moelab.bench.lru_baseline import lay_out
+from moelab.bench.machine import disk
 from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.bench.peers import FOUND
 from moelab.files import folder_bytes
-from moelab.records import Record, Records
+from moelab.records import Numbers, Record, Records
+from moelab.results import tenths
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.codecs import CODECS
@@ -46,11 +55,11 @@ FORMS = ("huffman", "bf12", "raw", "int8", "int4")  # stores: codecs, and format
 
 
 @dataclass
-class EngineBenchmark:
+class Experiment:
     """prompt, decode : tokens of each of `prompts` prompts, and after the last. python : engine →
         its interpreter.
     tokens : given to the engines, a row a sequence; one of random ones without. here : engines run
-    in this process, without a limit."""
+        in this process, without a limit. loss : also the divergence from `reference`'s logits."""
 
     spec: MoESpec
     folder: Path
@@ -58,11 +67,11 @@ class EngineBenchmark:
     decode: int
     rounds: int
     python: dict[str, str]
-    samples: dict[str, list[float]] = field(default_factory=dict)
     aims: Records = field(default_factory=dict)
     reference: Record | None = None
     tokens: list[list[int]] | None = None
     here: bool = False
+    loss: bool = False
     prompts: int = 2
     missing: dict[str, str] = field(default_factory=dict)  # engine that is not installed → why
 
@@ -116,9 +125,8 @@ class EngineBenchmark:
         except OSError:
             return False
 
-    def report(self, arm: Arm, decode: int | None = None) -> Any:
-        """One process of an engine: its report, or {"result": why there is none}; a list of them
-        with "each"."""
+    def report(self, arm: Arm, decode: int | None = None) -> Record:
+        """One process of an engine: its report, or {"result": why there is none}."""
         (name, options, limit), rng = arm, random.Random(0)
         if name in self.missing:
             return {"result": self.missing[name]}
@@ -129,21 +137,28 @@ class EngineBenchmark:
             rng.randrange(self.spec.vocab)
             for _ in range(self.prompts * self.prompt + (decode or self.decode))
         ]
+        kept = self.folder / "logits.npy"
+        kept.unlink(missing_ok=True)
         options = {
             "model": str(self.folder / "model"),
             "tokens": self.tokens or [tokens],
             "prompts": [self.prompt] * self.prompts,
+            "logits": str(kept) if self.loss else None,
         } | options
-        if self.here:
-            try:
-                found = peers.run(name, options)
-            except (ValueError, RuntimeError, OSError) as error:
-                return {"result": f"failed: {error}"}
-            return self._told(
-                found,
-                {"limit": "in one process, nothing was limited", "group_peak_bytes": None},
-                name,
-            )
+        found = self._here(name, options) if self.here else self._apart(name, options, limit)
+        if "missing" in found:  # it need not be tried again
+            self.missing[name] = found["missing"]
+            return {"result": found["missing"]}
+        return found | ({"logits": np.load(kept)} if kept.exists() else {})
+
+    def _here(self, name: str, options: Record) -> Record:
+        try:
+            found = peers.run(name, options)
+        except (ValueError, RuntimeError, OSError) as error:
+            return {"result": f"failed: {error}"}
+        return found | {"limit": "in one process, nothing was limited", "group_peak_bytes": None}
+
+    def _apart(self, name: str, options: Record, limit: int | None) -> Record:
         with memory_limit(limit) as group:
             options["cgroup"] = str(group.procs) if group.procs else None
             try:
@@ -151,27 +166,15 @@ class EngineBenchmark:
                     self.python.get(name), "-m", "moelab.bench.peers", name, json.dumps(options)
                 )
             except OSError as error:
-                return self._told({"missing": f"not installed (no interpreter: {error})"}, {}, name)
+                return {"missing": f"not installed (no interpreter: {error})"}
             except subprocess.TimeoutExpired:
                 return {"result": f"gave up after {TIMEOUT / 60:.0f} minutes"}
             if done.returncode:
                 last = (done.stderr.strip() or "no word").splitlines()[-1]
-                return {
-                    "result": "failed: "
-                    f"{'killed, out of memory?' if done.returncode == -9 else last}"
-                }
-            report = json.loads(done.stdout.strip().splitlines()[-1])
-            return self._told(
-                report, {"limit": group.reason, "group_peak_bytes": group.peak_bytes}, name
-            )
-
-    def _told(self, found: Any, more: Record, engine: str) -> Any:
-        if isinstance(found, list):
-            return [self._told(one, more, engine) for one in found]
-        if "missing" in found:  # it need not be tried again
-            self.missing[engine] = found["missing"]
-            return {"result": found["missing"]}
-        return found | more
+                killed = "killed, out of memory?" if done.returncode == -9 else last
+                return {"result": f"failed: {killed}"}
+            limits = {"limit": group.reason, "group_peak_bytes": group.peak_bytes}
+            return measure.last_json(done.stdout) | limits
 
     def moelab(
         self,
@@ -181,6 +184,7 @@ class EngineBenchmark:
         trace: Path | None = None,
         predictor: str | None = None,
         compressed: bool = False,
+        ungated: bool = False,
         **options: Any,
     ) -> Arm:
         """moelab on a store; the arguments are those of `peers.Moelab`."""
@@ -193,6 +197,7 @@ class EngineBenchmark:
                 "trace": str(trace) if trace else None,
                 "predictor": predictor,
                 "compressed": compressed,
+                "ungated": ungated,
             },
             limit,
         )
@@ -245,34 +250,57 @@ class EngineBenchmark:
                 reports[name].append(self.report(arms[name]))
         rows = {}
         for name, found in reports.items():
-            if "result" in found[-1]:
-                rows[name] = {"result": found[-1]["result"]}
-                continue
-            tpot = [second for report in found for second in report["tpot_s"]]
-            self.samples[f"{title}: {name}"] = tpot
-            low, high = measure.tenths(tpot)
-            rows[name] = {
-                "TPOT s": median(tpot),
-                "undisturbed s": median(undisturbed(found)),
-                "10 %": low,
-                "90 %": high,
-                f"÷ {base}": self.ratio(reports, name, base),
-                "TTFT s": median(report["ttft_s"][0] for report in found),
-                "2nd TTFT s": median(report["ttft_s"][-1] for report in found),
-                "MB a token": mean(found, "decode_read_bytes", 1e6 * self.decode),
-                "faults a token": mean(found, "decode_major_faults", self.decode),
-                "hit rate": mean(found, "decode_hit_rate"),
-                "peak GB": mean(found, "peak_rss_bytes", 1e9),
-                "load s": median(report["load_s"] for report in found),
-                "output": self.judge(arms[name], found),
-                "result": found[-1]["limit"],
-            }
-        return rows, reports
+            output = "" if "result" in found[-1] else self.judge(arms[name], found)
+            if "≠" in output:
+                reports[name] = [{"result": f"{output}: its speed does not count"}]
+            elif output:
+                ratio = None if self.failed(reports, base) else self.ratio(reports, name, base)
+                rows[name] = self.row(arms[name], found) | {f"÷ {base}": ratio, "output": output}
+                rows[name] = {key: of for key, of in rows[name].items() if of is not None}
+        failed = {name: of[-1]["result"] for name, of in reports.items() if "result" in of[-1]}
+        self.aim(f"{title}: outputs that differ", sum("≠" in of for of in failed.values()), 0)
+        return {name: rows.get(name, {"result": failed.get(name)}) for name in arms}, reports
+
+    def row(self, arm: Arm, found: list[Record]) -> Record:
+        """An arm's figures; those of a token are those of a sequence's."""
+        tpot = [second for report in found for second in report["tpot_s"]]
+        batch = len(self.tokens) if self.tokens else 1
+        (low, high), tokens = tenths(tpot), self.decode * batch
+        joules = mean(found, "decode_joules", tokens)
+        figures = {
+            "TPOT s": median(tpot),
+            "undisturbed s": median(undisturbed(found)),
+            "10 %": low,
+            "90 %": high,
+            "each token s": tpot,
+            "TTFT s": median(report["ttft_s"][0] for report in found),
+            "2nd TTFT s": median(report["ttft_s"][-1] for report in found),
+            "tokens/s": batch * len(tpot) / sum(tpot),
+            "MB a token": mean(found, "decode_read_bytes", 1e6 * tokens),
+            "faults a token": mean(found, "decode_major_faults", tokens),
+            "hit rate": mean(found, "decode_hit_rate"),
+            "CPU s a token": mean(found, "decode_cpu_s", tokens),
+            "J a token": joules if (joules or 0) > 0 else None,
+            "peak GB": None if self.here else mean(found, "peak_rss_bytes", 1e9),
+            "load s": median(report["load_s"] for report in found),
+            "result": found[-1]["limit"],
+        }
+        if self.loss and "logits" in found[-1] and "logits" in (self.reference or {}):
+            figures["KL"] = fmean(
+                divergence(report["logits"], self.reference["logits"]) for report in found
+            )
+        if "metrics" in found[-1]:
+            figures |= beside_limits(found, figures, bool(arm[1].get("predictor")))
+        return figures
+
+    def failed(self, reports: dict[str, list[Record]], name: str) -> bool:
+        """Whether an arm could not run."""
+        return "result" in reports[name][-1]
 
     def ratio(self, reports: dict[str, list[Record]], name: str, base: str) -> float | None:
         """TPOT of one arm over that of another, both undisturbed; None where one of them could not
         run."""
-        if any("result" in reports[arm][-1] for arm in (name, base)):
+        if self.failed(reports, name) or self.failed(reports, base):
             return None
         return median(undisturbed(reports[name])) / median(undisturbed(reports[base]))
 
@@ -300,6 +328,95 @@ class EngineBenchmark:
         """Note whether a value is at most, or at least, what was aimed at; None is left out."""
         if value is not None:
             self.aims[name] = measure.aim(value, aim, below)
+
+
+def beside_limits(found: list[Record], figures: Record, ahead: bool) -> Record:
+    """What our own engine's reports say of limits, of what waits, and of what overlaps; ahead :
+    reads overlap with everything, not with a layer's own computing alone."""
+    ran = [report["metrics"] for report in found]
+    reading = median(
+        (of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
+        for of, report in zip(ran, found)
+    )
+    least = median(report["overlapped_s" if ahead else "on_demand_s"] for report in found)
+    best = found[-1]["belady_hit_rate"]
+    return {
+        "MB a token": mean(ran, "read_bytes_per_token", 1e6),
+        "TTFT limit s": reading,
+        "TTFT ÷ limit": figures["TTFT s"] / reading if reading else None,
+        "TPOT limit s": least,
+        "TPOT ÷ limit": measure.multiple(figures["TPOT s"], least),
+        "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
+        "stall ms": mean(ran, "stall_per_step", 1e-3),
+        "overlap": mean(ran, "overlap_efficiency"),
+        "least GB": sum(found[-1][key] for key in ("budget_bytes", "others_bytes", "kv_bytes"))
+        / 1e9,
+    }
+
+
+def against_limit(reports: list[Record]) -> Numbers:
+    """An arm's times beside the least that its reads and its computing take: medians over
+    rounds."""
+    rate = max(report["read_rate"] for report in reports)
+    once = reports[-1]["experts_bytes"] / rate
+    first, second = (median(report["ttft_s"][i] for report in reports) for i in (0, -1))
+    return {
+        "mean TPOT s": fmean(s for r in reports for s in r["tpot_s"]),
+        "limit s": median(report["on_demand_s"] for report in reports),
+        "÷ limit": measure.multiple(
+            median(fmean(r["tpot_s"]) / r["on_demand_s"] for r in reports), 1.0
+        ),
+        "read GB/s": rate / 1e9,
+        "all experts raw s": once,
+        "as stored s": once * reports[-1]["stored_fraction"],
+        "stored fraction": reports[-1]["stored_fraction"],
+        "TTFT s": first,
+        "2nd TTFT s": second,
+        "TTFT ÷ raw": first / once,
+        "2nd TTFT ÷ raw": second / once,
+    }
+
+
+def replayed(trace: Path, spec: MoESpec, profiled: Any) -> tuple[Any, list[str]]:
+    """The simulator's metrics for an engine's own steps, which it left in a file, on the machine that
+    was profiled; and which of `FOUND` are equal to the engine's."""
+    from moelab.cache.pools import Pools
+    from moelab.cache.residency import Residency
+    from moelab.simulation.simulator import simulate
+
+    ran = json.loads(trace.read_text())
+    steps = [[(layer, dict(experts)) for layer, experts in forward] for forward in ran["steps"]]
+    residency = Residency(spec.L, spec.E, Pools(*ran["pools"]))
+    residency.fill()  # as the engine does where everything fits
+    machine = replace(profiled.machine, workers=ran["workers"])
+    said = simulate(steps, ran["forwards"], residency, machine, staging=ran["staging"]).metrics()
+    return said, [key for key, value in zip(FOUND, ran["found"]) if getattr(said, key) == value]
+
+
+def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
+    """Mean over steps of KL(reference ‖ found) in nats, of logits [steps, V]: 0 where both predict
+    alike."""
+    p, q = (of.astype(np.float64) - of.max(1, keepdims=True) for of in (reference, logits))
+    p, q = (of - np.log(np.exp(of).sum(1, keepdims=True)) for of in (p, q))
+    return max(float((np.exp(p) * (p - q)).sum(1).mean()), 0.0)
+
+
+@contextmanager
+def place_of(folder: str | Path | None, spec: MoESpec, here: bool = False) -> Iterator[Any]:
+    """(the folder for a model's forms, what its file system is): on a disk of its own where that can
+    be, unless all runs in this process."""
+    with measure.working(folder) as where:
+        where.mkdir(parents=True, exist_ok=True)
+        on = nullcontext((where, "as it is")) if here else disk(where, 9 * spec.experts_bytes + 3e9)
+        with on as found:
+            yield found
+
+
+#: options that presets share
+PYTHON = (
+    {"action": "append", "metavar": "ENGINE=INTERPRETER"},
+    "the Python that has an engine installed, such as llama.cpp=/opt/peers/bin/python",
+)
 
 
 def interpreters(given: Iterable[str]) -> dict[str, str]:

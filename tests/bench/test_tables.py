@@ -1,0 +1,40 @@
+"""The tables of README and docs are what results/ say; what is older than its code is told."""
+
+import warnings
+
+import pytest
+
+from moelab.bench import tables
+from moelab.files import CHECKOUT
+
+
+@pytest.fixture(autouse=True)
+def committed(monkeypatch):
+    monkeypatch.setenv("MOELAB_RESULTS", str(CHECKOUT / "results"))
+
+
+@pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
+def test_a_page_has_the_tables_that_results_give(page):
+    text = page.read_text(encoding="utf-8")
+    assert tables.filled(text) == text, "run `moelab tables`"
+
+
+def test_every_table_is_on_a_page_and_has_numbers():
+    shown = {
+        found[2] for page in tables.pages() for found in tables.MARK.finditer(page.read_text())
+    }
+    assert shown == tables.TABLES.keys()
+    for table in tables.TABLES.values():
+        rows = table.rows()
+        assert rows and all(len(row) == len(table.head) for row in rows)
+        assert all(any(cell not in ("–", "", None) for cell in row[1:]) for row in rows)
+
+
+def test_results_that_are_older_than_what_they_measured_are_a_warning():
+    for said in tables.stale():
+        warnings.warn(said, stacklevel=1)
+
+
+def test_a_table_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="no table speed; there are resident"):
+        tables.filled("<!-- table: speed -->\n<!-- end of table -->")
