@@ -101,25 +101,39 @@ def _decompress(source: np.ndarray, target: np.ndarray) -> bool:
 
 def code_lengths(counts: np.ndarray, limit: int) -> np.ndarray:
     """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0
-    where unused.
-
-    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a
-    count is among the cheapest 2n − 2 items, unpacked through the lists, its code is one bit
-    longer."""
-    words = np.flatnonzero(counts)
+    where unused."""
+    words, lengths = np.flatnonzero(counts), np.zeros(len(counts), np.int64)
     words = words[np.argsort(counts[words], kind="stable")]
-    items, lists = counts[:0], []
-    for _ in range(limit):
-        pairs = items[: len(items) & ~1].reshape(-1, 2).sum(1)
-        items = np.concatenate([counts[words], pairs])
-        order = np.argsort(items, kind="stable")
-        items = items[order]
-        lists.append(order < len(words))
-    lengths, take = np.zeros(len(counts), np.int64), 2 * len(words) - 2
-    for is_count in reversed(lists):
-        n = np.count_nonzero(is_count[:take])
-        lengths[words[:n]] += 1
-        take = 2 * (take - n)
+    lengths[words] = _package_merge(counts[words], limit)
+    return lengths
+
+
+@kernel
+def _package_merge(counts, limit):
+    """The lengths for counts that are above 0 and sorted.
+
+    List j merges the counts and the pairs of list j − 1; each time that a count is among the
+    cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer."""
+    n, size = len(counts), 0
+    items, merged = np.full(4 * n, 1 << 56), np.full(4 * n, 1 << 56)
+    before = np.zeros((limit, 2 * n), np.int64)  # counts among the first items of a list
+    for level in range(limit):
+        a, b = 0, 0
+        while a + b < n + size // 2:
+            pair = items[2 * b] + items[2 * b + 1]
+            if a < n and counts[a] <= pair:
+                merged[a + b] = counts[a]
+                a += 1
+            else:
+                merged[a + b] = pair
+                b += 1
+            before[level, a + b] = a
+        size = a + b
+        items, merged = merged, items
+    lengths, take = np.zeros(n, np.int64), 2 * n - 2
+    for of_list in before[::-1]:
+        lengths[: of_list[take]] += 1
+        take = 2 * (take - of_list[take])
     return lengths
 
 
