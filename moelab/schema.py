@@ -79,6 +79,27 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def blamed(
+    file: Path, what: str, passing: type[Exception] | tuple = (), raising: type = ValueError
+) -> Iterator[None]:
+    """Turn whatever a library raises about a damaged or foreign file into one error that names the
+    file, `raising`.
+
+    passing : errors that are left as they are, as are those of the system (OSError with errno)."""
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:  # a panic of a Rust extension is no Exception
+        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreign or isinstance(error, OSError) and error.errno:
+            raise
+        cause = error.__cause__ or error
+        text = " ".join(str(cause)[:1000].split())
+        raise raising(f"{file}: {what} ({type(cause).__name__}: {text})") from error
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN, infinities
     and unpaired surrogates; and for nesting deeper than Python's recursion limit."""

@@ -7,10 +7,9 @@ written as they come and read by mapping them into memory."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,7 @@ import torch
 from moelab.files import absolute, atomic, load_tensors, save_tensors
 from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
-from moelab.store.headers import NAMES
+from moelab.store.headers import NAMES, header_bytes
 
 PREFILL = 0
 DECODE = 1
@@ -99,7 +98,7 @@ class RoutingTrace:
                 for rows in getattr(self, name).split(4096):
                     append(rows)
         columns = {name: getattr(self, name) for name in FIELDS}
-        about = {"spec": self.spec.to_dict(), "model_id": self.model_id, "hidden": names}
+        about = {"spec": asdict(self.spec), "model_id": self.model_id, "hidden": names}
         return save_tensors(path, FORMAT, columns, **about)
 
     @classmethod
@@ -207,11 +206,6 @@ def growing_tensor(path: Path, name: str) -> Iterator[Callable[[torch.Tensor], N
                 file.write(last.view(torch.uint8).numpy().data)
 
         yield append
-        about = {
-            "dtype": NAMES[last.dtype],
-            "shape": [total, *last.shape[1:]],
-            "data_offsets": [0, file.tell() - ROOM],
-        }
         file.seek(0)
-        file.write((ROOM - 8).to_bytes(8, "little"))
-        file.write(json.dumps({name: about}).encode().ljust(ROOM - 8))
+        shape = total, *last.shape[1:]
+        file.write(header_bytes({name: (NAMES[last.dtype], shape)}, least=ROOM))

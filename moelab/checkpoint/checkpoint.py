@@ -26,13 +26,15 @@ import xxhash
 
 from moelab import registry
 from moelab.cards import load_card
-from moelab.checkpoint.config import blamed, load_config
+from moelab.checkpoint.config import load_config
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
 from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
+from moelab.schema import blamed
 from moelab.specs import DTYPE_BYTES, MoESpec
+from moelab.store.bits import as_bytes
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 
@@ -177,8 +179,8 @@ class Checkpoint:
         Plain, since what is read of a mapped file would count as this process's memory; and at odd
         offsets CPU kernels take other, slower paths whose fp32 results differ in the last bit."""
         self.require_unchanged(stored.file)
-        tensor, raw = stored.empty(), stored.read(0, stored.nbytes)
-        tensor.reshape(-1).view(torch.uint8).numpy()[:] = raw
+        tensor = stored.empty()
+        as_bytes(tensor, writable=True)[:] = stored.read(0, stored.nbytes)
         return tensor
 
 

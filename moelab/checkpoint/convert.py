@@ -30,7 +30,7 @@ from moelab.models.seam import MoELayer
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
-from moelab.store.headers import WEIGHT_MAP
+from moelab.store.headers import WEIGHT_MAP, raw_header
 from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
@@ -115,11 +115,9 @@ def _other_files(
         left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
         names = [name for name in checkpoint.store.files if name not in left_out]
         return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
-    headers = {}
-    for file in checkpoint.files:
-        with open(file, "rb") as f:
-            header = f.read(int.from_bytes(f.read(8), "little")).decode()
-        headers[file.name] = [file.stat().st_size, header]
+    headers = {
+        file.name: [file.stat().st_size, raw_header(file).decode()] for file in checkpoint.files
+    }
     return list(checkpoint.small_files()), {"files": headers, "checksum": CHECKSUM}
 
 
@@ -151,7 +149,7 @@ def read_expert(
     experts: CheckpointExperts, layer: int, expert: int
 ) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[Piece]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
-    a checkpoint, see `places`; scales as they are in the blobs."""
+    a checkpoint, see `places`."""
     if experts.stored is not None:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
@@ -159,8 +157,7 @@ def read_expert(
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
         if few := few_bits(experts.checkpoint.plan, sources, made):
-            form, blob, sources = few
-            blobs[name] = form, blob
+            blobs[name] = few
         read += sources
     return tensors, blobs, read
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from moelab.checkpoint.checkpoint import Checkpoint, read_by_name, require_file
-from moelab.checkpoint.config import blamed
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, leave_out, plug
+from moelab.schema import blamed
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.layout import ExpertStore

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
-from moelab.checkpoint.config import blamed
 from moelab.files import atomic, vacant
+from moelab.schema import blamed
 from moelab.store.codec import Codec
 from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
 from moelab.store.layout import (
@@ -60,23 +60,25 @@ def places(
 
     Returns for each [key, first weight, tensor, shape, offset, strides, checksum]; shape, offset
     and strides, in weights, are those of a view of the expert's tensor that is the source's."""
-    words, found = {name: (_bits(t), t.dtype) for name, t in tensors.items()}, []
+    words = {name: (_bits(t), t.dtype) for name, t in tensors.items()}
+    found = []
     for key, start, source in read:
-        bits = _bits(source)
-        place = next(
-            (
-                [key, start, name, list(view.shape), view.storage_offset(), list(view.stride())]
-                for name, (t, dtype) in words.items()
-                if dtype == source.dtype
-                for view in _views(t, bits.numel())
-                if _same(view, bits)
-            ),
-            None,
-        )
+        place = _place(source, words) or _place(source.float(), words)  # scales were widened
         if place is None:
             return None
-        found.append([*place, checksum(bits)])
+        found.append([key, start, *place])
     return found
+
+
+def _place(source: torch.Tensor, words: dict[str, tuple[torch.Tensor, torch.dtype]]) -> list | None:
+    """[tensor, shape, offset, strides, checksum] of a view that is the source; None for none."""
+    bits = _bits(source)
+    for name, (t, dtype) in words.items():
+        for view in _views(t, bits.numel()) if dtype == source.dtype else ():
+            if _same(view, bits):
+                place = [name, list(view.shape), view.storage_offset(), list(view.stride())]
+                return [*place, checksum(bits)]
+    return None
 
 
 def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:

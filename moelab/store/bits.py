@@ -35,13 +35,9 @@ def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.nd
 def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
     """Join exponents and sign-mantissa bytes in `out`, which is returned: ZipMoE's recovery.
 
-    exponents, sign_mantissa, out : arrays uint8 [N] twice and uint16 [N]; or tensors on one device,
-        `out` of any shape and two-byte dtype. ValueError if their sizes differ.
+    exponents, sign_mantissa, out : arrays or CPU tensors, uint8 [N] twice and of any two-byte dtype
+        [N]. ValueError if their sizes differ.
     """
-    if isinstance(out, torch.Tensor) and out.is_cuda:
-        from moelab.store import bits_triton
-
-        return bits_triton.join(exponents, sign_mantissa, out)
     words = as_bytes(out, writable=True).view(np.uint16)
     exponents, sign_mantissa = as_bytes(exponents), as_bytes(sign_mantissa)
     sizes = len(exponents), len(sign_mantissa)

@@ -1,8 +1,8 @@
 """Joining bf16 on a CUDA device: ZipMoE's memory-coalesced recovery kernel (§3.1) in Triton.
 
 A program handles `BLOCK` consecutive weights; neighbouring threads take neighbouring runs of 16 of
-them, so bytes are loaded and weights stored 16 bytes at a time. `moelab.store.bits` calls this for
-tensors on a GPU; its rate there is measured by `bench gpu`. The tests run the kernel in Triton's
+them, so bytes are loaded and weights stored 16 bytes at a time. Its rate there is
+measured by `bench gpu`. The tests run the kernel in Triton's
 interpreter, on the CPU."""
 
 from __future__ import annotations

@@ -206,25 +206,22 @@ def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.registry`
 FORMATS: dict[str, Entry] = {
-    form.name: Entry(form, purpose)
-    for form, purpose in (
-        (
-            Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
-            "8.5 bits a weight: nearly lossless",
-        ),
-        (
-            Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
-            "8 bits, as DeepSeek-V3 and Qwen3 are published",
-        ),
-        (
-            Format("mxfp4", torch.uint8, 16, torch.uint8, dequantize_mxfp4),
-            "4.25 bits, as GPT-OSS is published",
-        ),
-        (
-            Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
-            "4.5 bits: the most accurate of the four-bit formats",
-        ),
-    )
+    "int8": Entry(
+        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
+        "8.5 bits a weight: nearly lossless",
+    ),
+    "fp8": Entry(
+        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
+        "8 bits, as DeepSeek-V3 and Qwen3 are published",
+    ),
+    "mxfp4": Entry(
+        Format("mxfp4", torch.uint8, 16, torch.uint8, dequantize_mxfp4),
+        "4.25 bits, as GPT-OSS is published",
+    ),
+    "int4": Entry(
+        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
+        "4.5 bits: the most accurate of the four-bit formats",
+    ),
 }
 
 
@@ -240,42 +237,20 @@ def joined(*tensors: Tensor) -> np.ndarray:
     return np.concatenate([as_bytes(tensor.contiguous()) for tensor in tensors])
 
 
-def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray, list[Tensor]] | None:
-    """What a checkpoint stores of a tensor: the format, the blob, and the tensors as they are in
-    it.
+def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray] | None:
+    """The format and the blob of what a checkpoint stores of a tensor; the transpose's are alike.
 
     tensors : codes and scales, of several matrices one below the other perhaps: e4m3 with scales of
         128 × 128, or GPT-OSS's blocks and scales, both uint8; None for others. Scales of a narrower
         type are widened to fp32.
     """
-    is_code = [t.dtype == torch.float8_e4m3fn for t in tensors]
-    if any(is_code):
-        name, wide = "fp8", [t if code else t.float() for t, code in zip(tensors, is_code)]
-    elif all(t.dtype == torch.uint8 for t in tensors):
-        name, wide, deepest = "mxfp4", tensors, max(t.dim() for t in tensors)
-        is_code = [t.dim() == deepest for t in tensors]
-    else:
-        return None
-    codes_first = sorted(range(len(wide)), key=lambda i: not is_code[i])
-    return FORMATS[name].home, joined(*(wide[i] for i in codes_first)), wide
-
-
-def published(
-    tensors: list[Tensor], made: Tensor
-) -> tuple[Format, np.ndarray, list[Tensor]] | None:
-    """What a checkpoint stores of a tensor as `gathered` has it, with the very format, or None
-    unless that unpacks to `made` bit for bit."""
-    if (found := gathered(tensors)) is None:
-        return None
-    form, blob, wide = found
-    for one in (form, form.T):
-        out = torch.empty_like(made)
-        try:
-            one.decompress(blob, out)
-        except ValueError:  # other sizes: no blob of this format
-            continue
-        if same_bits(out, made):
-            return one, blob, wide
+    codes = [t for t in tensors if t.dtype == torch.float8_e4m3fn]
+    if codes:
+        scales = [t.float() for t in tensors if t.dtype != torch.float8_e4m3fn]
+        return FORMATS["fp8"].home, joined(*codes, *scales)
+    if all(t.dtype == torch.uint8 for t in tensors):
+        codes_first = sorted(tensors, key=Tensor.dim, reverse=True)
+        return FORMATS["mxfp4"].home, joined(*codes_first)
     return None
 
 

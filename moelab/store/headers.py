@@ -112,9 +112,8 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise ValueError(
             f"{file} is no whole safetensors file: {str(error)[:1000]}; download or write it again"
         ) from error
-    with open(file, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = _parse_json(file, f.read(size))
+    raw = raw_header(file)
+    header = _parse_json(file, raw)
     header.pop("__metadata__", None)
     found = {}
     for key, entry in header.items():
@@ -123,9 +122,15 @@ def read_header(file: Path) -> dict[str, Stored]:
                 f"{file}: {key} is {dtype}, a type that is not read; it can be {', '.join(DTYPES)}. "
                 f"Write it again"
             )
-        begin = 8 + size + entry["data_offsets"][0]
+        begin = 8 + len(raw) + entry["data_offsets"][0]
         found[key] = Stored(file, dtype, tuple(entry["shape"]), begin, key)
     return found
+
+
+def raw_header(file: Path) -> bytes:
+    """The JSON of a safetensors file's header."""
+    with open(file, "rb") as f:
+        return f.read(int.from_bytes(f.read(8), "little"))
 
 
 def read_json(file: Path) -> Record:

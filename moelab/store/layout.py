@@ -40,6 +40,7 @@ import xxhash
 
 from moelab.files import absolute
 from moelab.records import Record
+from moelab.schema import blamed, typed
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.bits import LAYOUT, as_bytes
@@ -66,17 +67,6 @@ CHECKSUM = "xxh3"
 def checksum(data: Any) -> str:
     """XXH3 of a bytes-like object, 16 hex digits; releases the GIL."""
     return xxhash.xxh3_64_hexdigest(as_bytes(data))
-
-
-#: what reading JSON of another form than expected raises
-MAKES_NO_SENSE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
 
 
 def aligned(n: int) -> int:
@@ -391,13 +381,9 @@ class ExpertStore(ExpertFiles):
                 f"there is no expert store at {self.folder} (no {INDEX}); `moelab convert SOURCE "
                 f"{self.folder}` makes one, or goes on with one that was cut off"
             )
-        try:
+        what = "it is no index of an expert store; convert the model again"
+        with blamed(index, what, raising=StoreError):
             self._read(self._begin(INDEX, index.stat().st_size, INDEX_LIMIT))
-        except MAKES_NO_SENSE as error:
-            what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise StoreError(
-                f"{index} is no index of an expert store ({what}). Convert the model again"
-            ) from error
         self._check_files()
 
     def _read(self, index: bytes) -> None:
@@ -405,7 +391,7 @@ class ExpertStore(ExpertFiles):
         found = [fields[name] for name in ("format", "version", "layout", "checksum")]
         readable = [FORMAT, VERSION, LAYOUT, CHECKSUM]
         _need(found == readable, f"it is in {found}; this moelab reads {readable}")
-        self.spec, self.identity = MoESpec.from_dict(fields["spec"]), fields["identity"]
+        self.spec, self.identity = typed(fields["spec"], MoESpec), fields["identity"]
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), "an impossible identity")
         self.quantized: str | None = fields.get("quantized") or None
         if self.quantized:

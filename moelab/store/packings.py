@@ -309,15 +309,3 @@ def gathered(
         for layer in layers.values()
     ]
     return packing, np.concatenate(blob)
-
-
-def keep(
-    kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor
-) -> tuple[Packing, np.ndarray] | None:
-    """As `gathered`, or None unless that is `made` bit for bit."""
-    try:
-        packing, blob = gathered(kind, bits, sources)
-        packing.decompress(blob, unpacked := torch.empty_like(made))
-    except (LookupError, ValueError):  # not quantised, no rows of the tensor, or of several sizes
-        return None
-    return (packing, blob) if fewbit.same_bits(unpacked, made) else None

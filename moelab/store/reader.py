@@ -81,11 +81,9 @@ def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
 
 @dataclass
 class ReadCounters:
-    """What was read: bytes, requests to the system, and the seconds that they took, throttling
-    included."""
+    """What was read: bytes, and the seconds that took, throttling included."""
 
     bytes: int = 0
-    requests: int = 0
     seconds: float = 0.0
 
 
@@ -187,11 +185,11 @@ class Reader:
         `check`."""
         found = [self._chunks(layer, expert, part, buffer) for part, buffer in parts.items()]
         filled = [chunks for chunks in found if len(chunks.data)]
-        total, requests, start = 0, 0, time.perf_counter()
+        total, start = 0, time.perf_counter()
         for path, offset, views in self.store.extents(filled) if filled else ():
             total += sum(map(len, views))
-            requests += self._read_extent(path, offset, views, filled[0])
-        self._count(total, requests, start)
+            self._read_extent(path, offset, views, filled[0])
+        self._count(total, start)
         return found
 
     def _chunks(self, layer: int, expert: int, part: str, buffer: np.ndarray | None) -> Chunks:
@@ -208,7 +206,7 @@ class Reader:
             )
         return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
 
-    def _count(self, total: int, requests: int, start: float) -> None:
+    def _count(self, total: int, start: float) -> None:
         """Count, and wait as long as throttling says."""
         with self._lock:
             now = time.perf_counter()
@@ -216,17 +214,14 @@ class Reader:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
             wait = max(0.0, self._free_at - now)
             self.counters.bytes += total
-            self.counters.requests += requests
             self.counters.seconds += now - start + wait
         time.sleep(wait)
 
-    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> int:
-        """Fill the views with a file's bytes from `begin` on; returns how many requests that
-        took."""
-        offset, requests = begin, 0
+    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> None:
+        """Fill the views with a file's bytes from `begin` on."""
+        offset = begin
         try:
             while views:
-                requests += 1
                 n = self._request(path, views, offset)
                 if not n:
                     raise StoreError(f"{path} is cut off at byte {offset:,}, inside {_which(what)}")
@@ -240,7 +235,6 @@ class Reader:
                 error.errno,
                 f"reading {path} at byte {offset:,} ({_which(what)}) failed: {error.strerror}",
             ) from error
-        return requests
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
