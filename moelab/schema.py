@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from inspect import signature
@@ -129,9 +129,13 @@ def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     if annotation is Any:
         return value
     if origin is Annotated:
-        return _required(typed(value, parts[0], at), parts[1:], at)
+        found = typed(value, parts[0], at)
+        for must in parts[1:]:
+            _require(must.test(found), found, must.words, at)
+        return found
     if origin is Literal:
-        return _required(value, [Must(parts.__contains__, f"one of {', '.join(parts)}")], at)
+        _require(value in parts, value, f"one of {', '.join(parts)}", at)
+        return value
     if origin in (Union, UnionType):
         for part in parts[:-1]:
             with suppress(ValueError):
@@ -140,15 +144,13 @@ def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     kind = annotation if annotation in WORDS else origin
     if kind is None:
         return _made(value, annotation, at)
-    _required(value, [Must(lambda value: _fits(value, kind), WORDS[kind])], at)
+    _require(_fits(value, kind), value, WORDS[kind], at)
     return _items(value, kind, parts, at) if parts else value
 
 
-def _required(value: Any, musts: Iterable[Must], at: str) -> Any:
-    for must in musts:
-        if not must.test(value):
-            raise ValueError(f"{at} is {_short(value)}; it must be {must.words}")
-    return value
+def _require(ok: Any, value: Any, words: str, at: str) -> None:
+    if not ok:
+        raise ValueError(f"{at} is {_short(value)}; it must be {words}")
 
 
 def _fits(value: Any, kind: type) -> bool:
@@ -192,7 +194,7 @@ def _made(value: Any, of: Any, at: str) -> Any:
     names = getattr(of, "_fields", ())
     if isinstance(value, list) and len(value) == len(names):
         value = dict(zip(names, value))
-    _required(value, [Must(lambda value: isinstance(value, Mapping), "an object")], at)
+    _require(isinstance(value, Mapping), value, "an object", at)
     hints, needed = _hints(of)
     if missing := needed - value.keys():
         raise ValueError(f"{at} lacks {', '.join(sorted(missing))}")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -105,47 +104,36 @@ class RoutingTrace:
     def load(cls, path: str | Path) -> RoutingTrace:
         """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and
         readable trace."""
-        return load_tensors(
-            path,
-            FORMAT,
-            "routing trace",
-            "moelab.record(…).save(path)",
-            {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]},
-            partial(cls._loaded, absolute(path)),
-        )
-
-    @classmethod
-    def _loaded(
-        cls,
-        path: Path,
-        tensors: dict[str, torch.Tensor],
-        spec: MoESpec,
-        model_id: str,
-        hidden: list[str],
-    ) -> RoutingTrace:
         from safetensors import SafetensorError
 
-        ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
-        T = len(ids)
-        columns = {
-            "ids": ids,
-            "weights": checked(tensors, "weights", FLOATS, ids.shape),
-            "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE),
-        }
-        columns |= {
-            name: checked(tensors, name, ("int32",), (T,), 0)
-            for name in ("sequence", "position", "tokens")
-        }
-        for name in hidden:
-            try:
-                found = {name: map_hidden(path, name)}
-                columns[name] = checked(found, name, FLOATS, (T, spec.L, None), None)
-            except (SafetensorError, FileNotFoundError, ValueError) as error:
-                raise ValueError(
-                    f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
-                    f"keep the files of a trace together ({error})"
-                ) from error
-        return cls(**columns, spec=spec, model_id=model_id)
+        path = absolute(path)
+
+        def build(
+            tensors: dict[str, torch.Tensor], spec: MoESpec, model_id: str, hidden: list[str]
+        ) -> RoutingTrace:
+            ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
+            T = len(ids)
+            columns = {
+                "ids": ids,
+                "weights": checked(tensors, "weights", FLOATS, ids.shape),
+                "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE),
+            }
+            for name in ("sequence", "position", "tokens"):
+                columns[name] = checked(tensors, name, ("int32",), (T,), 0)
+            for name in hidden:
+                try:
+                    found = {name: map_hidden(path, name)}
+                    columns[name] = checked(found, name, FLOATS, (T, spec.L, None), None)
+                except (SafetensorError, FileNotFoundError, ValueError) as error:
+                    raise ValueError(
+                        f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
+                        f"keep the files of a trace together ({error})"
+                    ) from error
+            return cls(**columns, spec=spec, model_id=model_id)
+
+        about = {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]}
+        made = "moelab.record(…).save(path)"
+        return load_tensors(path, FORMAT, "routing trace", made, about, build)
 
     def __repr__(self) -> str:
         spec = self.spec

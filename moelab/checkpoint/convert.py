@@ -224,11 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=registry.names("format"),
-        metavar="FORMAT",
-        help="round the experts to "
-        + ", ".join(
-            f"{name} ({purpose})" for name, (purpose, _) in registry.describe("format").items()
-        ),
+        help="round the experts to a few-bit format",
     )
     parser.add_argument(
         "--shards",

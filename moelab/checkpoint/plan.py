@@ -9,6 +9,7 @@ Values are not checked."""
 from __future__ import annotations
 
 import re
+from collections import Counter
 from copy import copy
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -127,7 +128,9 @@ class _Checked:
     def made(self, plan: compat.ParameterPlan) -> set[str]:
         """Names of what a plan makes; ValueError unless each has the shape of the model's and is
         a float where that is one (any is cast to any other), and codes have scales."""
-        given = f"of {_described(self.tensors, plan.keys)}; check config.json"
+        shapes = Counter(self.tensors[key].shape for key in plan.keys)
+        rare_first = sorted(plan.keys, key=lambda key: shapes[self.tensors[key].shape])
+        given = f"of {_described(self.tensors, rare_first)}; check config.json"
         stored: dict[str, Any] = {}
         for pattern, keys in plan.sources.items():
             stored[pattern] = [self.tensors[key].empty("meta") for key in keys]

@@ -31,16 +31,14 @@ from moelab.schema import blamed
 from moelab.store.codec import Codec
 from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
 from moelab.store.layout import (
-    PIECE,
     SOURCE_LAYOUT,
-    WEIGHTS,
     ExpertStore,
     StoreError,
     checksum,
     plain_name,
 )
 from moelab.store.reader import Chunks
-from moelab.store.verify import check_weights, checked_experts
+from moelab.store.verify import checked_experts, checked_weights
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -159,7 +157,6 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         )
     with atomic(destination) as folder:
         folder.mkdir()
-        check_weights(store)
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
@@ -167,7 +164,8 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         with blamed(layout, wrong, passing=StoreError, raising=StoreError):
             said = json.loads(layout.read_bytes())
             targets = _empty_files(folder, said["files"])
-            _write_weights(store, targets)
+            for key, at, data in checked_weights(store):
+                _write(targets[key], at, data)
             _write_experts(store, said["experts"], targets)
             made = Checkpoint.at(folder).identity
         if made != store.identity:
@@ -196,14 +194,6 @@ def _write(target: Stored, at: int, data: Any) -> None:
     with open(target.file, "r+b") as file:
         file.seek(target.begin + at)
         file.write(data)
-
-
-def _write_weights(store: ExpertStore, targets: dict[str, Stored]) -> None:
-    with open(store.folder / WEIGHTS, "rb") as weights:
-        for key, (_, _, offset, size, _) in store.weights.items():
-            weights.seek(offset)
-            for i in range(0, size, PIECE):
-                _write(targets[key], i, weights.read(min(PIECE, size - i)))
 
 
 def _write_experts(

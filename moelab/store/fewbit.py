@@ -148,8 +148,12 @@ class Format(FewBits):
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
         codes, scales = self.split(blob, tuple(out.shape)).values()
         target = out.mT if self.transposed else out
-        if (found := _widened(self, codes, scales, target)) is not target:
-            target.copy_(found.view(target.shape))
+        if not _kernel_widens(self, codes, scales, target):
+            target.copy_(self.dequantize(codes, scales).view(target.shape))
+        elif target.is_cpu and target.is_contiguous():
+            _widen(self, codes, scales, target)
+        else:
+            target.copy_(_widen(self, codes, scales, torch.empty(target.shape, dtype=target.dtype)))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         return self.name if rows_in_blocks(shape[::-1] if self.transposed else shape) else ""
@@ -259,12 +263,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return np.array_equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def _widened(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> Tensor:
-    """The weights in `target`'s dtype; `target` itself if they are written there."""
-    if not _kernel_widens(form, codes, scales, target):
-        return form.dequantize(codes, scales).to(target.dtype)
-    n, direct = target.shape[-1], target.is_cpu and target.is_contiguous()
-    out = target if direct else torch.empty(target.shape, dtype=target.dtype)
+def _widen(form: Format, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Write the weights into a contiguous tensor on the CPU, which is returned."""
+    n = out.shape[-1]
     rows = out.numel() // n
     job = np.array([0, codes.data_ptr(), scales.data_ptr(), rows, n, out.data_ptr()])
     work = widening(PACKED[form.kind], KINDS[out.dtype])

@@ -224,9 +224,10 @@ class Packing(fewbit.FewBits):
         packed = {("I32", 4): 8, ("I8", 8): 1}.get((codes, self.bits))
         if not packed or scales != "BF16" or "weight_zero_point" in given or len(grid) != 2:
             return 0
-        R, groups = shape[0], shape[1] * packed // fewbit.GROUP  # of 32 inputs
-        whole = shape[1] * packed % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1]
-        return groups // grid[1] if whole and groups % grid[1] == 0 else 0
+        R, n = shape[0], shape[1] * packed
+        groups = n // fewbit.GROUP  # of 32 inputs
+        whole = n % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1] and groups % grid[1] == 0
+        return groups // grid[1] if whole else 0
 
     def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
         """Of the tensors of each matrix, "qweight.0" and so on."""

@@ -41,7 +41,6 @@ from moelab.store.layout import (
     run,
 )
 
-KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
 
 
@@ -239,31 +238,23 @@ class Reader:
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
         try:
-            with self._open(path) as fd:
-                return os.preadv(fd, views, offset)
+            return os.preadv(self._descriptor(path), views, offset)
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         self.mode = "buffered"
         return self._request(path, views, offset)
 
-    @contextlib.contextmanager
-    def _open(self, path: Path) -> Iterator[int]:
-        """A file to read from, which stays open if fewer than `KEPT` do."""
+    def _descriptor(self, path: Path) -> int:
+        """A file to read from, opened once in a mode."""
         with self._lock:
             key = self.mode, path
-            if (fd := self._files.get(key)) is None:
-                fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.mode == "direct" else 0))
+            if key not in self._files:
+                flags = os.O_DIRECT if self.mode == "direct" else 0
+                self._files[key] = os.open(path, os.O_RDONLY | flags)
                 if self.mode == "uncached":
-                    fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-                if len(self._files) < KEPT:
-                    self._files[key] = fd
-            kept = key in self._files
-        try:
-            yield fd
-        finally:
-            if not kept:
-                os.close(fd)
+                    fcntl.fcntl(self._files[key], fcntl.F_NOCACHE, 1)
+            return self._files[key]
 
     def check(self, chunks: Chunks, only: str | None = None) -> None:
         """Raise StoreError unless the chunks, or those of the tensor `only`, match their
@@ -344,14 +335,11 @@ class StoreExperts:
     def __init__(self, store: ExpertFiles, **options: Any) -> None:
         self.store, self.reader = store, Reader(store, **options)
         self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
-        self._local = threading.local()
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and
         `decode` raise."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = self.reader.buffer()
-        chunks = self.reader.read(layer, expert, "both", self._local.buffer)
+        chunks = self.reader.read(layer, expert)
         return decode(chunks, chunks)
 
 

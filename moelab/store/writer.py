@@ -304,17 +304,14 @@ class StoreWriter:
         self._wait()
         with self._explained():
             self._commit()
+            contents = dict(files)
             experts = [record.get("sources") for record in self.records]
             if source is not None and None not in experts:
-                files = [
-                    *files,
-                    (SOURCE_LAYOUT, json.dumps({**source, "experts": experts}).encode()),
-                ]
-            weight_map = json.dumps(
-                {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1
-            )
+                contents[SOURCE_LAYOUT] = json.dumps(source | {"experts": experts}).encode()
+            weight_map = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}
+            contents[WEIGHT_MAP] = json.dumps(weight_map, indent=1).encode()
             table = {}
-            for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
+            for name, content in contents.items():
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
             index, digest = seal(
