@@ -125,7 +125,8 @@ def parse_json(text: str | bytes) -> Any:
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     """Convert a value from JSON or TOML to what `annotation` says. ValueError: it does not fit; the
     message names the part, beginning with `at`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if annotation is Any:
         return value
     if origin is Annotated:
@@ -238,7 +239,8 @@ def checked(
     if name not in tensors:
         raise ValueError(f"it lacks the tensor {name}")
     tensor = tensors[name]
-    dtype, found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    found = list(tensor.shape)
     same = len(found) == len(shape) and all(n in (None, m) for n, m in zip(shape, found))
     if dtype not in dtypes or not same:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)

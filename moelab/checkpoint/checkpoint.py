@@ -141,7 +141,8 @@ class Checkpoint:
         """(name in a store, content) of everything in the folder that is no weights; links, as far
         as they were found to stay inside."""
         for path in sorted(self.folder.iterdir()):
-            name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
+            name = path.name
+            foreign = path.is_symlink() and path.suffix not in SUFFIXES
             if name.startswith(".") or path.suffix in OTHER_WEIGHTS:
                 continue
             if foreign or not path.is_file():
@@ -167,7 +168,8 @@ class Checkpoint:
         mapped : for weights that were mapped, which a file that takes the place of another one does
         not change."""
         for file in files or (self.files if mapped else self.stamps):
-            now, before = stamp(file), self.stamps[file]
+            now = stamp(file)
+            before = self.stamps[file]
             if now != before and not (mapped and now[:2] != before[:2]):
                 raise StoreError(
                     f"{file} was changed since the model was opened from it; open it again"
@@ -189,7 +191,8 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
     found in the cache."""
     if source is None:
         return "small", small_model()
-    path, text = absolute(source), str(source)
+    path = absolute(source)
+    text = str(source)
     if path.exists():
         return path.name, path
     if card := registry.like("model", text):

@@ -68,9 +68,11 @@ def convert(
     vacant(destination)
     if quantize is not None:
         fewbit.find_format(quantize)
-    checkpoint, end = Checkpoint.at(source), time.monotonic() + seconds
+    checkpoint = Checkpoint.at(source)
+    end = time.monotonic() + seconds
     _require_convertible(checkpoint)
-    plan, experts = checkpoint.plan, CheckpointExperts(checkpoint)
+    plan = checkpoint.plan
+    experts = CheckpointExperts(checkpoint)
     files, looked = _other_files(checkpoint, quantize)
     others = {key: of for key, of in checkpoint.tensors.items() if key not in plan.expert_keys}
     writer = StoreWriter(
@@ -125,7 +127,8 @@ def _write_experts(
     experts: CheckpointExperts, writer: StoreWriter, quantize: str | None, end: float
 ) -> None:
     """Read and write what is still missing, one expert at a time."""
-    layers, done = experts.checkpoint.plan.layers, len(writer.records)
+    layers = experts.checkpoint.plan.layers
+    done = len(writer.records)
     total = sum(layer.E for layer in layers)
     with progress(total=total, desc="converting", unit="expert", initial=done) as bar:
         for layer, expert in writer.missing():
@@ -153,7 +156,9 @@ def read_expert(
     if experts.stored is not None:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
-    tensors, blobs, read = {}, {}, []
+    tensors = {}
+    blobs = {}
+    read = []
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
         if few := few_bits(experts.checkpoint.plan, sources, made):
@@ -194,7 +199,8 @@ def kept_store(
 
     codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is.
     Raises what `convert` raises."""
-    checkpoint, form = Checkpoint.at(source), quantize or codec
+    checkpoint = Checkpoint.at(source)
+    form = quantize or codec
     store = checkpoint.store
     if store is not None and form == (store.quantized or store.codec):
         return store

@@ -100,7 +100,9 @@ class CheckpointExperts:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
         store = checkpoint.store
         self.stored = None if store is None else StoreExperts(store, mode="buffered")
 
@@ -114,10 +116,10 @@ class CheckpointExperts:
 
     def made(self, layer: int, expert: int) -> Iterator[tuple[str, torch.Tensor, list[Piece]]]:
         """(name, tensor, what it was made of) of an expert's parameters."""
-        plan = self.checkpoint.plan
         for source in expert_sources(self.checkpoint, layer, expert):
             read = _read(self.checkpoint, source)
-            yield source.name, source.make(plan, read), source.pieces(read)
+            made = source.make(self.checkpoint.plan, read)
+            yield source.name, made, source.pieces(read)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -179,11 +181,16 @@ class CheckpointStore(ExpertFiles):
 
     Reading raises StoreError if a file was changed since the checkpoint was found."""
 
-    aligned, codec, checksum = False, "raw", None
+    aligned = False
+    codec = "raw"
+    checksum = None
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
-        self.spec, self.folder, plan = checkpoint.spec, checkpoint.folder, checkpoint.plan
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.spec = checkpoint.spec
+        self.folder = checkpoint.folder
+        plan = checkpoint.plan
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
@@ -202,7 +209,9 @@ class CheckpointStore(ExpertFiles):
     def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
         """A layer whose experts' parameters are in few bits, by name, or as the model computes with
         them."""
-        entries, at, dtype = {}, 0, NAMES[self.dtype]
+        entries = {}
+        at = 0
+        dtype = NAMES[self.dtype]
         for name, shape in shapes(layer.experts).items():
             codec = forms.get(name, RAW)
             length = codec.nbytes(shape, dtype)
@@ -246,7 +255,9 @@ class CheckpointStore(ExpertFiles):
         chunks = parts[0]
         for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
-            plain, target, at = self._plain(source, chunks.entries), plane.shards[0], 0
+            plain = self._plain(source, chunks.entries)
+            target = plane.shards[0]
+            at = 0
             read: dict[str, torch.Tensor] = {}
             for pattern, stored in source.stored.items():
                 self.checkpoint.require_unchanged(stored.file)

@@ -72,9 +72,11 @@ def make_plan(
         if config.dtype is None:
             config = copy(config)
             config.dtype = main
-        twin, readable = compat.meta_twin(config), quantizers.readable(config)
+        twin = compat.meta_twin(config)
+        readable = quantizers.readable(config)
         quantizer = quantizers.quantizer_for(readable)
-    layers, parameters = discover(twin), twin.state_dict()
+    layers = discover(twin)
+    parameters = twin.state_dict()
     with blamed(folder, "it is not complete, or another model than its config.json's"):
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)
     scaled = quantisation(config) == "fp8"
@@ -97,7 +99,8 @@ def _by_expert(
 ) -> list[dict[str, compat.ParameterPlan]]:
     """For each expert of a layer, its parameters by name and how each is made. ValueError if one is
     made together with others, since experts are read one by one."""
-    prefix, found = f"{layer.name}.experts.", [{} for _ in range(layer.E)]
+    prefix = f"{layer.name}.experts."
+    found = [{} for _ in range(layer.E)]
     for name in banks(layer.experts):
         plan = plans.get(prefix + name)
         if plan is None:
@@ -141,7 +144,8 @@ class _Checked:
                 self._require_scales(plan)
             made = compat.converted(plan, stored, self.twin, self.quantizer)
         for name in made.keys() & self.parameters.keys():
-            found, wanted = list(made[name].shape), list(self.parameters[name].shape)
+            found = list(made[name].shape)
+            wanted = list(self.parameters[name].shape)
             if found != wanted:
                 raise ValueError(
                     f"{self.folder}: {name} is {wanted} in {self.twin.config.model_type} with this "
@@ -165,7 +169,8 @@ class _Checked:
                 continue
             for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
                 weight = self.tensors[key]
-                fits, grid = weight.dtype in FLOATS and scale is None, ()
+                fits = weight.dtype in FLOATS and scale is None
+                grid = ()
                 if weight.dtype in CODES and scale is not None:
                     of = self.tensors[scale]
                     grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))

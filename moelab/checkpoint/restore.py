@@ -160,7 +160,8 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
-        layout, wrong = store.folder / SOURCE_LAYOUT, "it does not describe what is in this store"
+        layout = store.folder / SOURCE_LAYOUT
+        wrong = "it does not describe what is in this store"
         with blamed(layout, wrong, passing=StoreError, raising=StoreError):
             said = json.loads(layout.read_bytes())
             targets = _empty_files(folder, said["files"])
@@ -180,7 +181,8 @@ def _empty_files(folder: Path, files: dict[str, list]) -> dict[str, Stored]:
     """Make the source's safetensors files, headers and no weights; returns their tensors by key."""
     targets = {}
     for name, (size, header) in files.items():
-        file, header = folder / plain_name(name), header.encode()
+        file = folder / plain_name(name)
+        header = header.encode()
         with open(file, "xb") as f:
             f.write(len(header).to_bytes(8, "little") + header)
             f.truncate(size)

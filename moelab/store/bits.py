@@ -39,7 +39,8 @@ def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
         [N]. ValueError if their sizes differ.
     """
     words = as_bytes(out, writable=True).view(np.uint16)
-    exponents, sign_mantissa = as_bytes(exponents), as_bytes(sign_mantissa)
+    exponents = as_bytes(exponents)
+    sign_mantissa = as_bytes(sign_mantissa)
     sizes = len(exponents), len(sign_mantissa)
     if sizes != (len(words), len(words)):
         raise ValueError(f"{len(words)} weights need as many bytes of both kinds, not {sizes}")
@@ -90,7 +91,8 @@ def count(words, shift, counts):
     """Add to `counts` how often each word occurs, shifted right; returns them.
 
     In eight tables, since adding to one counter twice in a row waits for the first store."""
-    tables, whole = np.zeros((8, len(counts)), np.int64), len(words) >> 3
+    tables = np.zeros((8, len(counts)), np.int64)
+    whole = len(words) >> 3
     for i in range(whole):
         for j in range(8):
             tables[j, words[8 * i + j] >> shift] += 1

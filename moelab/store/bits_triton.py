@@ -24,7 +24,8 @@ def _join_kernel(exponents, sign_mantissa, words, n, BLOCK: tl.constexpr):
 
 def join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`moelab.store.bits.join` for contiguous tensors of N entries on one GPU."""
-    n, flat = out.numel(), out.view(-1).view(torch.uint16)
+    n = out.numel()
+    flat = out.view(-1).view(torch.uint16)
     if n:
         grid = (triton.cdiv(n, BLOCK),)
         _join_kernel[grid](exponents, sign_mantissa, flat, n, BLOCK=BLOCK, num_warps=8)

@@ -27,7 +27,8 @@ from moelab.store.codec import RAW, WORTH, Codec, room
 #: show.
 MIN_SHARD = 3 * (180 << 10)
 #: bytes of a plane that are sampled, and the length of a run of them
-_SAMPLE, _BLOCK = 1 << 15, 1 << 11
+_SAMPLE = 1 << 15
+_BLOCK = 1 << 11
 
 
 #: name → `Codec` in an entry of `moelab.registry`
@@ -114,7 +115,8 @@ def compress_tensor(
             tuple(_pack(plane, found, shards, exponents=not i) for i, plane in enumerate(planes))
         )
     if (blob := found.compress(weights)) is None:
-        found, blob = RAW, RAW.compress(weights)
+        found = RAW
+        blob = RAW.compress(weights)
     return PackedTensor((Plane(found, (blob,)),))
 
 
@@ -124,7 +126,8 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
-    first, width = packed.planes[0], len(packed.planes)
+    first = packed.planes[0]
+    width = len(packed.planes)
     if first.codec.in_place and width == 1:
         return first.codec.decompress(first.shards[0], out)
     target = as_bytes(out, writable=True)
@@ -132,7 +135,8 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
     if width == 1:
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
-        words, sign_mantissa = target.view(np.uint16), plane_bytes(packed.planes[1], n)
+        words = target.view(np.uint16)
+        sign_mantissa = plane_bytes(packed.planes[1], n)
         for (begin, end), blob in zip(shard_bounds(n, len(first.shards)), first.shards):
             exponents = room("exponents", end - begin)
             first.codec.decompress(blob, exponents)
@@ -147,7 +151,8 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
 
 def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
-    data, width = as_bytes(weights), weights.itemsize if weights.is_floating_point() else 1
+    data = as_bytes(weights)
+    width = weights.itemsize if weights.is_floating_point() else 1
     if width == 1:
         return [data]
     if width == 2:

@@ -46,7 +46,8 @@ from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.fewbit_kernels import round_groups, widening
 from moelab.store.headers import DTYPES, Shape, Tensors
 
-GROUP, BLOCK = 32, 128
+GROUP = 32
+BLOCK = 128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
@@ -79,11 +80,13 @@ class FewBits(Codec):
     def split(self, blob: Any, shape: Shape) -> Tensors:
         """The parts of a blob, as views of it where they can be; ValueError unless it is as long as
         it must be."""
-        raw, size = as_bytes(blob), self.nbytes(shape)
+        raw = as_bytes(blob)
+        size = self.nbytes(shape)
         if len(raw) != size:
             raise ValueError(f"the {self.name} blob has {len(raw)} bytes; {size} were expected")
         rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
-        found, at = {}, 0
+        found = {}
+        at = 0
         for name, (dtype, of, times) in self.parts(shape).items():
             end = at + prod(of) * times * dtype.itemsize
             piece = rest[at:end].clone() if at % dtype.itemsize else rest[at:end]
@@ -128,11 +131,14 @@ class Format(FewBits):
             raise ValueError(
                 f"a tensor {list(shape)} cannot be {self.name}: its inputs are no multiple of {GROUP}"
             )
-        R, n = prod(shape[:-1]), shape[-1]
+        R = prod(shape[:-1])
+        n = shape[-1]
         if self.group:
-            codes, scales = (R, n // GROUP, self.group), (R, n // GROUP)
+            codes = (R, n // GROUP, self.group)
+            scales = (R, n // GROUP)
         else:
-            codes, scales = (R, n), (-(-R // BLOCK), -(-n // BLOCK))
+            codes = (R, n)
+            scales = (-(-R // BLOCK), -(-n // BLOCK))
         return {"codes": (self.code, codes, 1), "scales": (self.scale, scales, 1)}
 
     def compress(self, data: Tensor) -> np.ndarray | None:
@@ -203,8 +209,8 @@ def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
     shape = len(w), w.shape[1] // GROUP
     codes = torch.empty(*shape, form.group, dtype=form.code)
     scales = torch.empty(shape, dtype=form.scale)
-    tag, to = PACKED[form.kind].tag, (codes.data_ptr(), scales.data_ptr())
-    round_groups(tag, w.data_ptr(), w.numel(), *to)
+    to = codes.data_ptr(), scales.data_ptr()
+    round_groups(PACKED[form.kind].tag, w.data_ptr(), w.numel(), *to)
     return codes, scales
 
 

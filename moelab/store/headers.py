@@ -92,7 +92,8 @@ class Stored(NamedTuple):
 
     def slice(self, i: int) -> Stored:
         """Its part [i:i+1]."""
-        shape, n = (1, *self.shape[1:]), prod(self.shape[1:])
+        shape = (1, *self.shape[1:])
+        n = prod(self.shape[1:])
         begin = self.begin + i * nbytes(self.dtype, shape)
         return Stored(self.file, self.dtype, shape, begin, self.key, i * n)
 
@@ -155,7 +156,8 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
 
     Raises FileNotFoundError: there are none, or one that the index names is gone. ValueError: one
     is damaged; two have the same tensor; they are not what the index says."""
-    index, whole = folder / WEIGHT_MAP, folder / "model.safetensors"
+    index = folder / WEIGHT_MAP
+    whole = folder / "model.safetensors"
     named: dict[str, str] = {}
     if whole.is_file():
         files = [whole]

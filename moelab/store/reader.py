@@ -58,7 +58,8 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
     if alignment < ALIGN or n < HUGE // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
         room = np.empty(n + alignment, np.uint8)
     else:
-        alignment, private = HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        alignment = HUGE
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, -(-n // HUGE) * HUGE + HUGE, private)
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -135,7 +136,8 @@ class Reader:
                 f"{store.folder} is no expert store, whose tensors are aligned to be read past the page "
                 f"cache: convert it, or use another mode"
             )
-        self.store, self.bandwidth = store, bandwidth
+        self.store = store
+        self.bandwidth = bandwidth
         self.verify = verify and store.checksum is not None
         self.counters = ReadCounters()
         #: (mode, file) → descriptor, opened when it is first read
@@ -184,7 +186,8 @@ class Reader:
         `check`."""
         found = [self._chunks(layer, expert, part, buffer) for part, buffer in parts.items()]
         filled = [chunks for chunks in found if len(chunks.data)]
-        total, start = 0, time.perf_counter()
+        total = 0
+        start = time.perf_counter()
         for path, offset, views in self.store.extents(filled) if filled else ():
             total += sum(map(len, views))
             self._read_extent(path, offset, views, filled[0])
@@ -193,7 +196,8 @@ class Reader:
 
     def _chunks(self, layer: int, expert: int, part: str, buffer: np.ndarray | None) -> Chunks:
         """A part that is still to be read, in its buffer."""
-        key, entries = (layer, expert, part), self.store.entries(layer, expert)
+        key = (layer, expert, part)
+        entries = self.store.entries(layer, expert)
         if key not in self._runs:
             self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
         offset, length, nbytes = self._runs[key]
@@ -333,8 +337,10 @@ class StoreExperts:
     on each call. Options as of `Reader`."""
 
     def __init__(self, store: ExpertFiles, **options: Any) -> None:
-        self.store, self.reader = store, Reader(store, **options)
-        self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
+        self.store = store
+        self.reader = Reader(store, **options)
+        self.identity = store.identity
+        self.name = f"{store.spec.name} in {store.folder}"
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and

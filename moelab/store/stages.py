@@ -42,7 +42,8 @@ def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
 @kernel
 def _recover(sign_mantissa, words):
     n = len(words)
-    exponents, block = words.view(np.uint8)[n:], np.empty(_BLOCK, np.uint8)
+    exponents = words.view(np.uint8)[n:]
+    block = np.empty(_BLOCK, np.uint8)
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
         block[: end - begin] = exponents[begin:end]

