@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 #: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale, int4 128 and one of
 #: 16 bits
@@ -183,12 +183,8 @@ class Figure:
 
     value: float
     unit: str
-    kind: str  # measured | published | fitted
+    kind: Literal["measured", "published", "fitted"]
     source: str
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("measured", "published", "fitted"):
-            raise ValueError(f"a figure is measured, published or fitted, not {self.kind!r}")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,11 +56,6 @@ class ParameterSource:
     def kind(self) -> tuple:
         """What it is made of: its name, and patterns, types and shapes of its tensors."""
         return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
-
-    def is_bytes_of(self, dtype: str, quantizer: Any) -> bool:
-        """Whether the parameter in this type is just the bytes of its tensors, one after another."""
-        same = all(stored.dtype == dtype for stored in self.stored.values())
-        return same and compat.is_concatenation(self.plan, quantizer)
 
     def pieces(self, read: dict[str, torch.Tensor]) -> list[Piece]:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
@@ -201,7 +195,7 @@ class CheckpointStore(ExpertFiles):
                 source.nbytes + 2 * layer.experts[0][source.name].stored()
                 for i, layer in enumerate(self.layers)
                 for source in expert_sources(self.checkpoint, i, 0)
-                if not self._plain(source, layer.experts[0])
+                if not self._plain(source)
             ),
             default=0,
         )
@@ -242,8 +236,10 @@ class CheckpointStore(ExpertFiles):
         symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
         return few[0] if few and not symmetric else RAW
 
-    def _plain(self, source: ParameterSource, entries: dict[str, TensorEntry]) -> bool:
-        return source.is_bytes_of(entries[source.name].dtype, self.checkpoint.plan.quantizer)
+    def _plain(self, source: ParameterSource) -> bool:
+        """Whether a parameter is just the bytes of its tensors, one after another."""
+        same = all(stored.dtype == NAMES[self.dtype] for stored in source.stored.values())
+        return same and compat.is_concatenation(source.plan, self.checkpoint.plan.quantizer)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         sources = expert_sources(self.checkpoint, layer, expert) if part != "SM" else ()
@@ -255,7 +251,7 @@ class CheckpointStore(ExpertFiles):
         chunks = parts[0]
         for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
-            plain = self._plain(source, chunks.entries)
+            plain = self._plain(source)
             target = plane.shards[0]
             at = 0
             read: dict[str, torch.Tensor] = {}
