@@ -164,8 +164,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
 
     Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in
     a way unknown here."""
-    outer = config
-    config = _language_model(config)
+    outer, config = config, _language_model(config)
     model_type = config.model_type
     name = name or getattr(outer, "_name_or_path", None) or model_type
     if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
@@ -191,8 +190,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
             f"MoE (looked for {', '.join(NAMES['E'])}; {', '.join(MOE_LAYERS)}). Open a "
             f"mixture-of-experts model; moelab.names('model') lists the known ones"
         )
-    shared = find("shared_I")
-    I = size("I")
+    shared, I = find("shared_I"), size("I")
     heads, kv_heads, head_dim = (
         max(value) if isinstance(value, list) else value or 0  # for costs: widest layer
         for value in map(find, ("heads", "kv_heads", "head_dim"))

@@ -73,15 +73,13 @@ class Plane(NamedTuple):
     shards: tuple[Any, ...]
 
 
-class PackedTensor(NamedTuple):
+class PackedTensor(tuple[Plane, ...]):
     """A compressed tensor: its planes, the exponents' first."""
-
-    planes: tuple[Plane, ...]
 
     @property
     def nbytes(self) -> int:
         """Stored size in bytes."""
-        return sum(len(shard) for plane in self.planes for shard in plane.shards)
+        return sum(len(shard) for plane in self for shard in plane.shards)
 
 
 def shard_count(n_bytes: int, most: int) -> int:
@@ -110,14 +108,12 @@ def compress_tensor(
     """
     found = find_codec(codec)
     if not found.in_place:
-        planes = _planes(weights)
-        return PackedTensor(
-            tuple(_pack(plane, found, shards, exponents=not i) for i, plane in enumerate(planes))
-        )
+        planes = enumerate(_planes(weights))
+        return PackedTensor(_pack(plane, found, shards, exponents=not i) for i, plane in planes)
     if (blob := found.compress(weights)) is None:
         found = RAW
         blob = RAW.compress(weights)
-    return PackedTensor((Plane(found, (blob,)),))
+    return PackedTensor([Plane(found, (blob,))])
 
 
 def decompress_tensor(packed: PackedTensor, out: Any) -> None:
@@ -126,8 +122,8 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
-    first = packed.planes[0]
-    width = len(packed.planes)
+    first = packed[0]
+    width = len(packed)
     if first.codec.in_place and width == 1:
         return first.codec.decompress(first.shards[0], out)
     target = as_bytes(out, writable=True)
@@ -136,14 +132,14 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
         words = target.view(np.uint16)
-        sign_mantissa = plane_bytes(packed.planes[1], n)
+        sign_mantissa = plane_bytes(packed[1], n)
         for (begin, end), blob in zip(shard_bounds(n, len(first.shards)), first.shards):
             exponents = room("exponents", end - begin)
             first.codec.decompress(blob, exponents)
             bits.join(exponents, sign_mantissa[begin:end], words[begin:end])
     else:
         columns = target.reshape(n, width)
-        for i, plane in enumerate(reversed(packed.planes)):
+        for i, plane in enumerate(reversed(packed)):
             columns[:, i] = plane_bytes(plane, n)
         words = target.view(f"u{width}")
         words[:] = (words >> 1) | (words << (8 * width - 1))

@@ -215,7 +215,7 @@ class StoreWriter:
             entries[name] = [checksum(tensor), []]
             if blobs and name in blobs:
                 form, blob = blobs[name]
-                packed[name] = codecs.PackedTensor((codecs.Plane(form, (blob,)),))
+                packed[name] = codecs.PackedTensor([codecs.Plane(form, (blob,))])
             else:
                 packed[name] = codecs.compress_tensor(tensor, codec, self.shards)
             size += tensor.nbytes
@@ -240,9 +240,7 @@ class StoreWriter:
         self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
     ) -> int:
         """Bytes that are enough for the header of a layer's file, from its first expert."""
-        n_chunks = sum(
-            len(plane.shards) + self.shards for p in packed.values() for plane in p.planes
-        )
+        n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p)
         longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
         about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
         return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
@@ -255,7 +253,7 @@ class StoreWriter:
                 self._open(record["layer"], begin)
             for exponents in (True, False):
                 for name, p in packed.items():
-                    for plane in p.planes[:1] if exponents else p.planes[1:]:
+                    for plane in p[:1] if exponents else p[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
                         record["entries"][name][1].append([plane.codec.record, chunks])
             self._pending.append(record | {"begin": begin, "end": self._end})
