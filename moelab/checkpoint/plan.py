@@ -137,6 +137,8 @@ class _Checked:
         stored: dict[str, Any] = {}
         for pattern, keys in plan.sources.items():
             stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
+            if len({tensor.shape for tensor in stored[pattern]}) > 1:
+                raise ValueError(f"{self.folder}: {plan.target} cannot be made {given}")
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         with blamed(self.folder, f"{plan.target} cannot be made {given}"):
