@@ -6,7 +6,7 @@ batch activates together (`moelab.zipmoe.inclusion`)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -74,7 +74,7 @@ class Calibration:
             path,
             FORMAT,
             {"counts": self.counts_by_phase},
-            spec=self.spec.to_dict(),
+            spec=asdict(self.spec),
             model_id=self.model_id,
             tokens=self.tokens,
             source=self.source,

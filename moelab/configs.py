@@ -262,13 +262,12 @@ def _switch_layers(config: Any) -> list[int]:
     """Switch's own rule: every `step`-th layer from the second one on, in the encoder and in the
     decoder."""
 
-    def sparse(layers: int, step: int) -> list[int]:
-        return [i for i in range(layers) if step > 0 and (i % step == 1 or step == 1)]
+    def sparse(layers: int, step: int) -> range:
+        return range(step > 1, layers if step > 0 else 0, step or 1)
 
+    encoder = sparse(config.num_layers, config.encoder_sparse_step)
     decoder = sparse(config.num_decoder_layers, config.decoder_sparse_step)
-    return sparse(config.num_layers, config.encoder_sparse_step) + [
-        config.num_layers + i for i in decoder
-    ]
+    return [*encoder, *(config.num_layers + i for i in decoder)]
 
 
 def quantisation(config: Any) -> str | None:

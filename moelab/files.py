@@ -35,7 +35,8 @@ def absolute(path: str | Path) -> Path:
 
 def shipped(name: str) -> Path:
     """A file or folder of the repository's data/, in a clone or where pip installed it."""
-    data, share = _ROOT / "data", Path("share", "moelab")
+    data = _ROOT / "data"
+    share = Path("share", "moelab")
     prefixes = (_ROOT, sysconfig.get_path("data"), site.getuserbase())
     places = [data, *(Path(prefix) / share for prefix in prefixes)]
     return next((place / name for place in places if (place / name).exists()), data / name)
@@ -167,7 +168,8 @@ def atomic(path: str | Path) -> Iterator[Path]:
     # a new folder, and nobody else's: it follows no link
     folder = Path(tempfile.mkdtemp(".part", mine, path.parent))
     try:
-        part, new = folder / path.name, folder / ".new"
+        part = folder / path.name
+        new = folder / ".new"
         new.touch()
         # safetensors has rights of its own
         rights = stat.S_IMODE((path if path.exists() else new).stat().st_mode)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from inspect import signature
@@ -79,6 +79,27 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
         ) from error
 
 
+@contextmanager
+def blamed(
+    file: Path, what: str, passing: type[Exception] | tuple = (), raising: type = ValueError
+) -> Iterator[None]:
+    """Turn whatever a library raises about a damaged or foreign file into one error that names the
+    file, `raising`.
+
+    passing : errors that are left as they are, as are those of the system (OSError with errno)."""
+    try:
+        yield
+    except passing:
+        raise
+    except BaseException as error:  # a panic of a Rust extension is no Exception
+        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+        if not foreign or isinstance(error, OSError) and error.errno:
+            raise
+        cause = error.__cause__ or error
+        text = " ".join(str(cause)[:1000].split())
+        raise raising(f"{file}: {what} ({type(cause).__name__}: {text})") from error
+
+
 def parse_json(text: str | bytes) -> Any:
     """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN, infinities
     and unpaired surrogates; and for nesting deeper than Python's recursion limit."""
@@ -104,13 +125,18 @@ def parse_json(text: str | bytes) -> Any:
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     """Convert a value from JSON or TOML to what `annotation` says. ValueError: it does not fit; the
     message names the part, beginning with `at`."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if annotation is Any:
         return value
     if origin is Annotated:
-        return _required(typed(value, parts[0], at), parts[1:], at)
+        found = typed(value, parts[0], at)
+        for must in parts[1:]:
+            _require(must.test(found), found, must.words, at)
+        return found
     if origin is Literal:
-        return _required(value, [Must(parts.__contains__, f"one of {', '.join(parts)}")], at)
+        _require(value in parts, value, f"one of {', '.join(parts)}", at)
+        return value
     if origin in (Union, UnionType):
         for part in parts[:-1]:
             with suppress(ValueError):
@@ -119,15 +145,13 @@ def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     kind = annotation if annotation in WORDS else origin
     if kind is None:
         return _made(value, annotation, at)
-    _required(value, [Must(lambda value: _fits(value, kind), WORDS[kind])], at)
+    _require(_fits(value, kind), value, WORDS[kind], at)
     return _items(value, kind, parts, at) if parts else value
 
 
-def _required(value: Any, musts: Iterable[Must], at: str) -> Any:
-    for must in musts:
-        if not must.test(value):
-            raise ValueError(f"{at} is {_short(value)}; it must be {must.words}")
-    return value
+def _require(ok: Any, value: Any, words: str, at: str) -> None:
+    if not ok:
+        raise ValueError(f"{at} is {_short(value)}; it must be {words}")
 
 
 def _fits(value: Any, kind: type) -> bool:
@@ -171,7 +195,7 @@ def _made(value: Any, of: Any, at: str) -> Any:
     names = getattr(of, "_fields", ())
     if isinstance(value, list) and len(value) == len(names):
         value = dict(zip(names, value))
-    _required(value, [Must(lambda value: isinstance(value, Mapping), "an object")], at)
+    _require(isinstance(value, Mapping), value, "an object", at)
     hints, needed = _hints(of)
     if missing := needed - value.keys():
         raise ValueError(f"{at} lacks {', '.join(sorted(missing))}")
@@ -215,7 +239,8 @@ def checked(
     if name not in tensors:
         raise ValueError(f"it lacks the tensor {name}")
     tensor = tensors[name]
-    dtype, found = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    found = list(tensor.shape)
     same = len(found) == len(shape) and all(n in (None, m) for n, m in zip(shape, found))
     if dtype not in dtypes or not same:
         wanted = ", ".join("any" if n is None else str(n) for n in shape)

@@ -12,9 +12,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple
-
-from moelab.schema import typed
+from typing import Literal, NamedTuple
 
 #: bytes of one weight; MXFP4 is 32 four-bit values and one shared 8-bit scale, int4 128 and one of
 #: 16 bits
@@ -170,15 +168,6 @@ class MoESpec:
         fields = {k: v for k, v in asdict(self).items() if k not in ("name", "dtype")}
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as JSON has them."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> MoESpec:
-        """The spec of `to_dict`, also after JSON; ValueError where it is none."""
-        return typed(fields, cls)
-
 
 @dataclass(frozen=True)
 class Figure:
@@ -186,12 +175,8 @@ class Figure:
 
     value: float
     unit: str
-    kind: str  # measured | published | fitted
+    kind: Literal["measured", "published", "fitted"]
     source: str
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("measured", "published", "fitted"):
-            raise ValueError(f"a figure is measured, published or fitted, not {self.kind!r}")
 
 
 @dataclass(frozen=True)

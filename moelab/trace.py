@@ -7,11 +7,9 @@ written as they come and read by mapping them into memory."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +18,7 @@ import torch
 from moelab.files import absolute, atomic, load_tensors, save_tensors
 from moelab.schema import FLOATS, checked
 from moelab.specs import MoESpec
-from moelab.store.headers import NAMES
+from moelab.store.headers import NAMES, header_bytes
 
 PREFILL = 0
 DECODE = 1
@@ -99,54 +97,43 @@ class RoutingTrace:
                 for rows in getattr(self, name).split(4096):
                     append(rows)
         columns = {name: getattr(self, name) for name in FIELDS}
-        about = {"spec": self.spec.to_dict(), "model_id": self.model_id, "hidden": names}
+        about = {"spec": asdict(self.spec), "model_id": self.model_id, "hidden": names}
         return save_tensors(path, FORMAT, columns, **about)
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingTrace:
         """Read a trace, hidden states mapped. Raises FileNotFoundError, ValueError: not a whole and
         readable trace."""
-        return load_tensors(
-            path,
-            FORMAT,
-            "routing trace",
-            "moelab.record(…).save(path)",
-            {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]},
-            partial(cls._loaded, absolute(path)),
-        )
-
-    @classmethod
-    def _loaded(
-        cls,
-        path: Path,
-        tensors: dict[str, torch.Tensor],
-        spec: MoESpec,
-        model_id: str,
-        hidden: list[str],
-    ) -> RoutingTrace:
         from safetensors import SafetensorError
 
-        ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
-        T = len(ids)
-        columns = {
-            "ids": ids,
-            "weights": checked(tensors, "weights", FLOATS, ids.shape),
-            "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE),
-        }
-        columns |= {
-            name: checked(tensors, name, ("int32",), (T,), 0)
-            for name in ("sequence", "position", "tokens")
-        }
-        for name in hidden:
-            try:
-                found = {name: map_hidden(path, name)}
-                columns[name] = checked(found, name, FLOATS, (T, spec.L, None), None)
-            except (SafetensorError, FileNotFoundError, ValueError) as error:
-                raise ValueError(
-                    f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
-                    f"keep the files of a trace together ({error})"
-                ) from error
-        return cls(**columns, spec=spec, model_id=model_id)
+        path = absolute(path)
+
+        def build(
+            tensors: dict[str, torch.Tensor], spec: MoESpec, model_id: str, hidden: list[str]
+        ) -> RoutingTrace:
+            ids = checked(tensors, "ids", ("int16",), (None, spec.L, spec.K), 0, spec.E)
+            T = len(ids)
+            columns = {
+                "ids": ids,
+                "weights": checked(tensors, "weights", FLOATS, ids.shape),
+                "phase": checked(tensors, "phase", ("uint8",), (T,), PREFILL, DECODE),
+            }
+            for name in ("sequence", "position", "tokens"):
+                columns[name] = checked(tensors, name, ("int32",), (T,), 0)
+            for name in hidden:
+                try:
+                    found = {name: map_hidden(path, name)}
+                    columns[name] = checked(found, name, FLOATS, (T, spec.L, None), None)
+                except (SafetensorError, FileNotFoundError, ValueError) as error:
+                    raise ValueError(
+                        f"it comes with {hidden_path(path, name).name}, which is missing or damaged: "
+                        f"keep the files of a trace together ({error})"
+                    ) from error
+            return cls(**columns, spec=spec, model_id=model_id)
+
+        about = {"spec": MoESpec, "model_id": str, "hidden": list[Literal[*HIDDEN]]}
+        made = "moelab.record(…).save(path)"
+        return load_tensors(path, FORMAT, "routing trace", made, about, build)
 
     def __repr__(self) -> str:
         spec = self.spec
@@ -207,11 +194,6 @@ def growing_tensor(path: Path, name: str) -> Iterator[Callable[[torch.Tensor], N
                 file.write(last.view(torch.uint8).numpy().data)
 
         yield append
-        about = {
-            "dtype": NAMES[last.dtype],
-            "shape": [total, *last.shape[1:]],
-            "data_offsets": [0, file.tell() - ROOM],
-        }
         file.seek(0)
-        file.write((ROOM - 8).to_bytes(8, "little"))
-        file.write(json.dumps({name: about}).encode().ljust(ROOM - 8))
+        shape = total, *last.shape[1:]
+        file.write(header_bytes({name: (NAMES[last.dtype], shape)}, least=ROOM))

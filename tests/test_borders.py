@@ -11,6 +11,7 @@ import json
 import math
 import random
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -380,7 +381,7 @@ def test_annotations_mean_what_they_say():
         tuple[int, str]: [[1, "a"]],
         dict[str, float]: [{}, {"a": 1}],
         int | None: [None, 3],
-        MoESpec: [MoESpec("n", "t", 1, (0,), 2, 1, 4, 4).to_dict()],
+        MoESpec: [asdict(MoESpec("n", "t", 1, (0,), 2, 1, 4, 4))],
     }
     none = [math.nan, math.inf, 10**400, {"a": math.nan}, [math.inf], ["x"], object(), [1, 2, 3.5]]
     for annotation, good in cases.items():

@@ -178,7 +178,7 @@ def test_an_unknown_name_says_what_there_is(load, wrong, meant):
         ('value = "fast"', "must be a finite number"),
         ("value = 0", "must be above 0"),
         ("value = nan", "must be a finite number"),
-        ('kind = "guessed"', "not 'guessed'"),
+        ('kind = "guessed"', "one of measured, published, fitted"),
         ('source = ""\nsauce = "x"', "sauce"),
         (None, "source"),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from zlib import crc32
 
 import pytest
 from hypothesis import given
@@ -75,13 +74,6 @@ def test_no_file_is_no_place_for_one(tmp_path):
     for path in (tmp_path, tmp_path / "pipe"):
         with pytest.raises(ValueError, match="is no file"):
             Journal(path)
-
-
-def test_one_of_before_the_header_goes_on(tmp_path):
-    (tmp_path / "j").write_bytes(
-        b"".join(b"%s\t%08x\n" % (text, crc32(text)) for text in (b'"a"', b"[1]"))
-    )
-    assert reopened(tmp_path / "j", 2) == ["a", [1]] and reopened(tmp_path / "j") == ["a", [1], 2]
 
 
 def test_a_full_disk_leaves_whole_records(tmp_path, monkeypatch):

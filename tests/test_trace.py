@@ -82,9 +82,3 @@ def test_what_is_missing_or_does_not_fit_is_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             replace(trace, **wrong)
-
-
-def test_it_shows_itself():
-    trace = random_trace(5, 2, 8, 2)
-    assert "5 tokens of" in repr(trace) and "top-2" in repr(trace)
-    assert "0 tokens of 0" in repr(random_trace(0, 2, 8, 2))

@@ -37,7 +37,6 @@ from moelab.offloading.link import Link, host_memory
 from moelab.records import Record
 from moelab.specs import MoESpec
 from moelab.store import bf12
-from moelab.store.bits import join
 
 EXPERT = 3 * 2048 * 768  # weights of one of Qwen3-30B-A3B's experts
 WEIGHTS = 1 << 28  # that recovery is measured on: 512 MB, beyond any cache
@@ -65,7 +64,7 @@ def timed(told: Callable[[], Any], rounds: int) -> float:
 def recovery(device: torch.device, rounds: int) -> Record:
     """Bytes read and written a second of joining planes and unpacking bf12, beside those of a copy
     of as many."""
-    from moelab.store import bf12_triton
+    from moelab.store import bf12_triton, bits_triton
 
     weights = (0.02 * torch.randn(WEIGHTS // 16, device=device)).bfloat16().repeat(16)
     copied = torch.empty_like(weights)
@@ -75,7 +74,7 @@ def recovery(device: torch.device, rounds: int) -> Record:
     words, out = weights.view(torch.int16), torch.empty_like(weights)
     high.copy_(words >> 7)
     low.copy_(words << 1 | words >> 15 & 1)
-    joined = 4 * WEIGHTS / timed(lambda: join(high, low, out), rounds)
+    joined = 4 * WEIGHTS / timed(lambda: bits_triton.join(high, low, out), rounds)
     if not torch.equal(out.view(torch.int16), words):
         raise RuntimeError("joined weights differ from the weights that were split")
     part = weights[: WEIGHTS // 4].view(-1, 2048)

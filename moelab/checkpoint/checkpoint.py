@@ -26,13 +26,15 @@ import xxhash
 
 from moelab import registry
 from moelab.cards import load_card
-from moelab.checkpoint.config import blamed, load_config
+from moelab.checkpoint.config import load_config
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.configs import QUANTISATION, quantisation, spec_from_config
 from moelab.files import absolute, from_hub, small_model, stamp
 from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
+from moelab.schema import blamed
 from moelab.specs import DTYPE_BYTES, MoESpec
+from moelab.store.bits import as_bytes
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 
@@ -139,7 +141,8 @@ class Checkpoint:
         """(name in a store, content) of everything in the folder that is no weights; links, as far
         as they were found to stay inside."""
         for path in sorted(self.folder.iterdir()):
-            name, foreign = path.name, path.is_symlink() and path.suffix not in SUFFIXES
+            name = path.name
+            foreign = path.is_symlink() and path.suffix not in SUFFIXES
             if name.startswith(".") or path.suffix in OTHER_WEIGHTS:
                 continue
             if foreign or not path.is_file():
@@ -165,7 +168,8 @@ class Checkpoint:
         mapped : for weights that were mapped, which a file that takes the place of another one does
         not change."""
         for file in files or (self.files if mapped else self.stamps):
-            now, before = stamp(file), self.stamps[file]
+            now = stamp(file)
+            before = self.stamps[file]
             if now != before and not (mapped and now[:2] != before[:2]):
                 raise StoreError(
                     f"{file} was changed since the model was opened from it; open it again"
@@ -177,8 +181,8 @@ class Checkpoint:
         Plain, since what is read of a mapped file would count as this process's memory; and at odd
         offsets CPU kernels take other, slower paths whose fp32 results differ in the last bit."""
         self.require_unchanged(stored.file)
-        tensor, raw = stored.empty(), stored.read(0, stored.nbytes)
-        tensor.reshape(-1).view(torch.uint8).numpy()[:] = raw
+        tensor = stored.empty()
+        as_bytes(tensor, writable=True)[:] = stored.read(0, stored.nbytes)
         return tensor
 
 
@@ -187,7 +191,8 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
     found in the cache."""
     if source is None:
         return "small", small_model()
-    path, text = absolute(source), str(source)
+    path = absolute(source)
+    text = str(source)
     if path.exists():
         return path.name, path
     if card := registry.like("model", text):

@@ -4,12 +4,11 @@ it says of quantisation."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from moelab.configs import quantisation
+from moelab.schema import blamed
 from moelab.store.headers import read_json
 
 #: names of what a config counts, and constructing a model takes time for
@@ -62,24 +61,3 @@ def _check_fields(file: Path, fields: dict[str, Any]) -> None:
             most = 2_000 if "layer" in name else 100_000
             if COUNTS.search(name) and type(value) in (int, float) and not 0 <= value < most:
                 raise ValueError(f"{file} says {name} = {value:,}, which no model has; correct it")
-
-
-@contextmanager
-def blamed(
-    file: Path, what: str, passing: type[Exception] | tuple = (), raising: type = ValueError
-) -> Iterator[None]:
-    """Turn whatever a library raises about a damaged or foreign file into one error that names the
-    file, `raising`.
-
-    passing : errors that are left as they are, as are those of the system (OSError with errno)."""
-    try:
-        yield
-    except passing:
-        raise
-    except BaseException as error:  # a panic of a Rust extension is no Exception
-        foreign = isinstance(error, Exception) or type(error).__name__ == "PanicException"
-        if not foreign or isinstance(error, OSError) and error.errno:
-            raise
-        cause = error.__cause__ or error
-        text = " ".join(str(cause)[:1000].split())
-        raise raising(f"{file}: {what} ({type(cause).__name__}: {text})") from error

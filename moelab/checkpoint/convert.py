@@ -30,7 +30,7 @@ from moelab.models.seam import MoELayer
 from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
-from moelab.store.headers import WEIGHT_MAP
+from moelab.store.headers import WEIGHT_MAP, raw_header
 from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
@@ -68,9 +68,11 @@ def convert(
     vacant(destination)
     if quantize is not None:
         fewbit.find_format(quantize)
-    checkpoint, end = Checkpoint.at(source), time.monotonic() + seconds
+    checkpoint = Checkpoint.at(source)
+    end = time.monotonic() + seconds
     _require_convertible(checkpoint)
-    plan, experts = checkpoint.plan, CheckpointExperts(checkpoint)
+    plan = checkpoint.plan
+    experts = CheckpointExperts(checkpoint)
     files, looked = _other_files(checkpoint, quantize)
     others = {key: of for key, of in checkpoint.tensors.items() if key not in plan.expert_keys}
     writer = StoreWriter(
@@ -115,11 +117,9 @@ def _other_files(
         left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
         names = [name for name in checkpoint.store.files if name not in left_out]
         return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
-    headers = {}
-    for file in checkpoint.files:
-        with open(file, "rb") as f:
-            header = f.read(int.from_bytes(f.read(8), "little")).decode()
-        headers[file.name] = [file.stat().st_size, header]
+    headers = {
+        file.name: [file.stat().st_size, raw_header(file).decode()] for file in checkpoint.files
+    }
     return list(checkpoint.small_files()), {"files": headers, "checksum": CHECKSUM}
 
 
@@ -127,7 +127,8 @@ def _write_experts(
     experts: CheckpointExperts, writer: StoreWriter, quantize: str | None, end: float
 ) -> None:
     """Read and write what is still missing, one expert at a time."""
-    layers, done = experts.checkpoint.plan.layers, len(writer.records)
+    layers = experts.checkpoint.plan.layers
+    done = len(writer.records)
     total = sum(layer.E for layer in layers)
     with progress(total=total, desc="converting", unit="expert", initial=done) as bar:
         for layer, expert in writer.missing():
@@ -151,16 +152,17 @@ def read_expert(
     experts: CheckpointExperts, layer: int, expert: int
 ) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[Piece]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
-    a checkpoint, see `places`; scales as they are in the blobs."""
+    a checkpoint, see `places`."""
     if experts.stored is not None:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
-    tensors, blobs, read = {}, {}, []
+    tensors = {}
+    blobs = {}
+    read = []
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
         if few := few_bits(experts.checkpoint.plan, sources, made):
-            form, blob, sources = few
-            blobs[name] = form, blob
+            blobs[name] = few
         read += sources
     return tensors, blobs, read
 
@@ -197,7 +199,8 @@ def kept_store(
 
     codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is.
     Raises what `convert` raises."""
-    checkpoint, form = Checkpoint.at(source), quantize or codec
+    checkpoint = Checkpoint.at(source)
+    form = quantize or codec
     store = checkpoint.store
     if store is not None and form == (store.quantized or store.codec):
         return store
@@ -232,11 +235,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantize",
         choices=registry.names("format"),
-        metavar="FORMAT",
-        help="round the experts to "
-        + ", ".join(
-            f"{name} ({purpose})" for name, (purpose, _) in registry.describe("format").items()
-        ),
+        help="round the experts to a few-bit format",
     )
     parser.add_argument(
         "--shards",

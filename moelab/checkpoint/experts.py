@@ -17,8 +17,8 @@ reads past the page cache."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,8 @@ from moelab.models import compat
 from moelab.models.experts import Weights, shapes
 from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
+from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.codecs import Plane
 from moelab.store.headers import NAMES, Stored
 from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
@@ -56,11 +56,6 @@ class ParameterSource:
     def kind(self) -> tuple:
         """What it is made of: its name, and patterns, types and shapes of its tensors."""
         return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
-
-    def is_bytes_of(self, dtype: str, quantizer: Any) -> bool:
-        """Whether the parameter in this type is just the bytes of its tensors, one after another."""
-        same = all(stored.dtype == dtype for stored in self.stored.values())
-        return same and compat.is_concatenation(self.plan, quantizer)
 
     def pieces(self, read: dict[str, torch.Tensor]) -> list[Piece]:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
@@ -99,7 +94,9 @@ class CheckpointExperts:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.checkpoint, self.dtype, self.device = checkpoint, dtype, device
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
         store = checkpoint.store
         self.stored = None if store is None else StoreExperts(store, mode="buffered")
 
@@ -113,10 +110,10 @@ class CheckpointExperts:
 
     def made(self, layer: int, expert: int) -> Iterator[tuple[str, torch.Tensor, list[Piece]]]:
         """(name, tensor, what it was made of) of an expert's parameters."""
-        plan = self.checkpoint.plan
         for source in expert_sources(self.checkpoint, layer, expert):
             read = _read(self.checkpoint, source)
-            yield source.name, source.make(plan, read), source.pieces(read)
+            made = source.make(self.checkpoint.plan, read)
+            yield source.name, made, source.pieces(read)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
@@ -138,24 +135,27 @@ def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
 
 def few_bits(
     plan: LoadingPlan, sources: list[Piece], made: torch.Tensor
-) -> tuple[Codec, np.ndarray, list[Piece]] | None:
-    """(codec, blob, sources as they are in it) of what a parameter is made of; None unless it is
-    in few bits and the blob unpacks to what was made of it, bit for bit."""
-    if found := fewbit.published([tensor for *_, tensor in sources], made):
-        form, blob, wide = found
-        return form, blob, [(key, start, tensor) for (key, start, _), tensor in zip(sources, wide)]
-    scheme = getattr(plan.quantizer, "scheme", None)
-    found = packings.keep(*scheme, sources, made) if scheme else None
-    return found and (*found, sources)
+) -> tuple[Codec, np.ndarray] | None:
+    """(codec, blob) of what a parameter is made of; None unless it is in few bits and the blob
+    unpacks to what was made of it, bit for bit."""
+    for codec, blob in _blobs(plan, sources):
+        unpacked = torch.empty_like(made)
+        with suppress(ValueError):  # other sizes: no blob of this codec
+            codec.decompress(blob, unpacked)
+            if fewbit.same_bits(unpacked, made):
+                return codec, blob
+    return None
 
 
-def blob_of(plan: LoadingPlan, codec: Codec, sources: list[Piece]) -> np.ndarray:
-    """The blob of a parameter of which `few_bits` has found the codec."""
-    return (
-        packings.gathered(*plan.quantizer.scheme, sources)[1]
-        if isinstance(codec, packings.Packing)
-        else fewbit.gathered([tensor for *_, tensor in sources])[1]
-    )
+def _blobs(plan: LoadingPlan, sources: list[Piece]) -> Iterator[tuple[Codec, np.ndarray]]:
+    """The codecs that a parameter may be in, and its blobs in them."""
+    if found := fewbit.gathered([tensor for *_, tensor in sources]):
+        form, blob = found
+        yield form, blob
+        yield form.T, blob
+    if scheme := getattr(plan.quantizer, "scheme", None):
+        with suppress(LookupError, ValueError):  # not quantised, or matrices of several sizes
+            yield packings.gathered(*scheme, sources)
 
 
 @dataclass(frozen=True)
@@ -175,11 +175,16 @@ class CheckpointStore(ExpertFiles):
 
     Reading raises StoreError if a file was changed since the checkpoint was found."""
 
-    aligned, codec, shards, checksum = False, "raw", 1, None
+    aligned = False
+    codec = "raw"
+    checksum = None
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self.checkpoint, self.dtype = checkpoint, dtype
-        self.spec, self.folder, plan = checkpoint.spec, checkpoint.folder, checkpoint.plan
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.spec = checkpoint.spec
+        self.folder = checkpoint.folder
+        plan = checkpoint.plan
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
@@ -190,7 +195,7 @@ class CheckpointStore(ExpertFiles):
                 source.nbytes + 2 * layer.experts[0][source.name].stored()
                 for i, layer in enumerate(self.layers)
                 for source in expert_sources(self.checkpoint, i, 0)
-                if not self._plain(source, layer.experts[0])
+                if not self._plain(source)
             ),
             default=0,
         )
@@ -198,7 +203,9 @@ class CheckpointStore(ExpertFiles):
     def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
         """A layer whose experts' parameters are in few bits, by name, or as the model computes with
         them."""
-        entries, at, dtype = {}, 0, NAMES[self.dtype]
+        entries = {}
+        at = 0
+        dtype = NAMES[self.dtype]
         for name, shape in shapes(layer.experts).items():
             codec = forms.get(name, RAW)
             length = codec.nbytes(shape, dtype)
@@ -211,17 +218,10 @@ class CheckpointStore(ExpertFiles):
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
         experts = range(self.checkpoint.plan.layers[index].E)
-        alike = (
-            len(
-                {
-                    tuple(of.kind for of in expert_sources(self.checkpoint, index, e))
-                    for e in experts
-                }
-            )
-            == 1
-        )
+        sources = [list(expert_sources(self.checkpoint, index, expert)) for expert in experts]
+        alike = len({tuple(of.kind for of in own) for own in sources}) == 1
         forms = {}
-        for source in expert_sources(self.checkpoint, index, 0) if alike else ():
+        for source in sources[0] if alike else ():
             if source.kind not in self._forms:
                 self._forms[source.kind] = self._form(source)
             forms[source.name] = self._forms[source.kind]
@@ -236,15 +236,14 @@ class CheckpointStore(ExpertFiles):
         symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
         return few[0] if few and not symmetric else RAW
 
-    def _plain(self, source: ParameterSource, entries: dict[str, TensorEntry]) -> bool:
-        return source.is_bytes_of(entries[source.name].dtype, self.checkpoint.plan.quantizer)
+    def _plain(self, source: ParameterSource) -> bool:
+        """Whether a parameter is just the bytes of its tensors, one after another."""
+        same = all(stored.dtype == NAMES[self.dtype] for stored in source.stored.values())
+        return same and compat.is_concatenation(source.plan, self.checkpoint.plan.quantizer)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
-        return (
-            0
-            if part == "SM"
-            else sum(source.nbytes for source in expert_sources(self.checkpoint, layer, expert))
-        )
+        sources = expert_sources(self.checkpoint, layer, expert) if part != "SM" else ()
+        return sum(source.nbytes for source in sources)
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
@@ -252,29 +251,34 @@ class CheckpointStore(ExpertFiles):
         chunks = parts[0]
         for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
-            plain = self._plain(source, chunks.entries)
-            yield from self._in_place(source, plane) if plain else self._made(source, plane)
+            plain = self._plain(source)
+            target = plane.shards[0]
+            at = 0
+            read: dict[str, torch.Tensor] = {}
+            for pattern, stored in source.stored.items():
+                self.checkpoint.require_unchanged(stored.file)
+                end = at + stored.nbytes
+                if not plain:
+                    read[pattern] = stored.empty()
+                memory = target[at:end] if plain else as_bytes(read[pattern], writable=True)
+                yield stored.file, stored.begin, [memoryview(memory)]
+                at = end
+            if not plain:
+                self._convert(source, read, plane.codec, target)
 
-    def _in_place(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
-        at = 0
-        for stored in source.stored.values():
-            self.checkpoint.require_unchanged(stored.file)
-            memory = plane.shards[0][at : at + stored.nbytes]
-            yield stored.file, stored.begin, [memoryview(memory)]
-            at += stored.nbytes
-
-    def _made(self, source: ParameterSource, plane: Plane) -> Iterator[Extent]:
-        read, plan = {}, self.checkpoint.plan
-        for pattern, stored in source.stored.items():
-            self.checkpoint.require_unchanged(stored.file)
-            read[pattern] = stored.empty()
-            memory = read[pattern].reshape(-1).view(torch.uint8).numpy()
-            yield stored.file, stored.begin, [memoryview(memory)]
-        target = plane.shards[0]
-        if plane.codec.few_bits:
-            target[:] = blob_of(plan, plane.codec, source.pieces(read))
+    def _convert(
+        self,
+        source: ParameterSource,
+        read: dict[str, torch.Tensor],
+        codec: Codec,
+        target: np.ndarray,
+    ) -> None:
+        """Make a parameter of what was read of it, in its codec."""
+        if codec.few_bits:
+            blobs = _blobs(self.checkpoint.plan, source.pieces(read))
+            target[:] = next(blob for one, blob in blobs if isinstance(one, type(codec)))
         else:
-            made = source.make(plan, read)
+            made = source.make(self.checkpoint.plan, read)
             torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
 
     @property

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from moelab.checkpoint.checkpoint import Checkpoint, read_by_name, require_file
-from moelab.checkpoint.config import blamed
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, leave_out, plug
+from moelab.schema import blamed
 from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.layout import ExpertStore
@@ -67,7 +67,8 @@ def open_checkpoint(
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> Any:
     """The model of a checkpoint on the CPU; `external` : without its experts' weights."""
-    stored, wanted = checkpoint.store is not None, checkpoint.dtype(dtype)
+    stored = checkpoint.store is not None
+    wanted = checkpoint.dtype(dtype)
     tokenizer = _tokenizer_or_warning(checkpoint.folder)
     if stored:
         check_weights(checkpoint.store)
@@ -76,7 +77,8 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
         _take_in(model, checkpoint)
     _align(model)
     vouch(model, checkpoint)
-    model.spec, model.tokenizer = checkpoint.spec, tokenizer
+    model.spec = checkpoint.spec
+    model.tokenizer = tokenizer
     return model.eval()
 
 
@@ -84,7 +86,8 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool) -
     """The model with the checkpoint's tensors, or all but its experts'."""
     from safetensors import safe_open
 
-    plan, folder = checkpoint.plan, checkpoint.folder
+    plan = checkpoint.plan
+    folder = checkpoint.folder
     left_out = plan.ignored | (plan.expert_keys if without_experts else set())
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
     tensors = {

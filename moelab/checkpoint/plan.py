@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from moelab.checkpoint.config import blamed
 from moelab.configs import quantisation
 from moelab.models import compat
 from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer, banks, discover
+from moelab.schema import blamed
 from moelab.store.headers import DTYPES, Stored
 from moelab.store.layout import ExpertStore
 
@@ -40,8 +40,8 @@ class LoadingPlan:
     twin : the model on the meta device.
     config : as transformers is given it to fill the model (`models.quantizers.readable`).
     dtype : what transformers computes in where the config does not say.
-    experts : for each MoE layer and expert, its parameters by name and how each is made; {} in a
-        store.
+    experts : for each MoE layer and expert, its parameters by name and how each is made; empty
+        for a store.
     expert_keys, ignored : the checkpoint's keys that feed experts, and that the architecture
         declares superfluous."""
 
@@ -72,9 +72,11 @@ def make_plan(
         if config.dtype is None:
             config = copy(config)
             config.dtype = main
-        twin, readable = compat.meta_twin(config), quantizers.readable(config)
+        twin = compat.meta_twin(config)
+        readable = quantizers.readable(config)
         quantizer = quantizers.quantizer_for(readable)
-    layers, parameters = discover(twin), twin.state_dict()
+    layers = discover(twin)
+    parameters = twin.state_dict()
     with blamed(folder, "it is not complete, or another model than its config.json's"):
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)
     scaled = quantisation(config) == "fp8"
@@ -85,7 +87,7 @@ def make_plan(
     if store is not None:
         made |= _experts_of_store(store, layers)
     _require_all(folder, twin, parameters.keys() - made, made, foreign)
-    experts = [_by_expert(layer, plans, store is None) for layer in layers]
+    experts = [_by_expert(layer, plans) for layer in layers] if store is None else []
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
     ignored = set(foreign.values())
@@ -93,20 +95,19 @@ def make_plan(
 
 
 def _by_expert(
-    layer: MoELayer, plans: dict[str, compat.ParameterPlan], all_of_them: bool
+    layer: MoELayer, plans: dict[str, compat.ParameterPlan]
 ) -> list[dict[str, compat.ParameterPlan]]:
     """For each expert of a layer, its parameters by name and how each is made. ValueError if one is
     made together with others, since experts are read one by one."""
-    prefix, found = f"{layer.name}.experts.", [{} for _ in range(layer.E)]
+    prefix = f"{layer.name}.experts."
+    found = [{} for _ in range(layer.E)]
     for name in banks(layer.experts):
         plan = plans.get(prefix + name)
-        if plan is None and all_of_them:
+        if plan is None:
             raise ValueError(
                 f"{prefix}{name} is made together with other parameters, and experts are read one by "
                 f"one; this layout is not read"
             )
-        if plan is None:
-            continue
         number = re.fullmatch(r"expert_(\d+)\.(.+)", name)  # of a parameter that is one expert's
         plan.single = number is not None
         own = number[2] if number else name
@@ -130,18 +131,14 @@ class _Checked:
     def made(self, plan: compat.ParameterPlan) -> set[str]:
         """Names of what a plan makes; ValueError unless each has the shape of the model's and is
         a float where that is one (any is cast to any other), and codes have scales."""
-        given = f"of {_described(self.tensors, plan.keys)}; check config.json"
+        shapes = Counter(self.tensors[key].shape for key in plan.keys)
+        rare_first = sorted(plan.keys, key=lambda key: shapes[self.tensors[key].shape])
+        given = f"of {_described(self.tensors, rare_first)}; check config.json"
         stored: dict[str, Any] = {}
         for pattern, keys in plan.sources.items():
             stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
-            shapes = Counter(self.tensors[key].shape for key in keys)
-            if len(shapes) > 1:
-                odd = [
-                    key for key in keys if self.tensors[key].shape == min(shapes, key=shapes.get)
-                ]
-                raise ValueError(
-                    f"{self.folder}: {_described(self.tensors, odd)}, unlike the others of {plan.target}"
-                )
+            if len({tensor.shape for tensor in stored[pattern]}) > 1:
+                raise ValueError(f"{self.folder}: {plan.target} cannot be made {given}")
         if plan.converter is None:
             stored = {pattern: found[0] for pattern, found in stored.items()}
         with blamed(self.folder, f"{plan.target} cannot be made {given}"):
@@ -149,7 +146,8 @@ class _Checked:
                 self._require_scales(plan)
             made = compat.converted(plan, stored, self.twin, self.quantizer)
         for name in made.keys() & self.parameters.keys():
-            found, wanted = list(made[name].shape), list(self.parameters[name].shape)
+            found = list(made[name].shape)
+            wanted = list(self.parameters[name].shape)
             if found != wanted:
                 raise ValueError(
                     f"{self.folder}: {name} is {wanted} in {self.twin.config.model_type} with this "
@@ -172,16 +170,14 @@ class _Checked:
             if pattern.endswith("_scale_inv"):
                 continue
             for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
-                weight, grid = self.tensors[key], ()
+                weight = self.tensors[key]
+                fits = weight.dtype in FLOATS and scale is None
+                grid = ()
                 if weight.dtype in CODES and scale is not None:
-                    grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))
                     of = self.tensors[scale]
-                    fits = (
-                        not grid or weight.dtype == "I8" or of.shape == grid or prod(of.shape) == 1
-                    )
-                    fits = fits and DTYPES[of.dtype].is_floating_point
-                else:
-                    fits = weight.dtype in FLOATS and scale is None
+                    grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))
+                    shaped = of.shape == grid or prod(of.shape) == 1 or weight.dtype == "I8"
+                    fits = (shaped or not grid) and DTYPES[of.dtype].is_floating_point
                 if not fits:
                     raise ValueError(
                         f"{key}, and no plain weights, should have a tensor of scales {list(grid)} or one scale"

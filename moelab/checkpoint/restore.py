@@ -26,21 +26,19 @@ from typing import Any
 import torch
 
 from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
-from moelab.checkpoint.config import blamed
 from moelab.files import atomic, vacant
+from moelab.schema import blamed
 from moelab.store.codec import Codec
 from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
 from moelab.store.layout import (
-    PIECE,
     SOURCE_LAYOUT,
-    WEIGHTS,
     ExpertStore,
     StoreError,
     checksum,
     plain_name,
 )
 from moelab.store.reader import Chunks
-from moelab.store.verify import check_weights, checked_experts
+from moelab.store.verify import checked_experts, checked_weights
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -60,23 +58,25 @@ def places(
 
     Returns for each [key, first weight, tensor, shape, offset, strides, checksum]; shape, offset
     and strides, in weights, are those of a view of the expert's tensor that is the source's."""
-    words, found = {name: (_bits(t), t.dtype) for name, t in tensors.items()}, []
+    words = {name: (_bits(t), t.dtype) for name, t in tensors.items()}
+    found = []
     for key, start, source in read:
-        bits = _bits(source)
-        place = next(
-            (
-                [key, start, name, list(view.shape), view.storage_offset(), list(view.stride())]
-                for name, (t, dtype) in words.items()
-                if dtype == source.dtype
-                for view in _views(t, bits.numel())
-                if _same(view, bits)
-            ),
-            None,
-        )
+        place = _place(source, words) or _place(source.float(), words)  # scales were widened
         if place is None:
             return None
-        found.append([*place, checksum(bits)])
+        found.append([key, start, *place])
     return found
+
+
+def _place(source: torch.Tensor, words: dict[str, tuple[torch.Tensor, torch.dtype]]) -> list | None:
+    """[tensor, shape, offset, strides, checksum] of a view that is the source; None for none."""
+    bits = _bits(source)
+    for name, (t, dtype) in words.items():
+        for view in _views(t, bits.numel()) if dtype == source.dtype else ():
+            if _same(view, bits):
+                place = [name, list(view.shape), view.storage_offset(), list(view.stride())]
+                return [*place, checksum(bits)]
+    return None
 
 
 def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:
@@ -157,15 +157,16 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         )
     with atomic(destination) as folder:
         folder.mkdir()
-        check_weights(store)
         for name in store.files:
             if name not in (SOURCE_LAYOUT, WEIGHT_MAP):
                 shutil.copyfile(store.folder / name, folder / plain_name(name.removeprefix(BESIDE)))
-        layout, wrong = store.folder / SOURCE_LAYOUT, "it does not describe what is in this store"
+        layout = store.folder / SOURCE_LAYOUT
+        wrong = "it does not describe what is in this store"
         with blamed(layout, wrong, passing=StoreError, raising=StoreError):
             said = json.loads(layout.read_bytes())
             targets = _empty_files(folder, said["files"])
-            _write_weights(store, targets)
+            for key, at, data in checked_weights(store):
+                _write(targets[key], at, data)
             _write_experts(store, said["experts"], targets)
             made = Checkpoint.at(folder).identity
         if made != store.identity:
@@ -180,7 +181,8 @@ def _empty_files(folder: Path, files: dict[str, list]) -> dict[str, Stored]:
     """Make the source's safetensors files, headers and no weights; returns their tensors by key."""
     targets = {}
     for name, (size, header) in files.items():
-        file, header = folder / plain_name(name), header.encode()
+        file = folder / plain_name(name)
+        header = header.encode()
         with open(file, "xb") as f:
             f.write(len(header).to_bytes(8, "little") + header)
             f.truncate(size)
@@ -194,14 +196,6 @@ def _write(target: Stored, at: int, data: Any) -> None:
     with open(target.file, "r+b") as file:
         file.seek(target.begin + at)
         file.write(data)
-
-
-def _write_weights(store: ExpertStore, targets: dict[str, Stored]) -> None:
-    with open(store.folder / WEIGHTS, "rb") as weights:
-        for key, (_, _, offset, size, _) in store.weights.items():
-            weights.seek(offset)
-            for i in range(0, size, PIECE):
-                _write(targets[key], i, weights.read(min(PIECE, size - i)))
 
 
 def _write_experts(

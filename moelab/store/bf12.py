@@ -112,8 +112,10 @@ def _parts(blob: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
 
 def _join_pieces(job):
     """What a thread does: pieces of a blob until none is left."""
-    low, codes = read(job, 1), read(job, 2)
-    out, n = read(job, 3), read(job, 4)
+    low = read(job, 1)
+    codes = read(job, 2)
+    out = read(job, 3)
+    n = read(job, 4)
     table = low - 16
     while True:
         begin = take(job) * _PIECE

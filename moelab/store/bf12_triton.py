@@ -36,7 +36,8 @@ def high_bytes(codes, a, b, c, d):
 @triton.jit
 def _unpack_kernel(blob, words, n, HEAD: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr):
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-    lane, there = tl.arange(0, LANES)[None, :], block < n // (2 * LANES)
+    lane = tl.arange(0, LANES)[None, :]
+    there = block < n // (2 * LANES)
     a, b, c, d = quarters(blob + HEAD - 16)
     codes = tl.load(blob + HEAD + n + block * LANES + lane, mask=there, other=0).to(tl.uint32)
     for half in tl.static_range(2):
@@ -58,7 +59,8 @@ def unpack(blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, of two bytes,
     on the same GPU. ValueError if the sizes do not fit; whether the blob is damaged, its checksum
     says."""
-    n, words = out.numel(), out.view(-1).view(torch.uint16)
+    n = out.numel()
+    words = out.view(-1).view(torch.uint16)
     count = escapes(blob.numel(), n)
     _unpack_kernel[(triton.cdiv(n // BLOCK, ROWS),)](blob, words, n, HEAD, ROWS, LANES, num_warps=4)
     if count:

@@ -35,15 +35,12 @@ def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.nd
 def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
     """Join exponents and sign-mantissa bytes in `out`, which is returned: ZipMoE's recovery.
 
-    exponents, sign_mantissa, out : arrays uint8 [N] twice and uint16 [N]; or tensors on one device,
-        `out` of any shape and two-byte dtype. ValueError if their sizes differ.
+    exponents, sign_mantissa, out : arrays or CPU tensors, uint8 [N] twice and of any two-byte dtype
+        [N]. ValueError if their sizes differ.
     """
-    if isinstance(out, torch.Tensor) and out.is_cuda:
-        from moelab.store import bits_triton
-
-        return bits_triton.join(exponents, sign_mantissa, out)
     words = as_bytes(out, writable=True).view(np.uint16)
-    exponents, sign_mantissa = as_bytes(exponents), as_bytes(sign_mantissa)
+    exponents = as_bytes(exponents)
+    sign_mantissa = as_bytes(sign_mantissa)
     sizes = len(exponents), len(sign_mantissa)
     if sizes != (len(words), len(words)):
         raise ValueError(f"{len(words)} weights need as many bytes of both kinds, not {sizes}")
@@ -91,7 +88,16 @@ def join_words(exponents, sign_mantissa, words):
 
 @kernel
 def count(words, shift, counts):
-    """Add to `counts` how often each word occurs, shifted right; returns them."""
-    for word in words:
+    """Add to `counts` how often each word occurs, shifted right; returns them.
+
+    In eight tables, since adding to one counter twice in a row waits for the first store."""
+    tables = np.zeros((8, len(counts)), np.int64)
+    whole = len(words) >> 3
+    for i in range(whole):
+        for j in range(8):
+            tables[j, words[8 * i + j] >> shift] += 1
+    for word in words[8 * whole :]:
         counts[word >> shift] += 1
+    for table in tables:
+        counts += table
     return counts

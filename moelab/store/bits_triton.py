@@ -1,8 +1,8 @@
 """Joining bf16 on a CUDA device: ZipMoE's memory-coalesced recovery kernel (§3.1) in Triton.
 
 A program handles `BLOCK` consecutive weights; neighbouring threads take neighbouring runs of 16 of
-them, so bytes are loaded and weights stored 16 bytes at a time. `moelab.store.bits` calls this for
-tensors on a GPU; its rate there is measured by `bench gpu`. The tests run the kernel in Triton's
+them, so bytes are loaded and weights stored 16 bytes at a time. Its rate there is
+measured by `bench gpu`. The tests run the kernel in Triton's
 interpreter, on the CPU."""
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def _join_kernel(exponents, sign_mantissa, words, n, BLOCK: tl.constexpr):
 
 def join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """`moelab.store.bits.join` for contiguous tensors of N entries on one GPU."""
-    n, flat = out.numel(), out.view(-1).view(torch.uint16)
+    n = out.numel()
+    flat = out.view(-1).view(torch.uint16)
     if n:
         grid = (triton.cdiv(n, BLOCK),)
         _join_kernel[grid](exponents, sign_mantissa, flat, n, BLOCK=BLOCK, num_warps=8)

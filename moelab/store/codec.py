@@ -86,7 +86,8 @@ class Raw(Codec):
         return np.require(as_bytes(data), requirements=["OWNDATA"])
 
     def decompress(self, blob: Any, out: Any) -> None:
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        source = as_bytes(blob)
+        target = as_bytes(out, writable=True)
         if len(source) != len(target):
             raise ValueError(f"the raw blob has {len(source)} bytes; {len(target)} were expected")
         np.copyto(target, source)

@@ -27,7 +27,8 @@ from moelab.store.codec import RAW, WORTH, Codec, room
 #: show.
 MIN_SHARD = 3 * (180 << 10)
 #: bytes of a plane that are sampled, and the length of a run of them
-_SAMPLE, _BLOCK = 1 << 15, 1 << 11
+_SAMPLE = 1 << 15
+_BLOCK = 1 << 11
 
 
 #: name → a `Codec`, an object and no class, in an entry of `moelab.registry`
@@ -72,15 +73,13 @@ class Plane(NamedTuple):
     shards: tuple[Any, ...]
 
 
-class PackedTensor(NamedTuple):
+class PackedTensor(tuple[Plane, ...]):
     """A compressed tensor: its planes, the exponents' first."""
-
-    planes: tuple[Plane, ...]
 
     @property
     def nbytes(self) -> int:
         """Stored size in bytes."""
-        return sum(len(shard) for plane in self.planes for shard in plane.shards)
+        return sum(len(shard) for plane in self for shard in plane.shards)
 
 
 def shard_count(n_bytes: int, most: int) -> int:
@@ -109,13 +108,12 @@ def compress_tensor(
     """
     found = find_codec(codec)
     if not found.in_place:
-        planes = _planes(weights)
-        return PackedTensor(
-            tuple(_pack(plane, found, shards, exponents=not i) for i, plane in enumerate(planes))
-        )
+        planes = enumerate(_planes(weights))
+        return PackedTensor(_pack(plane, found, shards, exponents=not i) for i, plane in planes)
     if (blob := found.compress(weights)) is None:
-        found, blob = RAW, RAW.compress(weights)
-    return PackedTensor((Plane(found, (blob,)),))
+        found = RAW
+        blob = RAW.compress(weights)
+    return PackedTensor([Plane(found, (blob,))])
 
 
 def decompress_tensor(packed: PackedTensor, out: Any) -> None:
@@ -124,7 +122,8 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
 
     Raises ValueError if a blob is damaged or the sizes do not fit.
     """
-    first, width = packed.planes[0], len(packed.planes)
+    first = packed[0]
+    width = len(packed)
     if first.codec.in_place and width == 1:
         return first.codec.decompress(first.shards[0], out)
     target = as_bytes(out, writable=True)
@@ -132,14 +131,15 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
     if width == 1:
         unpack_plane(first, target)
     elif width == 2:  # shard by shard, while its exponents are in the processor's cache
-        words, sign_mantissa = target.view(np.uint16), plane_bytes(packed.planes[1], n)
+        words = target.view(np.uint16)
+        sign_mantissa = plane_bytes(packed[1], n)
         for (begin, end), blob in zip(shard_bounds(n, len(first.shards)), first.shards):
             exponents = room("exponents", end - begin)
             first.codec.decompress(blob, exponents)
             bits.join(exponents, sign_mantissa[begin:end], words[begin:end])
     else:
         columns = target.reshape(n, width)
-        for i, plane in enumerate(reversed(packed.planes)):
+        for i, plane in enumerate(reversed(packed)):
             columns[:, i] = plane_bytes(plane, n)
         words = target.view(f"u{width}")
         words[:] = (words >> 1) | (words << (8 * width - 1))
@@ -147,7 +147,8 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
 
 def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
-    data, width = as_bytes(weights), weights.itemsize if weights.is_floating_point() else 1
+    data = as_bytes(weights)
+    width = weights.itemsize if weights.is_floating_point() else 1
     if width == 1:
         return [data]
     if width == 2:

@@ -46,7 +46,8 @@ from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.fewbit_kernels import round_groups, widening
 from moelab.store.headers import DTYPES, Shape, Tensors
 
-GROUP, BLOCK = 32, 128
+GROUP = 32
+BLOCK = 128
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
@@ -79,11 +80,13 @@ class FewBits(Codec):
     def split(self, blob: Any, shape: Shape) -> Tensors:
         """The parts of a blob, as views of it where they can be; ValueError unless it is as long as
         it must be."""
-        raw, size = as_bytes(blob), self.nbytes(shape)
+        raw = as_bytes(blob)
+        size = self.nbytes(shape)
         if len(raw) != size:
             raise ValueError(f"the {self.name} blob has {len(raw)} bytes; {size} were expected")
         rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
-        found, at = {}, 0
+        found = {}
+        at = 0
         for name, (dtype, of, times) in self.parts(shape).items():
             end = at + prod(of) * times * dtype.itemsize
             piece = rest[at:end].clone() if at % dtype.itemsize else rest[at:end]
@@ -128,11 +131,14 @@ class Format(FewBits):
             raise ValueError(
                 f"a tensor {list(shape)} cannot be {self.name}: its inputs are no multiple of {GROUP}"
             )
-        R, n = prod(shape[:-1]), shape[-1]
+        R = prod(shape[:-1])
+        n = shape[-1]
         if self.group:
-            codes, scales = (R, n // GROUP, self.group), (R, n // GROUP)
+            codes = (R, n // GROUP, self.group)
+            scales = (R, n // GROUP)
         else:
-            codes, scales = (R, n), (-(-R // BLOCK), -(-n // BLOCK))
+            codes = (R, n)
+            scales = (-(-R // BLOCK), -(-n // BLOCK))
         return {"codes": (self.code, codes, 1), "scales": (self.scale, scales, 1)}
 
     def compress(self, data: Tensor) -> np.ndarray | None:
@@ -148,8 +154,12 @@ class Format(FewBits):
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
         codes, scales = self.split(blob, tuple(out.shape)).values()
         target = out.mT if self.transposed else out
-        if (found := _widened(self, codes, scales, target)) is not target:
-            target.copy_(found.view(target.shape))
+        if not _kernel_widens(self, codes, scales, target):
+            target.copy_(self.dequantize(codes, scales).view(target.shape))
+        elif target.is_cpu and target.is_contiguous():
+            _widen(self, codes, scales, target)
+        else:
+            target.copy_(_widen(self, codes, scales, torch.empty(target.shape, dtype=target.dtype)))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         return self.name if rows_in_blocks(shape[::-1] if self.transposed else shape) else ""
@@ -199,32 +209,29 @@ def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
     shape = len(w), w.shape[1] // GROUP
     codes = torch.empty(*shape, form.group, dtype=form.code)
     scales = torch.empty(shape, dtype=form.scale)
-    tag, to = PACKED[form.kind].tag, (codes.data_ptr(), scales.data_ptr())
-    round_groups(tag, w.data_ptr(), w.numel(), *to)
+    to = codes.data_ptr(), scales.data_ptr()
+    round_groups(PACKED[form.kind].tag, w.data_ptr(), w.numel(), *to)
     return codes, scales
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.registry`
 FORMATS: dict[str, Entry] = {
-    form.name: Entry(form, purpose)
-    for form, purpose in (
-        (
-            Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
-            "8.5 bits a weight: nearly lossless",
-        ),
-        (
-            Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
-            "8 bits, as DeepSeek-V3 and Qwen3 are published",
-        ),
-        (
-            Format("mxfp4", torch.uint8, 16, torch.uint8, dequantize_mxfp4),
-            "4.25 bits, as GPT-OSS is published",
-        ),
-        (
-            Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
-            "4.5 bits: the most accurate of the four-bit formats",
-        ),
-    )
+    "int8": Entry(
+        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
+        "8.5 bits a weight: nearly lossless",
+    ),
+    "fp8": Entry(
+        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
+        "8 bits, as DeepSeek-V3 and Qwen3 are published",
+    ),
+    "mxfp4": Entry(
+        Format("mxfp4", torch.uint8, 16, torch.uint8, dequantize_mxfp4),
+        "4.25 bits, as GPT-OSS is published",
+    ),
+    "int4": Entry(
+        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
+        "4.5 bits: the most accurate of the four-bit formats",
+    ),
 }
 
 
@@ -240,42 +247,20 @@ def joined(*tensors: Tensor) -> np.ndarray:
     return np.concatenate([as_bytes(tensor.contiguous()) for tensor in tensors])
 
 
-def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray, list[Tensor]] | None:
-    """What a checkpoint stores of a tensor: the format, the blob, and the tensors as they are in
-    it.
+def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray] | None:
+    """The format and the blob of what a checkpoint stores of a tensor; the transpose's are alike.
 
     tensors : codes and scales, of several matrices one below the other perhaps: e4m3 with scales of
         128 × 128, or GPT-OSS's blocks and scales, both uint8; None for others. Scales of a narrower
         type are widened to fp32.
     """
-    is_code = [t.dtype == torch.float8_e4m3fn for t in tensors]
-    if any(is_code):
-        name, wide = "fp8", [t if code else t.float() for t, code in zip(tensors, is_code)]
-    elif all(t.dtype == torch.uint8 for t in tensors):
-        name, wide, deepest = "mxfp4", tensors, max(t.dim() for t in tensors)
-        is_code = [t.dim() == deepest for t in tensors]
-    else:
-        return None
-    codes_first = sorted(range(len(wide)), key=lambda i: not is_code[i])
-    return FORMATS[name].home, joined(*(wide[i] for i in codes_first)), wide
-
-
-def published(
-    tensors: list[Tensor], made: Tensor
-) -> tuple[Format, np.ndarray, list[Tensor]] | None:
-    """What a checkpoint stores of a tensor as `gathered` has it, with the very format, or None
-    unless that unpacks to `made` bit for bit."""
-    if (found := gathered(tensors)) is None:
-        return None
-    form, blob, wide = found
-    for one in (form, form.T):
-        out = torch.empty_like(made)
-        try:
-            one.decompress(blob, out)
-        except ValueError:  # other sizes: no blob of this format
-            continue
-        if same_bits(out, made):
-            return one, blob, wide
+    codes = [t for t in tensors if t.dtype == torch.float8_e4m3fn]
+    if codes:
+        scales = [t.float() for t in tensors if t.dtype != torch.float8_e4m3fn]
+        return FORMATS["fp8"].home, joined(*codes, *scales)
+    if all(t.dtype == torch.uint8 for t in tensors):
+        codes_first = sorted(tensors, key=Tensor.dim, reverse=True)
+        return FORMATS["mxfp4"].home, joined(*codes_first)
     return None
 
 
@@ -284,12 +269,9 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return np.array_equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def _widened(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> Tensor:
-    """The weights in `target`'s dtype; `target` itself if they are written there."""
-    if not _kernel_widens(form, codes, scales, target):
-        return form.dequantize(codes, scales).to(target.dtype)
-    n, direct = target.shape[-1], target.is_cpu and target.is_contiguous()
-    out = target if direct else torch.empty(target.shape, dtype=target.dtype)
+def _widen(form: Format, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Write the weights into a contiguous tensor on the CPU, which is returned."""
+    n = out.shape[-1]
     rows = out.numel() // n
     job = np.array([0, codes.data_ptr(), scales.data_ptr(), rows, n, out.data_ptr()])
     work = widening(PACKED[form.kind], KINDS[out.dtype])

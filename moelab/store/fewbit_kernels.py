@@ -77,11 +77,15 @@ def widening(kind: Kind, to: Kind) -> int:
     """The address of what a thread does to widen rows of such weights: some rows at a time until
     none is left."""
 
-    tag, to_tag = kind.tag, to.tag
+    tag = kind.tag
+    to_tag = to.tag
 
     def work(job):
-        codes, scales, R = read(job, 1), read(job, 2), read(job, 3)
-        n, out = read(job, 4), read(job, 5)
+        codes = read(job, 1)
+        scales = read(job, 2)
+        R = read(job, 3)
+        n = read(job, 4)
+        out = read(job, 5)
         while True:
             begin = take(job) * ROWS
             if begin >= R:

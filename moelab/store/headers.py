@@ -92,7 +92,8 @@ class Stored(NamedTuple):
 
     def slice(self, i: int) -> Stored:
         """Its part [i:i+1]."""
-        shape, n = (1, *self.shape[1:]), prod(self.shape[1:])
+        shape = (1, *self.shape[1:])
+        n = prod(self.shape[1:])
         begin = self.begin + i * nbytes(self.dtype, shape)
         return Stored(self.file, self.dtype, shape, begin, self.key, i * n)
 
@@ -112,9 +113,8 @@ def read_header(file: Path) -> dict[str, Stored]:
         raise ValueError(
             f"{file} is no whole safetensors file: {str(error)[:1000]}; download or write it again"
         ) from error
-    with open(file, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = _parse_json(file, f.read(size))
+    raw = raw_header(file)
+    header = _parse_json(file, raw)
     header.pop("__metadata__", None)
     found = {}
     for key, entry in header.items():
@@ -123,9 +123,15 @@ def read_header(file: Path) -> dict[str, Stored]:
                 f"{file}: {key} is {dtype}, a type that is not read; it can be {', '.join(DTYPES)}. "
                 f"Write it again"
             )
-        begin = 8 + size + entry["data_offsets"][0]
+        begin = 8 + len(raw) + entry["data_offsets"][0]
         found[key] = Stored(file, dtype, tuple(entry["shape"]), begin, key)
     return found
+
+
+def raw_header(file: Path) -> bytes:
+    """The JSON of a safetensors file's header."""
+    with open(file, "rb") as f:
+        return f.read(int.from_bytes(f.read(8), "little"))
 
 
 def read_json(file: Path) -> Record:
@@ -150,7 +156,8 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
 
     Raises FileNotFoundError: there are none, or one that the index names is gone. ValueError: one
     is damaged; two have the same tensor; they are not what the index says."""
-    index, whole = folder / WEIGHT_MAP, folder / "model.safetensors"
+    index = folder / WEIGHT_MAP
+    whole = folder / "model.safetensors"
     named: dict[str, str] = {}
     if whole.is_file():
         files = [whole]

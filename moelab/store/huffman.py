@@ -43,7 +43,9 @@ from moelab.store.huffman_decoder import (
 )
 from moelab.store.memory import load_byte, store
 
-RAW, CONSTANT, CODED = 0, 1, 2
+RAW = 0
+CONSTANT = 1
+CODED = 2
 #: the words 0 and 1
 _HEAD = struct.Struct("<4sBBBBQ")
 _MAGIC = b"MHF1"
@@ -68,7 +70,8 @@ class Huffman(Codec):
 
     def decompress(self, blob: Any, out: Any) -> None:
         """`out` is undefined if this raises."""
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        source = as_bytes(blob)
+        target = as_bytes(out, writable=True)
         if not _decompress(source, target):
             raise ValueError(
                 f"the Huffman blob of {len(source)} bytes is damaged, or not one of {len(target)} bytes"
@@ -91,8 +94,8 @@ def _decompress(source: np.ndarray, target: np.ndarray) -> bool:
     if mode == CONSTANT and len(source) == HEADER:
         target[:] = first
         return True
-    at, size, to = source.ctypes.data, len(source), target.ctypes.data
-    return decode(at, size, to, n, first, last, longest, mode - CODED)
+    ends = source.ctypes.data, len(source), target.ctypes.data, n
+    return decode(*ends, first, last, longest, mode - CODED)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -101,37 +104,59 @@ def _decompress(source: np.ndarray, target: np.ndarray) -> bool:
 
 def code_lengths(counts: np.ndarray, limit: int) -> np.ndarray:
     """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0
-    where unused.
-
-    Package-merge: list j holds the counts and the pairs of list j − 1, sorted; each time that a
-    count is among the cheapest 2n − 2 items, unpacked through the lists, its code is one bit
-    longer."""
+    where unused."""
     words = np.flatnonzero(counts)
+    lengths = np.zeros(len(counts), np.int64)
     words = words[np.argsort(counts[words], kind="stable")]
-    items, lists = counts[:0], []
-    for _ in range(limit):
-        pairs = items[: len(items) & ~1].reshape(-1, 2).sum(1)
-        items = np.concatenate([counts[words], pairs])
-        order = np.argsort(items, kind="stable")
-        items = items[order]
-        lists.append(order < len(words))
-    lengths, take = np.zeros(len(counts), np.int64), 2 * len(words) - 2
-    for is_count in reversed(lists):
-        n = np.count_nonzero(is_count[:take])
-        lengths[words[:n]] += 1
-        take = 2 * (take - n)
+    lengths[words] = _package_merge(counts[words], limit)
+    return lengths
+
+
+@kernel
+def _package_merge(counts, limit):
+    """The lengths for counts that are above 0 and sorted.
+
+    List j merges the counts and the pairs of list j − 1; each time that a count is among the
+    cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer."""
+    n = len(counts)
+    size = 0
+    items = np.full(4 * n, 1 << 56)
+    merged = np.full(4 * n, 1 << 56)
+    before = np.zeros((limit, 2 * n), np.int64)  # counts among the first items of a list
+    for level in range(limit):
+        a = 0
+        b = 0
+        while a + b < n + size // 2:
+            pair = items[2 * b] + items[2 * b + 1]
+            if a < n and counts[a] <= pair:
+                merged[a + b] = counts[a]
+                a += 1
+            else:
+                merged[a + b] = pair
+                b += 1
+            before[level, a + b] = a
+        size = a + b
+        items, merged = merged, items
+    lengths = np.zeros(n, np.int64)
+    take = 2 * n - 2
+    for of_list in before[::-1]:
+        lengths[: of_list[take]] += 1
+        take = 2 * (take - of_list[take])
     return lengths
 
 
 def _coded(source: np.ndarray, counts: np.ndarray) -> bytes | None:
     """A coded blob, with leads where that pays; None if it is larger than the bytes."""
-    n, most = len(source), HEADER + len(source)
+    n = len(source)
+    most = HEADER + len(source)
     alone = np.zeros(WORDS, np.int64)
     alone[:256] = counts
     lengths = code_lengths(alone, MAX_BITS)
     used = np.flatnonzero(counts)
-    first, last = int(used[0]), int(used[-1])
-    bits, ideal = int(alone @ lengths), counts[used] @ np.log2(n / counts[used])
+    first = int(used[0])
+    last = int(used[-1])
+    bits = int(alone @ lengths)
+    ideal = counts[used] @ np.log2(n / counts[used])
     if bits - ideal > CLOSE * n:
         words, leads = _expected_words(counts)
         without = CODED_HEADER + ((last - first + 2) >> 1) + (bits >> 3)
@@ -145,7 +170,9 @@ def _coded(source: np.ndarray, counts: np.ndarray) -> bytes | None:
 def _expected_words(counts: np.ndarray) -> tuple[np.ndarray, list[int]]:
     """How often each word occurs if bytes are independent, int64 [WORDS]; the most frequent bytes,
     which are leads."""
-    words, leads, n = np.zeros((1 + LEADS, 256), np.int64), [], counts.sum()
+    words = np.zeros((1 + LEADS, 256), np.int64)
+    leads = []
+    n = counts.sum()
     words[0] = counts
     for follow in words[1:]:
         lead = int(words[0].argmax())
@@ -162,18 +189,24 @@ def _write(
     source: np.ndarray, first: int, last: int, leads: list[int], lengths: np.ndarray
 ) -> bytes:
     """A coded blob, of codes whose lengths are those of the words."""
-    n, k, longest = len(source), len(leads), int(lengths.max())
-    is_lead, row_of = np.zeros(256, np.uint64), np.zeros(256, np.uint64)
+    n = len(source)
+    k = len(leads)
+    longest = int(lengths.max())
+    is_lead = np.zeros(256, np.uint64)
+    row_of = np.zeros(256, np.uint64)
     is_lead[leads], row_of[leads] = ~_U(0), 256 * np.arange(1, k + 1)
     codes = _codes(lengths, longest)
     nibbles = lengths.reshape(-1, 256)[: k + 1, first : last + 1].astype(np.uint8).ravel()
     nibbles = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
     table = nibbles[::2] | nibbles[1::2] << 4
     blob = room("blob", 2 * n + 1024)
-    at, streams = CODED_HEADER + len(table), []
+    at = CODED_HEADER + len(table)
+    streams = []
     for i in range(STREAMS):
-        begin, end = n * i // STREAMS, n * (i + 1) // STREAMS
-        place, to = source.ctypes.data + begin, blob.ctypes.data + at
+        begin = n * i // STREAMS
+        end = n * (i + 1) // STREAMS
+        place = source.ctypes.data + begin
+        to = blob.ctypes.data + at
         size, row = _encode(codes, is_lead, row_of, place, end - begin, to)
         streams.append(size | row >> 8 << 56)
         at += size
@@ -203,9 +236,12 @@ def _encode(codes, is_lead, row_of, source, n, target):
     else 0: two variables, so that a byte depends on the one before it by a single AND. Stores up to
     8 bytes past the end."""
     bits, used, at = _U(0), _U(0), target  # `used` low bits of `bits` wait to be written: 0 … 7
-    row, waiting, low = _U(0), _U(0), _U(255)
+    row = _U(0)
+    waiting = _U(0)
+    low = _U(255)
     for i in range(source, source + (n & ~3), 4):
-        four, length = _U(0), _U(0)
+        four = _U(0)
+        length = _U(0)
         for j in range(4):  # a lead adds no bits, but the byte after it does: length > 0
             s = load_byte(i + j)
             code = codes[row + s]

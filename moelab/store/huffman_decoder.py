@@ -19,7 +19,8 @@ STREAMS = 6
 LEADS = 3
 MAX_BITS = 12  # longest code: the table has 4096 entries, 32 KB
 WORDS = 256 * (1 + LEADS)  # word s is byte s, word 256·j + s is the j-th lead and byte s
-HEADER, CODED_HEADER = 16, 24 + 8 * STREAMS
+HEADER = 16
+CODED_HEADER = 24 + 8 * STREAMS
 _WINDOW, _AT, _OUT = 0, 1, 2  # what is held of a stream, see `_opened`
 _U = np.uint64
 
@@ -34,7 +35,8 @@ def segment(n, i):
 def canonical(lengths, longest):
     """The words that have a code in the order of their codes, by length and then number, and how
     many they are."""
-    order, n = np.empty(len(lengths), np.int64), 0
+    order = np.empty(len(lengths), np.int64)
+    n = 0
     for length in range(1, longest + 1):
         for s in range(len(lengths)):
             if lengths[s] == length:
@@ -61,7 +63,8 @@ def _decoding_table(lengths, leads, longest):
                 break
             alone = _entry(order[j], lengths, leads)
             size = alone >> _U(8) & _U(255)
-            full, rest = (_U(7) - size) << _U(8), 1 << (width - lengths[order[j]])
+            full = (_U(7) - size) << _U(8)
+            rest = 1 << (width - lengths[order[j]])
             shorter, entries = (
                 table[rest : 2 * rest],
                 table[at : at + rest],
@@ -120,7 +123,8 @@ def _rounds(rounds, state, table, shift):
 def _code_lengths(at, first, last, k, longest):
     """The words' lengths from their 4 bits each at an address, and whether they are a code: every
     window starts with exactly one word (Kraft)."""
-    span, room = last - first + 1, 0
+    span = last - first + 1
+    room = 0
     lengths = np.zeros(256 * (k + 1), np.int64)
     for i in range(span * (k + 1)):
         two = load_byte(at + (i >> 1))
@@ -155,10 +159,12 @@ def decode(source, size, target, n, first, last, longest, k):
 @kernel
 def _decode_streams(source, at, size, target, n, k, longest, leads, table):
     """Decode the streams from `at` on; whether they are undamaged."""
-    state, start = np.empty((STREAMS, 3), np.int64), np.empty(STREAMS, np.int64)
+    state = np.empty((STREAMS, 3), np.int64)
+    start = np.empty(STREAMS, np.int64)
     for i in range(STREAMS):
         word = load(source + HEADER + 8 * i)
-        length, lead = word & _U((1 << 56) - 1), np.int64(word >> _U(56))
+        length = word & _U((1 << 56) - 1)
+        lead = np.int64(word >> _U(56))
         if length < _U(1) or length > _U(source + size - at) or lead > k:
             return False
         start[i] = at
@@ -176,7 +182,8 @@ def _decode_streams(source, at, size, target, n, k, longest, leads, table):
         state[i, _AT], state[i, _OUT] = at - 8, out
     if at != source + size:
         return False
-    entries, shift = address(table) + (8 << longest), 64 - longest
+    entries = address(table) + (8 << longest)
+    shift = 64 - longest
     while True:
         # a round uses at most 8 + 48 bits (7 bytes) of a stream, and writes at most 24 bytes and 2
         # undefined ones below
@@ -218,7 +225,8 @@ def _finish(tables, longest, start, left, base, out):
     A window has no more bits than are left, so only words that end within them are looked up. The
     load may begin below `start`, never below the blob."""
     while out > base and left > 0:
-        at, width = (left + 7) >> 3, min(longest, left)
+        at = (left + 7) >> 3
+        width = min(longest, left)
         window = (load(start + at - 8) << _U(8 * at - left)) >> _U(64 - width)
         entry = load(tables + (8 << width) + np.int64(window) * 8)
         n = np.int64(entry >> _U(8) & _U(255))

@@ -11,7 +11,8 @@ from moelab.table import percent, text_table
 def describe(store: ExpertStore) -> str:
     """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and
     codec."""
-    spec, padded = store.spec, sum(layer.size for layer in store.layers)
+    spec = store.spec
+    padded = sum(layer.size for layer in store.layers)
     lines = [
         f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
         f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "

@@ -40,6 +40,7 @@ import xxhash
 
 from moelab.files import absolute
 from moelab.records import Record
+from moelab.schema import blamed, typed
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.bits import LAYOUT, as_bytes
@@ -47,12 +48,16 @@ from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import find_codec, read_codec
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
-FORMAT, VERSION = "moelab-store", 2
+FORMAT = "moelab-store"
+VERSION = 2
 ALIGN = 4096  # what direct I/O wants of offsets, lengths and addresses
-INDEX, WEIGHTS = "index.json", "weights.safetensors"
+INDEX = "index.json"
+WEIGHTS = "weights.safetensors"
 SOURCE_LAYOUT = "layout.json"  # of the source, see `moelab.checkpoint.restore`
 #: bytes of the other weights that a checksum covers, and of an index and of a small file at most
-PIECE, INDEX_LIMIT, FILE_LIMIT = 16 << 20, 256 << 20, 64 << 20
+PIECE = 16 << 20
+INDEX_LIMIT = 256 << 20
+FILE_LIMIT = 64 << 20
 AGAIN = "copy the store again, or convert the model again"
 
 
@@ -66,17 +71,6 @@ CHECKSUM = "xxh3"
 def checksum(data: Any) -> str:
     """XXH3 of a bytes-like object, 16 hex digits; releases the GIL."""
     return xxhash.xxh3_64_hexdigest(as_bytes(data))
-
-
-#: what reading JSON of another form than expected raises
-MAKES_NO_SENSE = (
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-    OverflowError,
-    RecursionError,
-)
 
 
 def aligned(n: int) -> int:
@@ -145,7 +139,8 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str
 
 
 def _read_entry(dtype: str, shape: Shape, checksum: str, planes: list[list]) -> TensorEntry:
-    possible, found = len(planes) in (1, DTYPES[dtype].itemsize), []
+    possible = len(planes) in (1, DTYPES[dtype].itemsize)
+    found = []
     for record, given in planes:
         codec = read_codec(record)
         chunks = tuple(Chunk(int(offset), int(length), check) for offset, length, check in given)
@@ -203,9 +198,12 @@ class Layer:
     """
 
     def __init__(self, index: int, fields: Record) -> None:
-        self.index, self.file = index, layer_file(index)
-        self.module, self.stacked = fields["module"], fields["stacked"]
-        self.size, self.header = int(fields["size"]), int(fields["header"])
+        self.index = index
+        self.file = layer_file(index)
+        self.module = fields["module"]
+        self.stacked = fields["stacked"]
+        self.size = int(fields["size"])
+        self.header = int(fields["header"])
         self.tensors = {name: _dtype_and_shape(*of) for name, of in fields["tensors"].items()}
         self.experts = [read_entries(expert, self.tensors) for expert in fields["experts"]]
         at = self.header
@@ -381,7 +379,8 @@ class ExpertStore(ExpertFiles):
     StoreError : another format or version, a damaged index, a file that is missing or has another
     size."""
 
-    aligned, checksum = True, staticmethod(checksum)
+    aligned = True
+    checksum = staticmethod(checksum)
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = absolute(folder)
@@ -391,13 +390,9 @@ class ExpertStore(ExpertFiles):
                 f"there is no expert store at {self.folder} (no {INDEX}); `moelab convert SOURCE "
                 f"{self.folder}` makes one, or goes on with one that was cut off"
             )
-        try:
+        what = "it is no index of an expert store; convert the model again"
+        with blamed(index, what, raising=StoreError):
             self._read(self._begin(INDEX, index.stat().st_size, INDEX_LIMIT))
-        except MAKES_NO_SENSE as error:
-            what = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise StoreError(
-                f"{index} is no index of an expert store ({what}). Convert the model again"
-            ) from error
         self._check_files()
 
     def _read(self, index: bytes) -> None:
@@ -405,13 +400,15 @@ class ExpertStore(ExpertFiles):
         found = [fields[name] for name in ("format", "version", "layout", "checksum")]
         readable = [FORMAT, VERSION, LAYOUT, CHECKSUM]
         _need(found == readable, f"it is in {found}; this moelab reads {readable}")
-        self.spec, self.identity = MoESpec.from_dict(fields["spec"]), fields["identity"]
+        self.spec = typed(fields["spec"], MoESpec)
+        self.identity = fields["identity"]
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), "an impossible identity")
         self.quantized: str | None = fields.get("quantized") or None
         if self.quantized:
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"
-        self.codec, self.shards = fields["codec"], int(fields["K"])
+        self.codec = fields["codec"]
+        self.shards = int(fields["K"])
         find_codec(self.codec)
         self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
         self._paths = [self.folder / layer.file for layer in self.layers]
@@ -430,7 +427,8 @@ class ExpertStore(ExpertFiles):
         self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         at = len(self._weights_header)
         for key, (dtype, shape) in shapes.items():
-            size, checks = nbytes(dtype, shape), weights[key][2]
+            size = nbytes(dtype, shape)
+            checks = weights[key][2]
             _need(len(checks) == -(-size // PIECE), f"{key} has {len(checks)} checksums")
             self.weights[key] = dtype, shape, at, size, checks
             at += size

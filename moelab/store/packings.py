@@ -83,7 +83,8 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
             f"correct it"
         ) from error
     for field, value in fields:
-        text, known = str(value).lower(), READ[method][field]
+        text = str(value).lower()
+        known = READ[method][field]
         if text not in known:
             raise ValueError(
                 f"{checkpoint} is quantised with {method}, and {field} {text[:60]!r} is not read here; "
@@ -136,7 +137,8 @@ def _product(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
 
 
 def _compressed(t: Tensors, bits: int) -> Tensor:
-    scales, zeros = t["weight_scale"], t.get("weight_zero_point")
+    scales = t["weight_scale"]
+    zeros = t.get("weight_zero_point")
     if (codes := t.get("weight")) is None:
         codes = _codes(t["weight_packed"], bits).view(torch.int8) - (1 << bits - 1)
     R, n = codes.shape
@@ -150,7 +152,8 @@ def _compressed(t: Tensors, bits: int) -> Tensor:
 
 
 def _gptq(t: Tensors, bits: int, less: int = 1) -> Tensor:
-    codes, scales = _codes(t["qweight"].transpose(0, 1), bits), t["scales"].mT
+    codes = _codes(t["qweight"].transpose(0, 1), bits)
+    scales = t["scales"].mT
     zeros = (_codes(t["qzeros"], bits) + less & (1 << bits) - 1).mT
     groups = t["g_idx"].long()
     negative = not groups.is_meta and bool((groups < 0).any())
@@ -211,8 +214,8 @@ class Packing(fewbit.FewBits):
     @property
     def record(self) -> dict[str, Any]:
         tensors = [[name, dtype, list(shape)] for name, dtype, shape in self.tensors]
-        kind, bits, matrices = self.name, self.bits, self.matrices
-        return {"kind": kind, "bits": bits, "matrices": matrices, "tensors": tensors}
+        counts = {"bits": self.bits, "matrices": self.matrices}
+        return {"kind": self.name, **counts, "tensors": tensors}
 
     @cached_property
     def times(self) -> int:
@@ -224,9 +227,11 @@ class Packing(fewbit.FewBits):
         packed = {("I32", 4): 8, ("I8", 8): 1}.get((codes, self.bits))
         if not packed or scales != "BF16" or "weight_zero_point" in given or len(grid) != 2:
             return 0
-        R, groups = shape[0], shape[1] * packed // fewbit.GROUP  # of 32 inputs
-        whole = shape[1] * packed % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1]
-        return groups // grid[1] if whole and groups % grid[1] == 0 else 0
+        R = shape[0]
+        n = shape[1] * packed
+        groups = n // fewbit.GROUP  # of 32 inputs
+        whole = n % (2 * fewbit.GROUP) == 0 and grid[0] == R and grid[1] and groups % grid[1] == 0
+        return groups // grid[1] if whole else 0
 
     def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
         """Of the tensors of each matrix, "qweight.0" and so on."""
@@ -277,7 +282,9 @@ def _shape_of(packing: Packing) -> Shape:
 
 def from_record(record: dict[str, Any]) -> Packing:
     """The packing of a `Packing.record`. Raises ValueError and the like for any other."""
-    kind, bits, matrices = record["kind"], record["bits"], record["matrices"]
+    kind = record["kind"]
+    bits = record["bits"]
+    matrices = record["matrices"]
     if kind not in KINDS or bits not in (4, 8) or matrices not in range(1, 100):
         raise ValueError(f"{str(record)[:200]} is no packing")
     tensors = tuple((name, dtype, tuple(shape)) for name, dtype, shape in record["tensors"])
@@ -309,15 +316,3 @@ def gathered(
         for layer in layers.values()
     ]
     return packing, np.concatenate(blob)
-
-
-def keep(
-    kind: str, bits: int, sources: Iterable[tuple[str, int, Tensor]], made: Tensor
-) -> tuple[Packing, np.ndarray] | None:
-    """As `gathered`, or None unless that is `made` bit for bit."""
-    try:
-        packing, blob = gathered(kind, bits, sources)
-        packing.decompress(blob, unpacked := torch.empty_like(made))
-    except (LookupError, ValueError):  # not quantised, no rows of the tensor, or of several sizes
-        return None
-    return (packing, blob) if fewbit.same_bits(unpacked, made) else None

@@ -41,7 +41,6 @@ from moelab.store.layout import (
     run,
 )
 
-KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
 
 
@@ -59,7 +58,8 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
     if alignment < ALIGN or n < HUGE // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
         room = np.empty(n + alignment, np.uint8)
     else:
-        alignment, private = HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        alignment = HUGE
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         memory = mmap.mmap(-1, -(-n // HUGE) * HUGE + HUGE, private)
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -81,11 +81,9 @@ def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
 
 @dataclass
 class ReadCounters:
-    """What was read: bytes, requests to the system, and the seconds that they took, throttling
-    included."""
+    """What was read: bytes, and the seconds that took, throttling included."""
 
     bytes: int = 0
-    requests: int = 0
     seconds: float = 0.0
 
 
@@ -138,7 +136,8 @@ class Reader:
                 f"{store.folder} is no expert store, whose tensors are aligned to be read past the page "
                 f"cache: convert it, or use another mode"
             )
-        self.store, self.bandwidth = store, bandwidth
+        self.store = store
+        self.bandwidth = bandwidth
         self.verify = verify and store.checksum is not None
         self.counters = ReadCounters()
         #: (mode, file) → descriptor, opened when it is first read
@@ -187,16 +186,18 @@ class Reader:
         `check`."""
         found = [self._chunks(layer, expert, part, buffer) for part, buffer in parts.items()]
         filled = [chunks for chunks in found if len(chunks.data)]
-        total, requests, start = 0, 0, time.perf_counter()
+        total = 0
+        start = time.perf_counter()
         for path, offset, views in self.store.extents(filled) if filled else ():
             total += sum(map(len, views))
-            requests += self._read_extent(path, offset, views, filled[0])
-        self._count(total, requests, start)
+            self._read_extent(path, offset, views, filled[0])
+        self._count(total, start)
         return found
 
     def _chunks(self, layer: int, expert: int, part: str, buffer: np.ndarray | None) -> Chunks:
         """A part that is still to be read, in its buffer."""
-        key, entries = (layer, expert, part), self.store.entries(layer, expert)
+        key = (layer, expert, part)
+        entries = self.store.entries(layer, expert)
         if key not in self._runs:
             self._runs[key] = *run(entries, part), self.store.stored_bytes(*key)
         offset, length, nbytes = self._runs[key]
@@ -208,7 +209,7 @@ class Reader:
             )
         return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
 
-    def _count(self, total: int, requests: int, start: float) -> None:
+    def _count(self, total: int, start: float) -> None:
         """Count, and wait as long as throttling says."""
         with self._lock:
             now = time.perf_counter()
@@ -216,17 +217,14 @@ class Reader:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
             wait = max(0.0, self._free_at - now)
             self.counters.bytes += total
-            self.counters.requests += requests
             self.counters.seconds += now - start + wait
         time.sleep(wait)
 
-    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> int:
-        """Fill the views with a file's bytes from `begin` on; returns how many requests that
-        took."""
-        offset, requests = begin, 0
+    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> None:
+        """Fill the views with a file's bytes from `begin` on."""
+        offset = begin
         try:
             while views:
-                requests += 1
                 n = self._request(path, views, offset)
                 if not n:
                     raise StoreError(f"{path} is cut off at byte {offset:,}, inside {_which(what)}")
@@ -240,36 +238,27 @@ class Reader:
                 error.errno,
                 f"reading {path} at byte {offset:,} ({_which(what)}) failed: {error.strerror}",
             ) from error
-        return requests
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
         try:
-            with self._open(path) as fd:
-                return os.preadv(fd, views, offset)
+            return os.preadv(self._descriptor(path), views, offset)
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         self.mode = "buffered"
         return self._request(path, views, offset)
 
-    @contextlib.contextmanager
-    def _open(self, path: Path) -> Iterator[int]:
-        """A file to read from, which stays open if fewer than `KEPT` do."""
+    def _descriptor(self, path: Path) -> int:
+        """A file to read from, opened once in a mode."""
         with self._lock:
             key = self.mode, path
-            if (fd := self._files.get(key)) is None:
-                fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.mode == "direct" else 0))
+            if key not in self._files:
+                flags = os.O_DIRECT if self.mode == "direct" else 0
+                self._files[key] = os.open(path, os.O_RDONLY | flags)
                 if self.mode == "uncached":
-                    fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-                if len(self._files) < KEPT:
-                    self._files[key] = fd
-            kept = key in self._files
-        try:
-            yield fd
-        finally:
-            if not kept:
-                os.close(fd)
+                    fcntl.fcntl(self._files[key], fcntl.F_NOCACHE, 1)
+            return self._files[key]
 
     def check(self, chunks: Chunks, only: str | None = None) -> None:
         """Raise StoreError unless the chunks, or those of the tensor `only`, match their
@@ -348,16 +337,15 @@ class StoreExperts:
     on each call. Options as of `Reader`."""
 
     def __init__(self, store: ExpertFiles, **options: Any) -> None:
-        self.store, self.reader = store, Reader(store, **options)
-        self.identity, self.name = store.identity, f"{store.spec.name} in {store.folder}"
-        self._local = threading.local()
+        self.store = store
+        self.reader = Reader(store, **options)
+        self.identity = store.identity
+        self.name = f"{store.spec.name} in {store.folder}"
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes; raises what `Reader.read` and
         `decode` raise."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = self.reader.buffer()
-        chunks = self.reader.read(layer, expert, "both", self._local.buffer)
+        chunks = self.reader.read(layer, expert)
         return decode(chunks, chunks)
 
 

@@ -27,14 +27,8 @@ _BLOCK = 1 << 14
 def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
     """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError
     if damaged."""
-    exponents_of(e, name, as_bytes(out, writable=True)[out.numel() :])
-
-
-def exponents_of(e: Chunks, name: str, out: np.ndarray) -> None:
-    """The exponents of a tensor of 16-bit weights into `out`, uint8 [N]. Raises StoreError if they
-    are damaged."""
     with named(e, name):
-        unpack_plane(e.plane(name, 0), out)
+        unpack_plane(e.plane(name, 0), as_bytes(out, writable=True)[out.numel() :])
 
 
 def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
@@ -48,7 +42,8 @@ def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
 @kernel
 def _recover(sign_mantissa, words):
     n = len(words)
-    exponents, block = words.view(np.uint8)[n:], np.empty(_BLOCK, np.uint8)
+    exponents = words.view(np.uint8)[n:]
+    block = np.empty(_BLOCK, np.uint8)
     for begin in range(0, n, _BLOCK):
         end = min(begin + _BLOCK, n)
         block[: end - begin] = exponents[begin:end]

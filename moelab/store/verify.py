@@ -27,7 +27,8 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     FileNotFoundError, OSError : there is no store, or it cannot be read.
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
-    found = {"experts": 0, "chunks": 0, "bytes": check_weights(store)}
+    check_weights(store)
+    found = {"experts": 0, "chunks": 0, "bytes": store.weights_bytes}
     for chunks, _ in checked_experts(store, "verifying"):
         if not intact(chunks.entries, chunks.data, chunks.offset):
             raise StoreError(
@@ -62,22 +63,28 @@ def checked_experts(
                 bar.update(len(chunks.data))
 
 
-def check_weights(store: ExpertStore) -> int:
-    """Check the weights that are not experts'; returns their bytes. Raises StoreError naming the
-    damaged tensor."""
+def check_weights(store: ExpertStore) -> None:
+    """Check the weights that are not experts'. Raises StoreError naming the damaged tensor."""
+    for _ in checked_weights(store):
+        pass
+
+
+def checked_weights(store: ExpertStore) -> Iterator[tuple[str, int, bytes]]:
+    """(key, first byte, bytes) of pieces of the weights that are not experts', checked."""
     path = store.folder / WEIGHTS
     with open(path, "rb") as f:
         for key, (_, _, offset, size, checksums) in store.weights.items():
             f.seek(offset)
             for i, expected in enumerate(checksums):
-                data = f.read(min(PIECE, size - i * PIECE))
+                begin = i * PIECE
+                data = f.read(min(PIECE, size - begin))
                 if store.checksum(data) != expected:
                     raise StoreError(
                         f"{path} is damaged: {key} does not match its checksum (between bytes "
-                        f"{offset + i * PIECE:,} and {offset + i * PIECE + len(data):,}); copy the store "
+                        f"{offset + begin:,} and {offset + begin + len(data):,}); copy the store "
                         f"again, or convert the model again"
                     )
-    return store.weights_bytes
+                yield key, begin, data
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,6 +17,7 @@ import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from moelab.store.layout import (
     CHECKSUM,
     FORMAT,
     INDEX,
-    MAKES_NO_SENSE,
     PIECE,
     SOURCE_LAYOUT,
     VERSION,
@@ -46,7 +46,6 @@ from moelab.store.layout import (
     layer_header,
     plain_name,
     read_entries,
-    run,
     seal,
     weights_header,
 )
@@ -91,17 +90,14 @@ class StoreWriter:
         self.destination = vacant(destination)
         self.folder = self.destination.with_name(self.destination.name + ".part")
         codecs.find_codec(codec)
-        experts = [E for _, E, _ in layers]
-        if len(layers) != spec.L or {*experts} != {spec.E}:
-            raise ValueError(
-                f"{spec.name} has MoE layers of {experts} experts; a store holds {spec.L} of {spec.E}"
-            )
-        self.layers, self.codec, self.shards = layers, codec, shards
+        self.layers = layers
+        self.codec = codec
+        self.shards = shards
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         head = {
             "format": FORMAT,
             "version": VERSION,
-            "spec": spec.to_dict(),
+            "spec": asdict(spec),
             "identity": identity,
             "codec": codec,
             "K": shards,
@@ -115,7 +111,8 @@ class StoreWriter:
         self._pending: list[Record] = []  # of experts that are written but not yet synced
         self._file: Any = None  # of the layer that is written, at byte `_end`
         self._end = self._unsynced = 0
-        self._thread, self._writing = ThreadPoolExecutor(1), None
+        self._thread = ThreadPoolExecutor(1)
+        self._writing = None
         with self._explained():
             journal = Path(f"{self.folder}.jsonl")
             for path in (self.folder, journal, *self.folder.glob("*")):
@@ -163,7 +160,7 @@ class StoreWriter:
             try:
                 if not self._is_whole(layer, expert, record):
                     return
-            except (*MAKES_NO_SENSE, MemoryError, OSError):
+            except Exception:  # a journal that makes no sense, a file that cannot be read
                 return
             yield record
 
@@ -171,14 +168,15 @@ class StoreWriter:
         """Whether a record is this expert's, and its bytes lie right behind those of the one
         before."""
         entries = read_entries(record["entries"], record["tensors"])
-        begin, size = run(entries, "both")
+        begin = record["begin"]
+        end = record["end"]
         with open(self.folder / layer_file(layer), "rb") as f:
             f.seek(begin)
-            data = f.read(size)
-        follows = not expert or begin == self._end
-        self._end = begin + size
-        said = record["layer"], record["expert"], record["end"]
-        return follows and said == (layer, expert, self._end) and intact(entries, data, begin)
+            data = f.read(end - begin)
+        follows = begin + len(data) == end and (not expert or begin == self._end)
+        self._end = end
+        said = record["layer"], record["expert"]
+        return follows and said == (layer, expert) and intact(entries, data, begin)
 
     # -----------------------------------------------------------------------------------------
     # experts
@@ -207,14 +205,17 @@ class StoreWriter:
         before."""
         # beside few-bit matrices what is left stays readable in place
         codec = self.codec if not blobs or codecs.find_codec(self.codec).in_place else "bf12"
-        packed, entries, shapes, size = {}, {}, {}, 0
+        packed = {}
+        entries = {}
+        shapes = {}
+        size = 0
         for name in list(tensors):
             tensor = tensors.pop(name).contiguous()
             shapes[name] = [NAMES[tensor.dtype], list(tensor.shape)]
             entries[name] = [checksum(tensor), []]
             if blobs and name in blobs:
                 form, blob = blobs[name]
-                packed[name] = codecs.PackedTensor((codecs.Plane(form, (blob,)),))
+                packed[name] = codecs.PackedTensor([codecs.Plane(form, (blob,))])
             else:
                 packed[name] = codecs.compress_tensor(tensor, codec, self.shards)
             size += tensor.nbytes
@@ -231,16 +232,15 @@ class StoreWriter:
     def _wait(self) -> None:
         """Wait until the expert before is written; raises what writing it raised."""
         if self._writing is not None:
-            done, self._writing = self._writing, None
+            done = self._writing
+            self._writing = None
             done.result()
 
     def _room_for_header(
         self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
     ) -> int:
         """Bytes that are enough for the header of a layer's file, from its first expert."""
-        n_chunks = sum(
-            len(plane.shards) + self.shards for p in packed.values() for plane in p.planes
-        )
+        n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p)
         longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
         about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
         return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
@@ -253,10 +253,10 @@ class StoreWriter:
                 self._open(record["layer"], begin)
             for exponents in (True, False):
                 for name, p in packed.items():
-                    for plane in p.planes[:1] if exponents else p.planes[1:]:
+                    for plane in p[:1] if exponents else p[1:]:
                         chunks = [self._append(shard) for shard in plane.shards]
                         record["entries"][name][1].append([plane.codec.record, chunks])
-            self._pending.append(record | {"end": self._end})
+            self._pending.append(record | {"begin": begin, "end": self._end})
             if self._unsynced >= COMMIT:
                 self._commit()
 
@@ -285,7 +285,8 @@ class StoreWriter:
             os.fsync(self._file.fileno())
             self._journal.append(self._pending)
             self.records += self._pending
-            self._pending, self._unsynced = [], 0
+            self._pending = []
+            self._unsynced = 0
 
     # -----------------------------------------------------------------------------------------
     # the rest of the store
@@ -305,17 +306,14 @@ class StoreWriter:
         self._wait()
         with self._explained():
             self._commit()
+            contents = dict(files)
             experts = [record.get("sources") for record in self.records]
             if source is not None and None not in experts:
-                files = [
-                    *files,
-                    (SOURCE_LAYOUT, json.dumps({**source, "experts": experts}).encode()),
-                ]
-            weight_map = json.dumps(
-                {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}, indent=1
-            )
+                contents[SOURCE_LAYOUT] = json.dumps(source | {"experts": experts}).encode()
+            weight_map = {"metadata": {}, "weight_map": dict.fromkeys(weights, WEIGHTS)}
+            contents[WEIGHT_MAP] = json.dumps(weight_map, indent=1).encode()
             table = {}
-            for name, content in [*files, (WEIGHT_MAP, weight_map.encode())]:
+            for name, content in contents.items():
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
             index, digest = seal(
@@ -339,7 +337,7 @@ class StoreWriter:
                     "module": module,
                     "stacked": stacked,
                     "tensors": records[0]["tensors"],
-                    "header": _begin(records[0]),
+                    "header": records[0]["begin"],
                     "size": records[-1]["end"],
                     "experts": [record["entries"] for record in records],
                 }
@@ -398,11 +396,6 @@ class StoreWriter:
                 f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
                 f"right and run the same command again, and it goes on from there",
             ) from error
-
-
-def _begin(record: Record) -> int:
-    """Where in its file an expert's bytes begin."""
-    return run(read_entries(record["entries"], record["tensors"]), "both")[0]
 
 
 def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:

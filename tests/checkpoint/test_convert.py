@@ -21,9 +21,7 @@ from moelab.checkpoint import convert as converting
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import convert
 from moelab.checkpoint.restore import places, restore
-from moelab.models import plug
 from moelab.store.layout import StoreError
-from moelab.store.reader import StoreExperts
 from moelab.store.verify import main as verify_main
 from moelab.store.verify import verify
 from tests.checkpoint.stores import identity_of
@@ -122,22 +120,6 @@ def test_places_of_source_tensors(shape, dim, dtype, how):
         ]
         assert got == source.reshape(-1).tolist()
     assert dtype == torch.uint8 or places([("x", 0, -1 - first[None])], made) is None
-
-
-def test_refusals(tmp_path, monkeypatch):
-    source, other = small_checkpoint(tmp_path / "m"), small_checkpoint(tmp_path / "n", seed=1)
-    assert identity_of(source) != identity_of(other)
-    with pytest.raises(ValueError, match="no codec"):
-        convert(source, tmp_path / "s", "gzip")
-    store = convert(source, tmp_path / "s")
-    with pytest.raises(FileExistsError, match="not overwritten"):
-        convert(source, tmp_path / "s")
-    assert store.identity == identity_of(source)
-    for model in (open_model(other), open_model(tiny.save("olmoe", tmp_path / "o"))):
-        with pytest.raises(ValueError, match="these are weights of m in "):
-            plug(model, source=StoreExperts(store))
-    with pytest.raises(FileExistsError, match="not overwritten"):
-        restore(store, tmp_path / "m")
 
 
 def test_a_destination_that_cannot_be_made_is_told_before_the_work(tmp_path, monkeypatch):

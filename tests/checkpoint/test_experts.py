@@ -35,14 +35,10 @@ def store_of(folder, dtype="auto"):
     return CheckpointStore(checkpoint, checkpoint.dtype(dtype))
 
 
-@pytest.mark.parametrize(
-    "name, requests",
-    [("mixtral", 3), ("gpt_oss", 4), ("switch_transformers", 2), ("mxfp4", 6), ("fp8", 6)],
-)
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "switch_transformers", "mxfp4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
-    """Apart, fused, numbered and quantised, in the stored dtype and in another: a request for each
-    tensor."""
+def test_experts_are_those_that_are_converted(name, dtype, tmp_path):
+    """Apart, fused, numbered and quantised, in the stored dtype and in another."""
     folder = tiny.save_few(name, tmp_path)
     store = store_of(folder, dtype)
     truth = CheckpointExperts(store.checkpoint, dtype)
@@ -54,9 +50,7 @@ def test_experts_are_those_that_are_converted(name, requests, dtype, tmp_path):
             assert all(
                 read[key].dtype == dtype and torch.equal(read[key], wanted[key]) for key in read
             )
-    counters, n = experts.reader.counters, len(store.layers) * store.spec.E
-    assert counters.requests == requests * n
-    assert counters.bytes == sum(
+    assert experts.reader.counters.bytes == sum(
         store.stored_bytes(layer, expert, "both")
         for layer in range(len(store.layers))
         for expert in range(store.spec.E)

@@ -14,15 +14,11 @@ from safetensors.torch import load_file, save_file
 
 import moelab
 from moelab import open_model
-from moelab.bench.external_engines import write_unstacked
-from moelab.bench.measure import in_process
-from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.files import small_model
 from moelab.models import discover, plug
-from moelab.specs import MoESpec
 from tests.models import tiny
 
 
@@ -77,26 +73,6 @@ def test_external_never_reads_the_experts(tmp_path):
     assert all(torch.isfinite(p).all() for p in model.parameters())
     assert not any(".experts." in name for name, _ in model.named_parameters())
     assert model(torch.arange(3, 9)[None]).logits.isnan().any()
-
-
-OPEN = """
-import json, sys
-import moelab
-from moelab.offloading.metrics import process
-moelab.open_model(experts="external")           # all that is imported
-before = process()["peak_rss_bytes"]
-moelab.open_model(sys.argv[1], experts="external")
-print(json.dumps(process()["peak_rss_bytes"] - before))
-"""
-
-
-def test_peak_memory_of_external_experts_does_not_hold_them(tmp_path):
-    """Of 100 MB of experts."""
-    sizes = {"E": 32, "K": 4, "H": 1024, "I": 256, "vocab": 1024, "heads": 8, "kv_heads": 2}
-    spec = MoESpec("two layers", "qwen3_moe", 2, (0, 1), **sizes, head_dim=128)
-    write_unstacked(synthesize(tmp_path / "stacked", spec), tmp_path / "model")
-    size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
-    assert in_process(OPEN, tmp_path / "model") < size / 2
 
 
 # ----------------------------------------------------------------------------------------------------

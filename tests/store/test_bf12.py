@@ -65,7 +65,7 @@ def test_what_does_not_fit_stays_raw():
         packed, out = compress_tensor(w, "bf12"), torch.empty_like(w)
         decompress_tensor(packed, out)
         assert torch.equal(out.view(torch.uint8), w.view(torch.uint8))
-        return [plane.codec.name for plane in packed.planes]
+        return [plane.codec.name for plane in packed]
 
     w = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     b = w.bfloat16()

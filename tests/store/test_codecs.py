@@ -85,13 +85,13 @@ def test_how_close_a_codec_comes_to_the_bound(name, points):
     bound = (8 - float((p * p.log2()).sum())) / 16
     packed = compress_tensor(weights, name)
     assert bound < packed.nbytes / weights.nbytes <= bound + points / 100
-    assert [plane.codec.name for plane in packed.planes] == [name, "raw"]
+    assert [plane.codec.name for plane in packed] == [name, "raw"]
 
 
 def test_splitting_pays_or_is_left():
     def fraction(weights):
         packed = compress_tensor(weights, "huffman")
-        planes = ["coded" if plane.codec.name == "huffman" else "" for plane in packed.planes]
+        planes = ["coded" if plane.codec.name == "huffman" else "" for plane in packed]
         return packed.nbytes / weights.nbytes, planes
 
     noise = torch.randint(0, 256, (40000,), dtype=torch.uint8)
@@ -120,10 +120,10 @@ def test_shards_are_few_enough_not_to_become_small(n, k):
 def test_several_shards(name):
     weights = gaussian(3 * MIN_SHARD + 1001)
     packed = compress_tensor(weights, name, shards=4)
-    assert len(packed.planes[0].shards) == 3
+    assert len(packed[0].shards) == 3
     out = torch.zeros_like(weights)
     decompress_tensor(packed, out)
     assert same(out, weights)
     begin, end = shard_bounds(len(weights), 3)[-1]
-    find_codec(name).decompress(packed.planes[0].shards[-1], last := bytearray(end - begin))
+    find_codec(name).decompress(packed[0].shards[-1], last := bytearray(end - begin))
     assert list(last) == exponents(weights)[begin:].tolist()

@@ -15,7 +15,7 @@ from moelab.store.reader import Chunks
 def chunks_of(tensor, codec, K):
     """(E-chunks, SM-chunks) of a tensor as a reader would give them, by concatenation."""
     parts, planes = {"E": b"", "SM": b""}, []
-    for i, plane in enumerate(compress_tensor(tensor, codec, K).planes):
+    for i, plane in enumerate(compress_tensor(tensor, codec, K)):
         part, found = "SM" if i else "E", []
         for shard in plane.shards:
             found.append(Chunk(len(parts[part]), len(shard), ""))

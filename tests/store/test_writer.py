@@ -185,8 +185,6 @@ def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="no codec 'gzip'"):
         begin(tmp_path, codec="gzip")
-    with pytest.raises(ValueError, match="a store holds 2 of 3"):
-        begin(tmp_path, layers=LAYERS[:1])
     assert not list(tmp_path.iterdir())
     w = begin(tmp_path)
     with pytest.raises(FileExistsError, match="another process"):
