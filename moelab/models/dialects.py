@@ -2,8 +2,7 @@
 translated for the seam; and experts that transformers does not dispatch by name.
 
 Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor
-without the tokens that were dropped; LongCat's ids go on beyond its experts, to some that give back
-their input. How the experts compute is in `moelab.models.experts`. Shapes: ids [T, K], E means "no
+without the tokens that were dropped. How the experts compute is in `moelab.models.experts`. Shapes: ids [T, K], E means "no
 expert"; weights [T, K]."""
 
 from __future__ import annotations
@@ -30,16 +29,10 @@ def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     return ids[:, None], probability.reshape(-1, 1)
 
 
-def _longcat_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
-    _, weights, ids = output
-    return ids.clamp(max=router.num_experts), weights
-
-
 #: router class → how to read its output; all others return (logits, weights, ids)
 ROUTING = {
     "Llama4Router": _llama4_routing,
     "SwitchTransformersTop1Router": _switch_routing,
-    "LongcatFlashTopkRouter": _longcat_routing,
 }
 
 #: router classes whose forward takes [B, S, H]; all others take [T, H]
@@ -59,24 +52,10 @@ def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
-def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    _, _, all_ids = output = self.router(hidden_states)
-    ids, weights = _longcat_routing(self.router, output)
-    x = hidden_states.view(-1, hidden_states.shape[-1])
-    out = self.experts(x, ids, weights)
-    for expert in range(
-        self.experts.num_routed_experts, self.experts.total_experts
-    ):  # they give x itself
-        choice, token = (expert == all_ids.T).nonzero(as_tuple=True)
-        out.index_add_(0, token, (x[token] * weights[token, choice, None]).to(out.dtype))
-    return out.view(hidden_states.shape)
-
-
 #: block class → its forward in the seam's terms
 BLOCKS = {
     "Llama4TextMoe": _llama4_forward,
     "SwitchTransformersSparseMLP": _switch_forward,
-    "LongcatFlashMoE": _longcat_forward,
 }
 
 

@@ -106,7 +106,6 @@ AROUND = dict.fromkeys(PLAIN, Around()) | {
     "Kolibri1": Around(post="post_mlp_layernorm"),
     "Laguna": _SCALED,
     "Lfm2Moe": Around("ffn_norm"),
-    "LongcatFlash": Around("post_attention_layernorm.0", beside=True),
     "MiniMaxM3VL": _SCALED,
     "NemotronHBlock": Around("norm"),
     "Step3p7": _SCALED,
@@ -159,7 +158,8 @@ class Stream:
             entered.append(args[0].clone())
 
         def after(_module: nn.Module, _args: tuple, output: Any) -> None:
-            out, r = first(output).double(), entered.pop().double()
+            out = first(output).double()
+            r = entered.pop().double()
             see(out - r.view_as(out))
 
         patches.hook(self.entry.register_forward_pre_hook, before)
