@@ -54,17 +54,13 @@ def _attend_kernel(
 ):
     """sums [heads, SPLITS, D] and ends [heads, SPLITS, 2]: a largest score, and the total of
     weights beside it."""
-    h = tl.program_id(0)
-    split = tl.program_id(1)
+    h, split = tl.program_id(0), tl.program_id(1)
     kind: tl.constexpr = q.dtype.element_ty
-    g = tl.arange(0, ROWS)
-    d = tl.arange(0, WIDTH)
-    old = tl.load(where + 2) - 1
-    from_head = h * tl.load(where + 3)
+    g, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    old, from_head = tl.load(where + 2) - 1, h * tl.load(where + 3)
     keys = tl.multiple_of(tl.load(where).to(tl.pointer_type(kind)) + from_head, 16)
     values = tl.multiple_of(tl.load(where + 1).to(tl.pointer_type(kind)) + from_head, 16)
-    c = _wide(cos + d, d < D)
-    s = _wide(sin + d, d < D)
+    c, s = _wide(cos + d, d < D), _wide(sin + d, d < D)
     head = h * GROUP + g
     mine = (g[:, None] < GROUP) & (d[None, :] < D)
     place = head[:, None] * D + d[None, :]
@@ -80,18 +76,15 @@ def _attend_kernel(
     whole = tl.zeros([ROWS, WIDTH], tl.float32) + value.to(tl.float32)[None, :]
     mixed = tl.where(first, whole, 0.0)
     each = tl.cdiv(tl.cdiv(old, SPLITS), KEYS) * KEYS
-    begin = split * each
-    end = tl.minimum(split * each + each, old)
+    begin, end = split * each, tl.minimum(split * each + each, old)
     while begin < end:
         i = begin + tl.arange(0, KEYS)
         there = (i[:, None] < old) & (d[None, :] < D)
         at = i[:, None].to(tl.int64) * D + d[None, :]
         scores = tl.dot(x, tl.trans(_wide(keys + at, there)), input_precision=PRECISION) * scaling
         scores = tl.where(i[None, :] < old, scores, float("-inf"))
-        before = largest
-        largest = tl.maximum(largest, tl.max(scores, 1))
-        less = tl.exp(before - largest)
-        weights = tl.exp(scores - largest[:, None])
+        before, largest = largest, tl.maximum(largest, tl.max(scores, 1))
+        less, weights = tl.exp(before - largest), tl.exp(scores - largest[:, None])
         total = total * less + tl.sum(weights, 1)
         seen = tl.dot(weights, _wide(values + at, there), input_precision=PRECISION)
         mixed = mixed * less[:, None] + seen
@@ -104,12 +97,9 @@ def _attend_kernel(
 
 @triton.jit
 def _together_kernel(sums, ends, out, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
-    head = tl.program_id(0)
-    split = tl.arange(0, SPLITS)
-    d = tl.arange(0, WIDTH)
+    head, split, d = tl.program_id(0), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     at = head * SPLITS + split
-    largest = tl.load(ends + 2 * at)
-    total = tl.load(ends + 2 * at + 1)
+    largest, total = tl.load(ends + 2 * at), tl.load(ends + 2 * at + 1)
     less = tl.exp(largest - tl.max(largest, 0))
     mixed = tl.load(sums + at[:, None] * D + d[None, :], mask=d[None, :] < D, other=0.0)
     mixed = tl.sum(mixed * less[:, None], 0) / tl.sum(total * less, 0)
@@ -122,12 +112,9 @@ def attend(
     """Attention of a token whose q, k and v are given before their rotation. All are contiguous, D
     a multiple of 8, and a head of the cache begins on a multiple of 16 bytes."""
     (heads, D), kv_heads, pow2 = q.shape, len(k), triton.next_power_of_2
-    splits = pow2(max(PROGRAMS // kv_heads, 1))
-    width = max(16, pow2(D))
-    group = heads // kv_heads
+    splits, width, group = pow2(max(PROGRAMS // kv_heads, 1)), max(16, pow2(D)), heads // kv_heads
     sums = q.new_empty(heads, splits, D, dtype=torch.float32)
-    ends = q.new_empty(heads, splits, 2, dtype=torch.float32)
-    out = torch.empty_like(q)
+    ends, out = q.new_empty(heads, splits, 2, dtype=torch.float32), torch.empty_like(q)
     precision = "ieee" if q.dtype == torch.float32 else "tf32"  # which has q, k, v whole
     sizes = D, group, splits, max(16, pow2(group)), width, KEYS, precision
     _attend_kernel[(kv_heads, splits)](q, k, v, cos, sin, where, sums, ends, scaling, *sizes)
