@@ -26,8 +26,9 @@ def locate(
         if getattr(getattr(experts.source, "device", None), "type", "cpu") != device:
             return None
         if (found := find(experts.layer, chosen.tolist(), dtype)) is not None:
-            return _of_source(experts, found, dtype)
-    parts = [part for name in names(experts) for part in _with_bias(experts, name)]
+            return _matrices(experts, found, experts.shapes, dtype, found)
+    suffixes = ("", "_bias") if experts.has_bias else ("",)
+    parts = [name + suffix for name in names(experts) for suffix in suffixes]
     whole = {part: banks(experts, part) for part in parts}
     if any(bank is None for bank in whole.values()):
         given = [experts.weights(e) for e in chosen.tolist()]
@@ -41,14 +42,13 @@ def locate(
     tensors = [tensors[part] for tensors in given for part in parts]
     if any(w.dtype != dtype or w.device.type != device or not w.is_contiguous() for w in tensors):
         return None
-    both = []
-    for name in names(experts):
+    found = {}
+    for part in parts:
         rows = np.zeros((len(chosen), 4), np.int64)
-        for part, column in zip(_with_bias(experts, name), (0, 2)):
-            rows[:, column] = addresses[part]
-        R = _outputs(experts, given[0][name].shape)
-        both.append(Matrices(KINDS[dtype], rows, R, experts.is_transposed, given))
-    return tuple(both)
+        rows[:, 0] = addresses[part]
+        found[part] = "raw", rows
+    shapes = {part: given[0][part].shape for part in parts}
+    return _matrices(experts, found, shapes, dtype, given)
 
 
 def banks(experts: Any, name: str) -> Tensor | None:
@@ -57,18 +57,14 @@ def banks(experts: Any, name: str) -> Tensor | None:
     return compat.parameters_of(experts.module).get(name) if experts.source is None else None
 
 
-def _with_bias(experts: Any, name: str) -> list[str]:
-    """The name of a matrix and of its bias, if it has one."""
-    return [name, f"{name}_bias"][: 1 + bool(experts.has_bias)]
-
-
-def _outputs(experts: Any, shape: Sequence[int]) -> int:
-    return shape[-1 if experts.is_transposed else -2]
-
-
-def _of_source(
-    experts: Any, found: dict[str, tuple], dtype: torch.dtype
+def _matrices(
+    experts: Any,
+    found: dict[str, tuple],
+    shapes: dict[str, Sequence[int]],
+    dtype: torch.dtype,
+    owner: Any,
 ) -> tuple[Matrices, Matrices]:
+    """Of (codec, rows of addresses) and the shape of one expert's tensor by name."""
     both = []
     for name in names(experts):
         codec, rows = found[name]
@@ -77,6 +73,6 @@ def _of_source(
         # Few bits lie in rows in either layout.
         transposed = experts.is_transposed and not codec.endswith(".T")
         kind = PACKED.get(codec.removesuffix(".T"), KINDS[dtype])
-        R = _outputs(experts, experts.shapes[name])
-        both.append(Matrices(kind, rows, R, transposed, found))
+        R = shapes[name][-1 if experts.is_transposed else -2]
+        both.append(Matrices(kind, rows, R, transposed, owner))
     return tuple(both)

@@ -18,8 +18,8 @@ from moelab.fast.graphs import GraphLayer, GraphStretch
 from moelab.fast.layers import DecodeLayer, DecodeStretch, stretches
 from moelab.fast.modules import Linear, Norm, Router
 from moelab.fast.packing import on_huge_pages, packer
-from moelab.models.patches import Patches, bare
-from moelab.models.unchanged import FusedModule
+from moelab.models.patches import Patches
+from moelab.models.unchanged import FusedModule, forward
 from moelab.store.layout import checksum
 
 #: what `FastDecode` puts in place of forwards, in this order: probes of what is made of others use
@@ -33,7 +33,6 @@ class FastDecode(Patches):
     """A model that uses the fused decode kernels; undone by `close`, or at the end of a `with`
     block.
 
-    rows : up to how many rows linear layers use them; None measures it.
     dense : one of `DENSE`: linear layers, attention's and the head too, but no routers, multiply by
         copies of their bf16 weights in that format, made now. bf12 is lossless: results differ in
         the order of sums only. The others round, prompts included; embeddings stay. Inputs must be
@@ -44,12 +43,9 @@ class FastDecode(Patches):
         (`moelab.fast.layers`).
     """
 
-    def __init__(
-        self, model: nn.Module, rows: float | None = None, dense: str | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, dense: str | None = None) -> None:
         super().__init__()
         self.model = model
-        self.rows = rows
         self.dense = dense
         self.fused: list[FusedModule] = []
         try:
@@ -72,12 +68,11 @@ class FastDecode(Patches):
     def _fuse(self, kind: Any, pack: Pack | None) -> None:
         """Replace the forwards of all modules that a kernel is for."""
         for name, module in self.model.named_modules():
-            options: dict[str, Any] = {"rows": self.rows} if kind is Linear else {}
-            if kind in (DecodeAttention, Linear) and not name.endswith(ROUTERS):
-                options["pack"] = pack
-            if bare(module) and (fused := kind.of(module, **options)) is not None:
+            packs = kind in (DecodeAttention, Linear) and not name.endswith(ROUTERS)
+            options = [pack] if packs else []
+            if forward(module) is None and (fused := kind.of(module, *options)) is not None:
                 for one in (fused, *fused.inner):
-                    if bare(one.module):
+                    if forward(one.module) is None:
                         self.put(one.module, "forward", one)
                 self.fused.append(fused)
         for fused in self.fused:  # their parts have other forwards now

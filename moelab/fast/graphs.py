@@ -128,10 +128,6 @@ class GraphLayer(OneTokenLayer):
         its own forward gives for a random token."""
         if not _fits(module):
             return None
-        try:
-            from moelab.fast import attention_triton  # noqa: F401
-        except ImportError:  # no Triton: the layer's own forward does
-            return None
         twin = compat.with_children(module, {"mlp": nn.Identity()})
         try:
             # Tensors of inference mode cannot be written to outside of it.
@@ -139,7 +135,7 @@ class GraphLayer(OneTokenLayer):
                 ours = cls(module)
                 ours.module = twin
                 same = agree(twin, ours, ours.attention, len(module.input_layernorm.weight))
-        except Exception as error:  # no compiler for Triton, or a kernel that does not fit this GPU
+        except Exception as error:  # no Triton, no compiler, or a kernel that does not fit this GPU
             warnings.warn(
                 f"decoding without CUDA graphs: {type(module).__name__} cannot be captured here ({error})",
                 stacklevel=2,
@@ -152,8 +148,8 @@ class GraphLayer(OneTokenLayer):
         """Attend to this cache, which the graph lets grow by a token each time; None for none that
         anybody uses."""
         keys, values = self._nowhere
-        where = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)]
-        where = memory.where.tolist() if memory else where
+        nowhere = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)]
+        where = memory.where.tolist() if memory else nowhere
         if memory is None or self.placed != where:
             self.placed = []  # until it is there, should this be interrupted
             self.where.copy_(torch.tensor(where))
@@ -220,8 +216,7 @@ def _fits(module: nn.Module) -> bool:
 def _is_router(gate: Any) -> bool:
     """Whether a router's own forward makes logits, weights and ids of one token, and its weight
     alone says which."""
-    state = () if gate is None else gate.state_dict()
-    return type(gate).__name__.endswith("Router") and [*state] == ["weight"]
+    return type(gate).__name__.endswith("Router") and [*gate.state_dict()] == ["weight"]
 
 
 class GraphRouter(Router):
@@ -253,7 +248,7 @@ class GraphStretch(Stretch):
 
     def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
         super().__init__(model, layers)
-        self.of = (None, None)
+        self.of = None
         self.graph = None
 
     def compute(
@@ -261,10 +256,10 @@ class GraphStretch(Stretch):
     ) -> tuple[Tensor, Tensor, Computed]:
         with LOCK:
             in_turn(x.device)
-            if self.of[0] is not up or self.of[1] is not down:  # other matrices now
+            if self.of is not up:  # other matrices now
                 with torch.inference_mode(False), torch.no_grad():
                     self.graph = self._captured(up, down)
-                self.of = up, down
+                self.of = up
             self.layers[0].fill(x, token)
             for layer, memory in zip(self.layers, memories):
                 layer.place(memory)

@@ -151,15 +151,15 @@ def _same_choice(wanted: tuple, got: tuple) -> bool:
 
 
 @torch.inference_mode()
-def measured_rows(module: nn.Linear, packed: Matrices | None) -> float:
+def measured_rows(module: nn.Linear, packed: Matrices | None, rounded: Copy | None) -> float:
     """Up to how many rows the kernel is faster than torch, which for its products has to make a
     weight that was rounded."""
     w = module.weight
     b = module.bias
-    rounded = _rounded(packed)
+    packed = packed if rounded else None
     return crossover(
-        ("linear", w.dtype, packed.kind if rounded else None, torch.get_num_threads()),
-        lambda n: linear(w.new_ones(n, w.shape[1]), w, b, packed if rounded else None),
+        ("linear", w.dtype, packed and packed.kind, torch.get_num_threads()),
+        lambda n: linear(w.new_ones(n, w.shape[1]), w, b, packed),
         lambda n: F.linear(w.new_ones(n, w.shape[1]), rounded.tensor() if rounded else w, b),
     )
 
@@ -168,40 +168,31 @@ class Linear(FusedModule):
     """The forward of a linear layer.
 
     rows : up to how many the kernel multiplies. packed : of its weight, used until anything of the
-        module is changed. One that is rounded is so for any number of rows.
+        module is changed. rounded : that, if it is not the very same, then for any number of rows.
     """
 
-    def __init__(self, module: nn.Linear, rows: float, packed: Matrices | None = None) -> None:
+    def __init__(self, module: nn.Linear, packed: Matrices | None) -> None:
         super().__init__(module, Unchanged(called=[module], copied=True) if packed else Unchanged())
-        self.rows = rows
         self.packed = packed
+        self.rounded = packed.owner if packed and packed.owner.codec.few_bits else None
+        self.rows = measured_rows(module, packed, self.rounded)
 
     @classmethod
-    def of(
-        cls, module: nn.Module, pack: Pack | None = None, rows: float | None = None
-    ) -> Linear | None:
-        """None where the module's own forward is as good, or another; rows None measures them."""
+    def of(cls, module: nn.Module, pack: Pack | None = None) -> Linear | None:
+        """None where the module's own forward is as good, or another."""
         if type(module) is not nn.Linear or not fits(module.weight, module.bias):
             return None
         if module.weight.numel() < LARGE and pack is None:
             return None
         found = matrices_of(module.weight, module.bias, pack)
-        packed = found if found.owner else None
-        return cls(module, measured_rows(module, packed) if rows is None else rows, packed)
+        return cls(module, found if found.owner else None)
 
     def fused(self, x: Tensor) -> Tensor | None:
         w = self.module.weight  # it may be replaced or moved
         b = self.module.bias
         trained = torch.is_grad_enabled() and w.requires_grad
         unchanged = self.packed and not trained and self.parts.listeners() is not None
-        packed = self.packed if unchanged else None
         few = x.shape[-1] == w.shape[1] and 0 < x.numel() <= self.rows * w.shape[1]
         if few and x.is_cpu and x.dtype == w.dtype and fits(w, b) and not watched():
-            return linear(x, w, b, packed)
-        rounded = _rounded(packed)
-        return F.linear(x, rounded.tensor(), b) if rounded else None
-
-
-def _rounded(packed: Matrices | None) -> Copy | None:
-    """What was rounded of a weight; None for one that is the very same."""
-    return packed.owner if packed and packed.owner.codec.few_bits else None
+            return linear(x, w, b, self.packed if unchanged else None)
+        return F.linear(x, self.rounded.tensor(), b) if self.rounded and unchanged else None

@@ -43,7 +43,9 @@ def packed_as(codec: Codec, weight: Tensor) -> Matrices | None:
     kind = codec.kernel("BF16", shape)
     if not kind or (blob := codec.compress(weight)) is None:
         return None
-    memory = _aligned(blob)
+    memory = aligned_buffer(len(blob), 64)
+    memory[:] = blob
+    on_huge_pages(memory.ctypes.data, len(blob))
     row = codec.row(memory.ctypes.data, len(memory), shape)
     return Matrices(PACKED[kind], np.array([row]), shape[0], owner=Copy(codec, memory, shape))
 
@@ -59,13 +61,6 @@ class Copy(NamedTuple):
         """The weight that this stands for."""
         self.codec.decompress(self.blob, out := torch.empty(self.shape, dtype=torch.bfloat16))
         return out
-
-
-def _aligned(blob: np.ndarray) -> np.ndarray:
-    memory = aligned_buffer(len(blob), 64)
-    memory[:] = blob
-    on_huge_pages(memory.ctypes.data, len(blob))
-    return memory
 
 
 def on_huge_pages(address: int, nbytes: int) -> None:

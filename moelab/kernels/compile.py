@@ -21,28 +21,10 @@ from typing import Any
 
 import numba
 from numba import types
-from numba.core import caching, event
+from numba.core import caching
 from numba.core.ccallback import CFunc
 
-_OURS: set[str] = set()  # files that have kernels
 _ALIVE: list[Any] = []  # compiled functions, which would take their code with them
-
-
-class _Announcing(event.Listener):
-    """Says once that kernels are being compiled, when one is that numba's cache lacks."""
-
-    said = False
-
-    def on_start(self, begun: event.Event) -> None:
-        if not self.said and begun.data["dispatcher"].py_func.__code__.co_filename in _OURS:
-            print("compiling kernels (the first time only) …", file=sys.stderr, flush=True)
-            self.said = True
-
-    def on_end(self, ended: event.Event) -> None:
-        pass
-
-
-event.register("numba:compile", _Announcing())
 
 
 def kernel(function: Callable | None = None, **options: Any) -> Callable:
@@ -82,12 +64,15 @@ class _Cache(caching.FunctionCache):
         )
 
     def load_overload(self, *args: Any) -> Any:
+        found = None
         try:
-            return super().load_overload(*args)
+            found = super().load_overload(*args)
         except Exception:  # whatever unpickling makes of damage
             with suppress(OSError):
                 self.flush()
-            return None
+        if found is None:
+            _announce()
+        return found
 
     def save_overload(self, *args: Any) -> None:
         try:
@@ -97,7 +82,6 @@ class _Cache(caching.FunctionCache):
 
 
 def _cache_of(function: Callable) -> Any:
-    _OURS.add(function.__code__.co_filename)
     try:
         return _Cache(function)
     except (RuntimeError, OSError):
@@ -105,6 +89,7 @@ def _cache_of(function: Callable) -> Any:
             str(Path(function.__code__.co_filename).parent),
             "there is no folder that can be written",
         )
+        _announce()
         return caching.NullCache()
 
 
@@ -122,6 +107,11 @@ def _folder_digest(folder: Path) -> str:
 
 
 @cache  # so it is said once
+def _announce() -> None:
+    print("compiling kernels (the first time only) …", file=sys.stderr, flush=True)
+
+
+@cache
 def _not_kept(folder: str, why: str) -> None:
     warnings.warn(
         f"compiled kernels cannot be kept in {folder} ({why}), so each process compiles its own; set "

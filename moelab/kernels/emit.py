@@ -210,13 +210,11 @@ def take(counter):
 @emitted()
 def together(team, function, threads, job):
     """Call the C function at an address with that of the array `job` in so many threads, by
-    OpenMP's GOMP_parallel at the address `team`; once, in this thread, where that is 0 or threads
-    1."""
+    OpenMP's GOMP_parallel at the address `team`; in this thread, if threads is 1."""
     b = team.builder
     body = ir.FunctionType(VOID, [I64])
     run = ir.FunctionType(VOID, [body.as_pointer(), I64, I32, I32])
-    several = b.and_(b.icmp_unsigned("!=", team.llvm, fill(I64, 0)), threads.is_(">", 1).llvm)
-    with b.if_else(several) as (then, otherwise):
+    with b.if_else(threads.is_(">", 1).llvm) as (then, otherwise):
         with then:
             b.call(
                 team.at(run),

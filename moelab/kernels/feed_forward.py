@@ -52,7 +52,8 @@ def arrange(ids, E):
         for k in range(K):
             e = ids[t, k]
             if e < E:
-                tokens[places[e]], rows[t, k] = t, places[e]
+                tokens[places[e]] = t
+                rows[t, k] = places[e]
                 places[e] += 1
     return hit[:M], bounds[: M + 1], tokens, rows
 

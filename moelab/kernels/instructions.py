@@ -40,9 +40,11 @@ from moelab.kernels.vectors import (
 class Floats:
     """Products in fp32."""
 
+    ordered = "order"  # the kind's attribute for `order`
+
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.order = kind.order
+        self.order = getattr(kind, self.ordered)
 
     def prepared(self, inputs: list[Value]) -> list[Value]:
         return inputs
@@ -68,9 +70,7 @@ class Floats:
 class Pairs(Floats):
     """Products of pairs of bf16, summed in fp32."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.order = kind.pair_order
+    ordered = "pair_order"
 
     def prepared(self, inputs):
         """Pairs of the inputs' upper halves, then of what these lack, which is exact to 2⁻¹⁷; an
@@ -95,9 +95,7 @@ class Pairs(Floats):
 class Bytes(Floats):
     """Products of codes as bytes and inputs in fixed point, summed in whole numbers."""
 
-    def __init__(self, kind: Kind) -> None:
-        self.kind = kind
-        self.order = kind.byte_order
+    ordered = "byte_order"
 
     def prepared(self, inputs):
         """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the

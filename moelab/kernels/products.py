@@ -111,21 +111,20 @@ def multiply(
 def crossover(what: tuple, first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
     """Up to how many tokens `first` is no slower than `second`: 1, the middle of two of the
     `SIZES`, or infinity. Measured once in a process for each `what`."""
-    if what not in _MEASURED:
-        _MEASURED[what] = _measured_crossover(first, second)
-    return _MEASURED[what]
-
-
-def _measured_crossover(first: Callable[[int], Any], second: Callable[[int], Any]) -> float:
+    if what in _MEASURED:
+        return _MEASURED[what]
+    found = inf
     last = 0
     for size in SIZES:
         # In turn: what disturbs one disturbs the other. The first ones compile, pack, fill caches.
         runs = [(_seconds(first, size), _seconds(second, size)) for _ in range(1 + REPEATS)]
         ours, theirs = map(min, zip(*runs[1:]))
         if ours > theirs:
-            return (last + size) // 2 if last else 1
+            found = (last + size) // 2 if last else 1
+            break
         last = size
-    return inf
+    _MEASURED[what] = found
+    return found
 
 
 def _seconds(function: Callable[[int], Any], size: int) -> float:

@@ -22,12 +22,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
-def transformers_version() -> str:
-    import transformers
-
-    return transformers.__version__
-
-
 def model_class(config: Any) -> type:
     """The generating class for a config, whole: causal language model, encoder-decoder, or
     multimodal model."""
@@ -132,7 +126,8 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     config : the checkpoint's, which says how it is quantised (`models.quantizers.readable`)."""
     from transformers.utils import logging
 
-    stock, private = type(model), _private(type(model))
+    stock = type(model)
+    private = _private(type(model))
     model.__class__ = private
     filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
     bars = logging.is_progress_bar_enabled()
@@ -171,7 +166,8 @@ def dispatches_by_name(cls: type) -> bool:
 def dispatch(config: Any, name: str | None) -> str | None:
     """Have all experts of a config computed by the implementation of this name; returns the one
     before. The config is where the decorator's forward looks."""
-    before, config._experts_implementation = config._experts_implementation, name
+    before = config._experts_implementation
+    config._experts_implementation = name
     return before
 
 
@@ -332,7 +328,8 @@ def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[s
     How many there must be, the parameter's shape says."""
     from transformers.core_model_loading import apply_renamings
 
-    keys, number = plan.sources[pattern], r"(0|[1-9]\d{0,8})\."
+    keys = plan.sources[pattern]
+    number = r"(0|[1-9]\d{0,8})\."
     if "*" not in pattern and len(keys) == 1:
         return keys
     shape = re.compile(pattern.replace("*.", number))
@@ -380,7 +377,9 @@ def convert_expert(
 ) -> torch.Tensor:
     """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own
     conversion."""
-    return converted(plan, tensors, _OneExpert(twin), quantizer)[plan.target]
+    one = copy(twin)  # some look how a parameter lies: `Transpose(check_dims=True)`
+    one.get_parameter = lambda name: twin.get_parameter(name)[:1]
+    return converted(plan, tensors, one, quantizer)[plan.target]
 
 
 def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
@@ -390,20 +389,6 @@ def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
         return True
     steps = {(type(op).__name__, getattr(op, "dim", None)) for op in plan.converter.operations}
     return quantizer is None and steps <= {("MergeModulelist", 0), ("Concatenate", 1)}
-
-
-class _OneExpert:
-    """A model for conversions that look how a parameter lies (`Transpose(check_dims=True)`): with
-    one expert in it."""
-
-    def __init__(self, twin: torch.nn.Module) -> None:
-        self.twin = twin
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.twin, name)
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        return self.twin.get_parameter(name)[:1]
 
 
 def may_lack(

@@ -44,11 +44,15 @@ class SeamExperts:
     has_gate, has_bias, is_transposed, has_post_expert_norm, is_concatenated : as transformers'
         decorator `use_experts_implementation` declares them; the last is None without it."""
 
-    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
+    has_gate = True
+    has_bias = False
+    is_transposed = False
+    has_post_expert_norm = False
     is_concatenated: bool | None = None
 
     def __init__(self, module: nn.Module, layer: int = 0) -> None:
-        self.module, self.layer = module, layer
+        self.module = module
+        self.layer = layer
         self.executor: Run = eager
         self.engine: Run | None = None
         self.source: Source | None = None
@@ -130,9 +134,9 @@ def seam_of(module: nn.Module, layer: int = 0) -> SeamExperts:
     known = [KINDS[one.__name__] for one in cls.__mro__ if one.__name__ in KINDS]
     if not known and not compat.dispatches_by_name(cls):
         raise ValueError(
-            f"{cls.__name__} may compute anything: in transformers {compat.transformers_version()} its "
-            f"forward is not that of use_experts_implementation. Say how in a subclass of SeamExperts, "
-            f"named in moelab.models.experts.KINDS; until then it is run without moelab"
+            f"{cls.__name__} may compute anything: its forward is not that of "
+            f"use_experts_implementation. Say how in a subclass of SeamExperts, named in "
+            f"moelab.models.experts.KINDS; until then it is run without moelab"
         )
     return [*known, SeamExperts][0](module, layer)
 
@@ -194,19 +198,6 @@ class _Llama4Experts(SeamExperts):
         return dense.sum(dim=0)
 
 
-class _LongcatExperts(SeamExperts):
-    """The experts that compute; those that give back their input are the block's
-    (`moelab.models.dialects`)."""
-
-    @property
-    def num_experts(self) -> int:
-        return self.module.num_routed_experts
-
-    def activate(self, h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
-        return self.module.act_fn(gate) * up
-
-
 class _SwitchExperts(SeamExperts):
     """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
 
@@ -243,7 +234,6 @@ class _SwitchExperts(SeamExperts):
 KINDS: dict[str, type[SeamExperts]] = {
     "Llama4TextExperts": _Llama4Experts,
     "SwitchTransformersExperts": _SwitchExperts,
-    "LongcatFlashExperts": _LongcatExperts,
     "NemotronHExperts": _SumsWide,
     "Step3p7Experts": SeamExperts,
     "Inkling2Experts": _SumsInFP32,

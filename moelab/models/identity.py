@@ -20,7 +20,9 @@ import torch
 from moelab.store.headers import Stored
 
 #: bytes of a sample, of a tensor that is read whole, and of a tensor for each sample of it
-PIECE, WHOLE, EACH = 4096, 1 << 16, 1 << 20
+PIECE = 4096
+WHOLE = 1 << 16
+EACH = 1 << 20
 #: fields of a config that do not change what the model computes in a given precision
 SAID_ELSEWHERE = (
     "_name_or_path",
@@ -92,7 +94,8 @@ def require_same_model(model: torch.nn.Module, *parts: Any) -> None:
 
 def of_tensors(tensors: dict[str, Stored], config: Any) -> str:
     """The identity of a checkpoint, by its transformers config and samples of its tensors."""
-    lines, entries = [], sorted(tensors.items(), key=lambda item: (item[1].file, item[1].begin))
+    lines = []
+    entries = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].begin))
     for file, of_file in groupby(entries, key=lambda item: item[1].file):
         with open(file, "rb", buffering=0) as f:
             for key, entry in of_file:

@@ -39,15 +39,10 @@ class Patches(ExitStack):
         Raises ValueError: it has a forward of its own, which would hide the class's."""
         if cls is type(target):
             return
-        if not bare(target):
+        if "forward" in vars(target):
             raise ValueError(
                 f"this {type(target).__name__} has a forward of its own ({target.forward!r:.80}), which "
                 f"does not ask the class's: take it off, put this on, and then that again"
             )
         self.callback(setattr, target, "__class__", type(target))
         target.__class__ = cls
-
-
-def bare(module: Any) -> bool:
-    """Whether a module's forward is its class's own."""
-    return "forward" not in vars(module)

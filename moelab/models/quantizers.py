@@ -30,7 +30,8 @@ from moelab.store import packings
 #: methods whose layouts `moelab.store.packings` reads
 PACKED = ("compressed-tensors", "gptq", "awq")
 #: names under which transformers knows our quantisers
-FP8, UNPACKED = "moelab-fp8", "moelab-unpacked"
+FP8 = "moelab-fp8"
+UNPACKED = "moelab-unpacked"
 #: experts that checkpoints stack, and that are quantised one by one as linear layers: whether the
 #: stack is transposed
 APART = {"Llama4TextExperts": True, "Qwen3VLMoeTextExperts": False}
@@ -77,14 +78,19 @@ register_quantization_config(FP8)(FineGrainedFP8Config)
 @register_quantization_config(UNPACKED)
 class _PackedConfig(QuantizationConfigMixin):
     def __init__(self, quant_method: str, fields: dict[str, Any]) -> None:
-        self.quant_method, self.fields, self.dequantize = quant_method, fields, True
+        self.quant_method = quant_method
+        self.fields = fields
+        self.dequantize = True
 
 
 @register_quantizer(UNPACKED)
 class _Packed(HfQuantizer):
     """Unpacks the layouts that `moelab.store.packings` reads."""
 
-    is_trainable, is_serializable = False, lambda self: False
+    is_trainable = False
+
+    def is_serializable(self) -> bool:
+        return False
 
     def __init__(self, config: QuantizationConfigMixin, **options: Any) -> None:
         super().__init__(config, **options)

@@ -30,7 +30,8 @@ class FusedModule:
     """
 
     def __init__(self, module: nn.Module, parts: Unchanged) -> None:
-        self.module, self.parts = module, parts
+        self.module = module
+        self.parts = parts
         self.inner: list[FusedModule] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +61,8 @@ class Listener:
     """
 
     def __init__(self, heard: Callable[..., None], hook: Callable[..., Any]) -> None:
-        self.heard, self.hook = heard, hook
+        self.heard = heard
+        self.hook = hook
 
     def __call__(self, *args: Any) -> Any:
         return self.hook(*args)
@@ -83,7 +85,9 @@ class Unchanged:
         heard: Iterable[nn.Module] = (),
         copied: bool = False,
     ) -> None:
-        self.silent, self.heard, self.copied = list(modules), list(heard), copied
+        self.silent = list(modules)
+        self.heard = list(heard)
+        self.copied = copied
         self.modules = [*self.silent, *self.heard, *called]
         self.hooks = [hooks for module in self.silent for hooks in compat.hooks_on(module)]
         self.tables = [*map(vars, self.modules), *map(compat.children_of, self.modules)]
@@ -102,10 +106,12 @@ class Unchanged:
         self.weights = [
             tensor for table in self.held for tensor in table.values() if tensor is not None
         ]
-        self.known, self.state = [dict(table) for table in self.tables], self._state()
+        self.known = [dict(table) for table in self.tables]
+        self.state = self._state()
 
     def _state(self) -> list[list]:
-        weights, ids = self.weights, chain.from_iterable(map(dict.values, self.held))
+        weights = self.weights
+        ids = chain.from_iterable(map(dict.values, self.held))
         return [
             list(map(type, self.modules)),
             [cls.forward for cls in self.classes],

@@ -17,6 +17,7 @@ from moelab import fast as kernels
 from moelab.experts import gemv
 from moelab.fast import attention, fast_decode, graphs
 from moelab.kernels.products import KINDS
+from moelab.models.patches import Patches
 from moelab.models.seam import discover
 from tests.models import tiny
 
@@ -147,12 +148,10 @@ def test_tokens_are_those_of_transformers(
 def test_who_listens_hears_what_was_chosen_and_may_keep_it(device, opened, tmp_path):
     folder, tokens, found = tiny.save("mixtral", tmp_path / "model", torch.bfloat16), drawn(12), []
     for executor, opens in (("exact", open_model), ("fast", opened)):
-        with opens(folder, device=device, executor=executor) as lm:
+        with opens(folder, device=device, executor=executor) as lm, Patches() as patches:
             heard = []
             for layer in discover(lm):
-                layer.listen(
-                    lm.moelab._patches, lambda ids, w, i=layer.index: heard.append((i, ids, w))
-                )
+                layer.listen(patches, lambda ids, w, i=layer.index: heard.append((i, ids, w)))
             decode(lm, tokens)
             found.append([(i, ids.cpu(), w.float().cpu()) for i, ids, w in heard])
     assert len(opened.called) == 6

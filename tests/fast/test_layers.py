@@ -6,6 +6,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from moelab import open_model
+from moelab.models.patches import Patches
 from moelab.models.seam import discover
 from moelab.recording import record
 from moelab.specs import State
@@ -82,12 +83,11 @@ def test_one_call_leaves_what_its_layers_leave(name, dtype, memory, tmp_path, ca
 
 
 def test_who_listens_or_records_hears_the_same(tmp_path, calls):
-    with open_model(tiny.save("mixtral", tmp_path / "model", torch.float32), executor="fast") as lm:
+    folder = tiny.save("mixtral", tmp_path / "model", torch.float32)
+    with open_model(folder, executor="fast") as lm, Patches() as patches:
         heard = []
         for layer in discover(lm):
-            layer.listen(
-                lm.moelab._patches, lambda ids, w, i=layer.index: heard.append((i, ids, w))
-            )
+            layer.listen(patches, lambda ids, w, i=layer.index: heard.append((i, ids, w)))
         decode(lm)
         assert calls == [lm.spec.L] * STEPS
         one_call, heard[:] = list(heard), []

@@ -10,7 +10,6 @@ from torch import nn
 from moelab import open_model, record
 from moelab.models import compat, discover, eager, plug, plugged
 from moelab.models.patches import Patches
-from moelab.models.stream import FOUND
 from tests.models import sweep, tiny
 
 IDS = torch.arange(3, 14)[None]
@@ -24,7 +23,7 @@ def snapshot(model):
     """Everything that could be left behind: class, attributes, hooks, the dispatch's name."""
     found = {}
     for name, module in model.named_modules():
-        held = vars(module).keys() - {FOUND}
+        held = set(vars(module))
         hooks = [len(value or ()) for key, value in vars(module).items() if "_hooks" in key]
         config = getattr(module, "config", None)
         found[name] = type(module), held, hooks, getattr(config, "_experts_implementation", None)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab import open_model
 from moelab.models import plugged
 from moelab.models.patches import Patches
-from moelab.models.stream import AROUND, FOUND, streams
+from moelab.models.stream import AROUND, PLAIN, streams
 from moelab.recording import record
 from moelab.speculate.signals import default_vectors, quasi_hidden
 from tests.checkpoint.wild import model_of, names
 from tests.depth import depth, in_turn
-from tests.models import tiny
 
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71]]
 #: whose stream is no such relation, or whose router wants more than its input
@@ -21,15 +19,18 @@ REFUSED = (
     *("beam", "deepseek_v4", "gemma4", "gemma4_text", "hy_v4", "inkling_text", "inkling2_text"),
     *("minimax", "qwen4_exp_text", "zaya"),
 )
-#: three plain ones, and those that are in the table by the beginning of their layers' names
-PLAIN = ("qwen3_moe", "deepseek_v3", "gpt_oss")
-LISTED = tuple(name.partition("Decoder")[0].lower() for name in AROUND)
+#: those that are not plain, by the beginning of their layers' names
+LISTED = tuple(name.lower() for name in AROUND if name not in PLAIN)
 
 
 def some() -> list[str]:
     """In `make test` those that are not plain pre-norm layers, and three that are."""
     known = [name for name in names() if name not in REFUSED]
-    few = [n for n in known if n in PLAIN or n.replace("_", "").startswith(LISTED)]
+    few = [
+        n
+        for n in known
+        if n in ("qwen3_moe", "deepseek_v3", "gpt_oss") or n.replace("_", "").startswith(LISTED)
+    ]
     return depth(few, known)
 
 
@@ -108,46 +109,18 @@ def test_of_one_token_default_vectors_are_exact(name):
 
 
 @pytest.mark.parametrize(
-    "name, scale", [("granitemoe", 0.37), ("granitemoeshared", 0.37), ("minimax_m3_vl_text", 2.5)]
+    "name, scale",
+    [("granitemoe", 0.37), ("laguna", 2.5), ("minimax_m3_vl_text", 2.5), ("cohere2_moe", 0.5)],
 )
 def test_factors_are_those_of_the_code(name, scale):
     """Residual multipliers, scaled sums and shared branches as transformers' code has them."""
-    assert streams(model_of(name))[0].scale == pytest.approx(scale, rel=1e-5)
+    assert streams(model_of(name))[0].scale == scale
 
 
 @pytest.mark.parametrize("name", sorted(set(REFUSED) & set(names())))
 def test_other_streams_are_refused_by_name(name):
     model = model_of(name)
     for ask in (streams, lambda model: record(model, PROMPTS, hidden=True)):
-        with pytest.raises(ValueError, match="adds something else"):
+        with pytest.raises(ValueError, match="AROUND"):
             ask(model)
     assert len(record(model, PROMPTS)) == sum(map(len, PROMPTS))  # without hidden states it goes
-
-
-@torch.no_grad()
-def test_measuring_leaves_the_model_as_it_was_and_reads_no_expert(tmp_path):
-    path = tiny.save("qwen2_moe", tmp_path)
-    mine, theirs = (open_model(path, experts=kind) for kind in ("external", "resident"))
-    ids, before = torch.tensor([PROMPTS[0]]), [set(vars(m)) for m in mine.modules()]
-    logits = mine(ids).logits
-
-    def supply(layer, expert):
-        raise AssertionError("an expert was read")
-
-    with plugged(mine, source=supply):
-        streams(mine)
-    assert [set(vars(m)) - {FOUND} for m in mine.modules()] == before
-    assert torch.equal(mine(ids).logits, logits)
-    for a, b in zip(streams(mine), streams(theirs), strict=True):
-        assert a.scale == b.scale
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_deep_model_is_measured_to_its_last_layer(dtype):
-    """Noise that were passed on from layer to layer would be infinite before the fiftieth."""
-    from moelab.models import compat
-
-    torch.manual_seed(0)
-    config = tiny.config("qwen3_moe", num_hidden_layers=50, mlp_only_layers=[])
-    model = compat.model_class(config)(config).to(dtype).eval()
-    assert [stream.scale for stream in streams(model)] == [1] * 50
