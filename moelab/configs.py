@@ -90,6 +90,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "llama4_text": {"router": "sigmoid", "shared_I": lambda c: c.intermediate_size},
     "gpt_oss": {"router": "topk-softmax", "bias": True},
     "phimoe": {"router": "sparsemixer"},
+    # a layer is two attentions with a dense FFN each, and one MoE beside them
+    "longcat_flash": {
+        "num_layers": lambda c: c.num_layers,
+        "shared_I": lambda c: 2 * c.ffn_hidden_size,
+    },
     "deepseek": {"router": "softmax"},
     "deepseek_v2": {
         "router": lambda c: (
@@ -133,8 +138,6 @@ REFUSED = {
     "(JetMoeParallelExperts), not as experts(hidden_states, ids, weights)",
     "nllb-moe": "passes its experts a mask, of which transformers 5.20 to 5.23 itself runs experts 0 and 1 alone "
     "(NllbMoeExperts takes the mask's zeros and ones for experts' numbers)",
-    "longcat_flash": "gives its experts ids beyond them, of some that give back th"
-    "eir input, and has rows of weights for these, for which a store has no place",
     "ernie4_5_vl_moe_text": "has two sets of experts a layer, of other sizes, for text and for vision",
     "dots3_note": "has routed experts in its vision encoder as well; of its text model alone (dots3_note_text) a "
     "checkpoint of its own is run",

@@ -100,6 +100,13 @@ def _require_convertible(checkpoint: Checkpoint) -> None:
             f"{store.folder} was quantised to {store.quantized}; convert the checkpoint that it was "
             f"made from"
         )
+    for layer in checkpoint.plan.layers:
+        for name, bank in layer.experts.named_parameters(recurse=False):
+            if len(bank) != layer.E:
+                raise ValueError(
+                    f"{layer.name}.experts.{name} has {len(bank)} rows for {layer.E} experts, and a store "
+                    f"has no place for the others: {checkpoint.spec.model_type} cannot be converted"
+                )
 
 
 def _other_files(

@@ -39,10 +39,16 @@ def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     return ids[:, None], probability.reshape(-1, 1)
 
 
+def _longcat_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    _, weights, ids = output
+    return ids.clamp(max=router.num_experts), weights
+
+
 #: router class → how to read its output; all others return (logits, weights, ids)
 ROUTING = {
     "Llama4Router": _llama4_routing,
     "SwitchTransformersTop1Router": _switch_routing,
+    "LongcatFlashTopkRouter": _longcat_routing,
 }
 
 #: router classes whose forward takes [B, S, H]; all others take [T, H]
@@ -62,10 +68,24 @@ def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
+def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    _, _, all_ids = output = self.router(hidden_states)
+    ids, weights = _longcat_routing(self.router, output)
+    x = hidden_states.view(-1, hidden_states.shape[-1])
+    out = self.experts(x, ids, weights)
+    for expert in range(
+        self.experts.num_routed_experts, self.experts.total_experts
+    ):  # they give x itself
+        choice, token = (expert == all_ids.T).nonzero(as_tuple=True)
+        out.index_add_(0, token, (x[token] * weights[token, choice, None]).to(out.dtype))
+    return out.view(hidden_states.shape)
+
+
 #: block class → its forward in the seam's terms
 BLOCKS = {
     "Llama4TextMoe": _llama4_forward,
     "SwitchTransformersSparseMLP": _switch_forward,
+    "LongcatFlashMoE": _longcat_forward,
 }
 
 

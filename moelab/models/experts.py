@@ -44,15 +44,11 @@ class SeamExperts:
     has_gate, has_bias, is_transposed, has_post_expert_norm, is_concatenated : as transformers'
         decorator `use_experts_implementation` declares them; the last is None without it."""
 
-    has_gate = True
-    has_bias = False
-    is_transposed = False
-    has_post_expert_norm = False
+    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
     is_concatenated: bool | None = None
 
     def __init__(self, module: nn.Module, layer: int = 0) -> None:
-        self.module = module
-        self.layer = layer
+        self.module, self.layer = module, layer
         self.executor: Run = eager
         self.engine: Run | None = None
         self.source: Source | None = None
@@ -198,6 +194,19 @@ class _Llama4Experts(SeamExperts):
         return dense.sum(dim=0)
 
 
+class _LongcatExperts(SeamExperts):
+    """The experts that compute; those that give back their input are the block's
+    (`moelab.models.dialects`)."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.module.num_routed_experts
+
+    def activate(self, h: Tensor) -> Tensor:
+        gate, up = h.chunk(2, dim=-1)
+        return self.module.act_fn(gate) * up
+
+
 class _SwitchExperts(SeamExperts):
     """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
 
@@ -234,6 +243,7 @@ class _SwitchExperts(SeamExperts):
 KINDS: dict[str, type[SeamExperts]] = {
     "Llama4TextExperts": _Llama4Experts,
     "SwitchTransformersExperts": _SwitchExperts,
+    "LongcatFlashExperts": _LongcatExperts,
     "NemotronHExperts": _SumsWide,
     "Step3p7Experts": SeamExperts,
     "Inkling2Experts": _SumsInFP32,

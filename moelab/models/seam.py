@@ -38,7 +38,9 @@ class MoELayer:
 
     @property
     def E(self) -> int:
-        return self.experts.num_experts
+        return next(
+            getattr(self.experts, count) for count in COUNTS if hasattr(self.experts, count)
+        )
 
     @property
     def seam(self) -> SeamExperts:
@@ -130,7 +132,7 @@ def discover(model: nn.Module) -> list[MoELayer]:
     layers = []
     for name, module in model.named_modules():
         block_name, _, last = name.rpartition(".")
-        if last != "experts" or not hasattr(module, "num_experts"):
+        if last != "experts" or not any(hasattr(module, count) for count in COUNTS):
             continue
         block = model.get_submodule(block_name)
         parts = dict(block.named_children())
@@ -151,14 +153,12 @@ def discover(model: nn.Module) -> list[MoELayer]:
 def require_adaptable(model: nn.Module) -> None:
     """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them
     and leaves it out."""
-    away = [layer.seam for layer in discover(model) if not layer.resident]
-    absent = tuple(f".{name}" for seam in away for name in seam.shapes)
+    absent = {name for layer in discover(model) if not layer.resident for name in layer.seam.shapes}
     for config in vars(model).get("peft_config", {}).values():
-        modules = config.target_modules or ()
-        meant = getattr(config, "target_parameters", None)
+        modules, meant = config.target_modules or (), getattr(config, "target_parameters", None)
         named = [] if isinstance(modules, str) else [f"{module}.weight" for module in modules]
         for name in (*named, *(meant or ())):
-            if f".{name}".endswith(absent):
+            if any(f".{name}".endswith(f".{own}") for own in absent):
                 raise ValueError(
                     f"this adapter is for the experts, too ({name}), which are not in memory: open the "
                     f"model without memory=, or merge the adapter into the checkpoint first"

@@ -106,6 +106,7 @@ AROUND = dict.fromkeys(PLAIN, Around()) | {
     "Kolibri1": Around(post="post_mlp_layernorm"),
     "Laguna": _SCALED,
     "Lfm2Moe": Around("ffn_norm"),
+    "LongcatFlash": Around("post_attention_layernorm.0", beside=True),
     "MiniMaxM3VL": _SCALED,
     "NemotronHBlock": Around("norm"),
     "Step3p7": _SCALED,
@@ -158,8 +159,7 @@ class Stream:
             entered.append(args[0].clone())
 
         def after(_module: nn.Module, _args: tuple, output: Any) -> None:
-            out = first(output).double()
-            r = entered.pop().double()
+            out, r = first(output).double(), entered.pop().double()
             see(out - r.view_as(out))
 
         patches.hook(self.entry.register_forward_pre_hook, before)

@@ -191,6 +191,12 @@ def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
             use(folder)
 
 
+def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
+    said = "12 rows for 8 experts.*longcat_flash cannot be converted"
+    with pytest.raises(ValueError, match=said):
+        convert(tiny.save("longcat_flash", tmp_path / "m"), tmp_path / "s")
+
+
 def test_a_width_by_layer_is_no_number_of_layers(tmp_path):
     """Gemma 4's `vocab_size_per_layer_input` is 262,144."""
     open_model(tiny.save("gemma4_text", tmp_path / "m"))

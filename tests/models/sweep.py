@@ -121,7 +121,9 @@ def geometry(case: Case) -> None:
     assert {spec.K} == set(chosen), f"K is {spec.K}, and routers choose {set(chosen)}"
     for module in (layer.experts for layer in layers):
         apart = isinstance(module, torch.nn.ModuleDict)  # Switch; all others are banks [E, …]
-        E = len(module) if apart else len(module.down_proj)
+        E = (
+            len(module) if apart else len(module.down_proj)
+        )  # LongCat's up has rows that are never used
         tensors = (
             dict(module["expert_0"].named_parameters())
             if apart
