@@ -38,10 +38,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moelab.bench.results import bench_file, metrics_of
 from moelab.comparison import MetricsFile, are_numbers, finished_runs
 from moelab.files import read_json, results_root, shipped
 from moelab.records import Record, Records
-from moelab.results import bench_file, metrics_of
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 

@@ -27,12 +27,12 @@ from moelab.advice.machine import clock_mhz
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.profile import FORMAT, Profile, profile
+from moelab.bench.results import load_average, others_seconds
 from moelab.bench.synthesize import VOCABULARY, synthesize
 from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_folder
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.results import load_average, others_seconds
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec

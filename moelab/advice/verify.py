@@ -36,10 +36,10 @@ from moelab.advice.ways import Way
 from moelab.bench.measure import last_json
 from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.bench.profile import measured
+from moelab.bench.results import load_average, others_seconds
 from moelab.files import cache_folder
 from moelab.journal import Journal
 from moelab.progress import progress
-from moelab.results import load_average, others_seconds
 from moelab.schema import Amount, Positive, Size, typed
 from moelab.simulation.fit import fitted
 

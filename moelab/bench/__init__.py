@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from moelab.arguments import Parser, output
+from moelab.bench.results import bench_file, measuring, write
 from moelab.files import absolute
-from moelab.results import bench_file, measuring, write
 from moelab.table import format_value, head_and_rows, text_table
 
 #: folders of the code that benches of tokens measure: their results are older once it changes

@@ -28,6 +28,7 @@ from torch.nn.functional import linear
 from moelab.arguments import number, whole
 from moelab.bench import measure
 from moelab.bench.measure import Samples
+from moelab.bench.results import tenths
 from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
 from moelab.fast.packing import packed_as
@@ -36,7 +37,6 @@ from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
-from moelab.results import tenths
 from moelab.specs import DeviceSpec, Figure
 from moelab.store import bf12, fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor

@@ -32,9 +32,9 @@ from moelab.bench.lru_baseline import lay_out
 from moelab.bench.machine import disk
 from moelab.bench.memory_limit import drop_cached, memory_limit
 from moelab.bench.peers import FOUND
+from moelab.bench.results import tenths
 from moelab.files import folder_bytes
 from moelab.records import Numbers, Record, Records
-from moelab.results import tenths
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.codecs import CODECS

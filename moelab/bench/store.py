@@ -23,12 +23,12 @@ import numpy as np
 import torch
 
 from moelab.bench.measure import Samples, gain, interleaved, speed_up
+from moelab.bench.results import load_average
 from moelab.bench.synthesize import COLUMNS, draw
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.evaluation.intervals import Interval
 from moelab.records import Numbers, Records
-from moelab.results import load_average
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.headers import NAMES

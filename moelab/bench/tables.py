@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.bench import BENCHES
+from moelab.bench.results import BenchFile, bench_file, older_than, sections_of
 from moelab.files import CHECKOUT, read_json, results_root, write_text
-from moelab.results import BenchFile, bench_file, older_than, sections_of
 from moelab.table import markdown_table
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)

@@ -31,10 +31,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moelab.bench.results import environment, load_average, why_busy
 from moelab.comparison import KINDS, LAB, run_number
 from moelab.files import remove_leftovers, results_root, write_json
 from moelab.records import Numbers, Record, Records
-from moelab.results import environment, load_average, why_busy
 
 SCHEMA = "moelab.metrics/1"
 

@@ -64,6 +64,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
 from moelab.bench import BENCHES, parser_of
+from moelab.bench.results import environment, metrics_of
 from moelab.comparison import KeptMetric, MetricsFile, are_numbers
 from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.journal import Journal
@@ -78,7 +79,6 @@ from moelab.lab.runner import (
 )
 from moelab.progress import progress
 from moelab.records import Record
-from moelab.results import environment, metrics_of
 from moelab.schema import Amount, naming, typed
 from moelab.table import text_table
 

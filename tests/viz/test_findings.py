@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("plotly")
 
+from moelab.bench.results import sections_of
 from moelab.files import results_root
-from moelab.results import sections_of
 from moelab.viz import findings, theme
 
 ROOT = Path(__file__).parents[2]

@@ -5,10 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelab import bench, results
+from moelab import bench
+from moelab.bench import results
+from moelab.bench.results import BenchFile
 from moelab.comparison import KINDS
 from moelab.files import CHECKOUT, read_json
-from moelab.results import BenchFile
 
 FILES = sorted((CHECKOUT / "results" / "bench").glob("*.json"))
 OPTIONAL = {"spread", "samples", "readings", "tolerance"}
