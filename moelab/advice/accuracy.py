@@ -119,7 +119,8 @@ def measured(
             running: dict[Way, tuple[Any, Iterator[None]]] = {}
             for way in ways:
                 with noted(failed, way):
-                    source, options = Path(stored(model, way.form)), options_of(way, model)
+                    source = Path(stored(model, way.form))
+                    options = options_of(way, model)
                     drop_cached(source)
                     lm = stack.enter_context(
                         opened(
@@ -169,7 +170,8 @@ def settings(
     popularity = "as in what ran here"
     asked = Question(model, device, memory, CONTEXT, 1, 0.0, False, seen.shares, popularity)
     title = f"{model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
-    tried, search = {}, None
+    tried = {}
+    search = None
     for name, loss in LOSSES.items():
         search = searched(replace(asked, loss=loss), costs_of, seen, kept, search)
         advice = judged(search, kept, costs_of, [])
@@ -242,8 +244,12 @@ def run(
     specs: Sequence[MoESpec] = SPECS,
 ) -> dict[str, Any]:
     if quick:
-        specs, budgets, rates, rounds = specs[:1], budgets[:1], rates[:1], 1
-    rows, ways = {}, {}
+        specs = specs[:1]
+        budgets = budgets[:1]
+        rates = rates[:1]
+        rounds = 1
+    rows = {}
+    ways = {}
     conditions = {
         "rounds": rounds,
         "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
@@ -262,7 +268,8 @@ def run(
                     found = settings(
                         model, seen, costs_of, here(model.folder), budget, 1e6 * rate, rounds
                     )
-                    rows, ways = rows | found[0], ways | found[1]
+                    rows = rows | found[0]
+                    ways = ways | found[1]
             del conditions["stopped in"]
         except KeyboardInterrupt:  # it takes minutes: what is done is kept
             pass

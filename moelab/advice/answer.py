@@ -49,7 +49,8 @@ class Advice:
     @property
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
         """(command, source, options) of what to run, in this order."""
-        way, source = self.best, self.model.source
+        way = self.best
+        source = self.model.source
         options: dict[str, Any] = {
             "memory": "100%"
             if way.resident
@@ -129,7 +130,10 @@ class Advice:
     @property
     def words(self) -> str:
         """What to do, what it gives, what gives more, and the commands."""
-        way, spec, device, options = self.best, self.model.spec, self.device, self.steps[-1][2]
+        way = self.best
+        spec = self.model.spec
+        device = self.device
+        options = self.steps[-1][2]
         rates, (_, outside) = MachineRates.of(device), beyond(device)
         where = (
             "all of them in memory"
@@ -205,7 +209,8 @@ def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         name, _, base = column.rpartition(", ")
         if base in UNITS:
             unit, of = unit_of(min(filter(None, values), default=0), base)
-            column, values = f"{name}, {unit}", [value / of for value in values]
+            column = f"{name}, {unit}"
+            values = [value / of for value in values]
         columns[column] = [plain(value) if isinstance(value, float) else value for value in values]
     return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
 

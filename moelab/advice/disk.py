@@ -44,10 +44,8 @@ def lacking(model: Model, way: Way) -> str:
                     (what, nbytes, there)
                 )
         for parts in disks.values():
-            free, needed = (
-                shutil.disk_usage(parts[0][2]).free,
-                sum(nbytes for _, nbytes, _ in parts),
-            )
+            free = shutil.disk_usage(parts[0][2]).free
+            needed = sum(nbytes for _, nbytes, _ in parts)
             if needed > free:
                 return (
                     " and ".join(f"{size(nbytes)} {what}" for what, nbytes, _ in parts)

@@ -106,7 +106,8 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
         fd = os.open(file, os.O_RDONLY | direct)
         os.preadv(fd, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
     except OSError:  # a file system that has no direct reads
-        fd, direct = os.open(file, os.O_RDONLY), 0
+        fd = os.open(file, os.O_RDONLY)
+        direct = 0
     if not direct and hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     places = list(range(0, os.fstat(fd).st_size - READ + 1, READ))

@@ -75,7 +75,8 @@ class Model:
 
 def find_model(model: str | Path | None) -> Model:
     """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
-    text, path = str(model), small_model() if model is None else Path(model).expanduser()
+    text = str(model)
+    path = small_model() if model is None else Path(model).expanduser()
     for name in registry.names("model"):
         if (
             text.lower() in (name.lower(), load_card(name).get("hub", "").lower())
@@ -98,7 +99,9 @@ def find_model(model: str | Path | None) -> Model:
     from moelab.checkpoint.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.at(model)
-    folder, spec, most = checkpoint.folder, checkpoint.spec, _most(checkpoint.config)
+    folder = checkpoint.folder
+    spec = checkpoint.spec
+    most = _most(checkpoint.config)
     everything = sum(entry.nbytes for entry in checkpoint.tensors.values())
     if (store := checkpoint.store) is not None:
         return Model(
@@ -121,8 +124,10 @@ def _to_download(model: Model) -> Model:
 
 
 def _of_card(name: str) -> Model:
-    spec, card = load_model(name), load_card(name)
-    source, published = card.get("hub", name), card.get("figures", {}).get("total_params")
+    spec = load_model(name)
+    card = load_card(name)
+    source = card.get("hub", name)
+    published = card.get("figures", {}).get("total_params")
     if published is None:
         return Model(source, spec, _others(spec), "estimated from its geometry")
     others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
@@ -160,10 +165,12 @@ def _others(spec: MoESpec, config: Any = None) -> int:
     config : says the ranks of multi-head latent attention, whose projections are small; without it,
         each head counts as an ordinary one.
     """
-    H, dense = spec.H, spec.num_layers - spec.L
+    H = spec.H
+    dense = spec.num_layers - spec.L
     attention = H * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
     if rank := getattr(config, "kv_lora_rank", None):
-        keys, turned = config.qk_nope_head_dim, config.qk_rope_head_dim
+        keys = config.qk_nope_head_dim
+        turned = config.qk_rope_head_dim
         queries = getattr(config, "q_lora_rank", None)
         attention = (
             H * queries + queries * spec.heads * (keys + turned)

@@ -42,10 +42,12 @@ from moelab.store.layout import ExpertStore, aligned
 #: of what is measured of a sample: another number where what is kept would no longer do
 VERSION = "moelab.sample/8"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it, each of two times
-SIZE, SECONDS = 160 << 20, 0.8
+SIZE = 160 << 20
+SECONDS = 0.8
 #: forms without which there is no advice; seconds that a form's tokens in memory take beside
 #: others', about
-LEAST, TURNS = 2, 1.5
+LEAST = 2
+TURNS = 1.5
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
 #: sample for
 PUSHED = 128 << 20
@@ -110,7 +112,8 @@ def between(model: Model, expert: int) -> int:
 
     expert : bytes of an expert in memory.    An expert comes again after E/K tokens, all other weights in each.
     """
-    spec, here = model.spec, sample_spec(model.spec)
+    spec = model.spec
+    here = sample_spec(model.spec)
     experts = (spec.L * spec.E - here.L * here.E) * expert * here.K // here.E
     others = model.dense - here.L * attention_bytes(here) - 2 * here.vocab * here.H
     return min(experts + max(others, 0), PUSHED)
@@ -123,7 +126,9 @@ def measured(
     seconds each; of one that was disturbed and is measured again, the less disturbed. `LEAST` of
     them are measured however long it takes; others, that would not be done by `end`, of
     time.monotonic(), are left out."""
-    sample, files, found = sample_spec(model.spec), {}, {}
+    sample = sample_spec(model.spec)
+    files = {}
+    found = {}
     for form in forms:
         key = "\n".join(
             map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor))
@@ -134,9 +139,11 @@ def measured(
         with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
             found[form] = Profile.load(files[form])
     wanted = [form for form in forms if form not in found or disturbed(found[form])]
-    start, least = time.monotonic(), max(LEAST - len(found), 0)
+    start = time.monotonic()
+    least = max(LEAST - len(found), 0)
     with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
-        stores, new = {}, {}
+        stores = {}
+        new = {}
         for form in progress(wanted, "measuring this machine", unit="forms") if wanted else ():
             each = (time.monotonic() - start) / max(len(new), 1) + TURNS
             if len(new) >= least and start + each * (len(new) + 1) > end:
@@ -167,7 +174,9 @@ def disturbed(found: Profile) -> bool:
 
 def of_store(source: str | Path, executor: str) -> Profile:
     """The profile of a model as `open_model` runs it with an executor."""
-    load, start, before = load_average(), time.perf_counter(), others_seconds()
+    load = load_average()
+    start = time.perf_counter()
+    before = others_seconds()
     found = profile(source, SECONDS, executor=executor)
     others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
     return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
@@ -230,9 +239,12 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
     machine = replace(found.machine, delays=replace(found.machine.delays, experts_bytes=()))
-    e, sm, rest = machine.delays.e_bytes, machine.delays.sm_bytes, None
+    e = machine.delays.e_bytes
+    sm = machine.delays.sm_bytes
+    rest = None
     if not whole:
-        spec, here = model.spec, sample_spec(model.spec)
+        spec = model.spec
+        here = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
         head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / found.copy
         attention = spec.num_layers * attention_bytes(here)

@@ -55,19 +55,23 @@ MEASURING = 60.0
 
 def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Advice:
     """The advice; the other arguments as of `advise`."""
-    model, on_card = asked.model, asked.on_card
+    model = asked.model
+    on_card = asked.on_card
     end = time.monotonic() + MEASURING
     offered = model.forms()
     # lossless ones first, whatever may be lost
     forms = sorted(forms_of(model), key=lambda form: not offered.get(form, (0, True))[1])
-    kept, look, notes = None, None, []
+    kept = None
+    look = None
+    notes = []
     if model.folder is not None and not on_card:
         kept = real.Kept(identity_of(model))
         within = {name: getattr(asked, name) for name in ("memory", "context", "batch")}
         look, why = looked(model, kept, **within)
         notes += [f"The model could not be run here: {why}"] * (look is None)
     if look is not None:
-        seen, asked = look.seen, replace(asked, popularity="as in what ran here")
+        seen = look.seen
+        asked = replace(asked, popularity="as in what ran here")
         notes += _disturbance(look.itself, profile_file(model, kept, asked.batch))
     else:
         seen = scene(asked.shares, asked.batch)
@@ -164,7 +168,8 @@ def judged(
             f"{asked.loss:.2%}: measure it (--verify), allow any loss, or give more memory"
         )
     plain = next(way for way in search.found if (way.name, way.budget) == (best.name, best.budget))
-    more, faster = corrected(search.other(plain, asked.memory * 3 // 2)), None
+    more = corrected(search.other(plain, asked.memory * 3 // 2))
+    faster = None
     if not plain.resident:
         disk = Search(asked, twice_as_fast(costs_of), search.seen, search.loss)
         faster = _scaled(disk.play(plain, []), best, plain)
@@ -303,7 +308,8 @@ def looked(
         return None, f"what was measured of it makes no sense, and was not kept: {file}"
     found, itself = both
     steps = [[(layer, dict(experts)) for layer, experts in step] for step in found["steps"]]
-    tokens, shares = sum(n for n, _ in found["forwards"]), np.zeros((model.spec.L, model.spec.E))
+    tokens = sum(n for n, _ in found["forwards"])
+    shares = np.zeros((model.spec.L, model.spec.E))
     for layer, experts in flat(steps):
         for expert, n in experts.items():
             shares[layer, expert] += n / tokens

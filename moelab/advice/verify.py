@@ -44,7 +44,9 @@ from moelab.schema import Amount, Positive, Size, typed
 from moelab.simulation.fit import fitted
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
-TIMEOUT, WINDOWS, TOKENS = 1200, 12, 128
+TIMEOUT = 1200
+WINDOWS = 12
+TOKENS = 128
 #: seconds in which a run that is looked at takes its tokens again and again: what disturbs a
 #: machine lasts some of them
 LOOKED = 5.0
@@ -88,7 +90,8 @@ def forwards(lm: Any, ids: Any, prompt: int) -> Iterator[None]:
     import torch
     from transformers import DynamicCache
 
-    cache, at = DynamicCache(config=lm.config), 0
+    cache = DynamicCache(config=lm.config)
+    at = 0
     while at < ids.shape[1]:
         n = 1 if at else prompt
         with torch.inference_mode():
@@ -128,7 +131,8 @@ def run(
         ids, text = given(lm, batch, prompt + tokens)
         for _ in forwards(lm, ids, prompt):
             pass
-        this, seconds = lm.moelab, [end - start for start, end, *_ in lm.moelab.forwards]
+        this = lm.moelab
+        seconds = [end - start for start, end, *_ in lm.moelab.forwards]
         found = this.metrics()
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
@@ -162,8 +166,11 @@ def run(
 def _look_longer(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> dict[str, Any]:
     """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, and how
     late a throttled read comes; a profile of that round is saved."""
-    this, rounds = lm.moelab, [lm.moelab.run.since(0)]
-    load, start, before = load_average(), time.perf_counter(), others_seconds()
+    this = lm.moelab
+    rounds = [lm.moelab.run.since(0)]
+    load = load_average()
+    start = time.perf_counter()
+    before = others_seconds()
     while this.forwards[-1].end - this.forwards[0].start < LOOKED:
         first = len(this.forwards)
         for _ in forwards(lm, ids, prompt):
@@ -406,7 +413,8 @@ def verify(
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
     queue = sorted(ways, key=lambda way: not way.lossless) + [*ways] * (rounds - 1)
-    end, longest = time.monotonic() + SECONDS, 0.0
+    end = time.monotonic() + SECONDS
+    longest = 0.0
     try:
         with progress(total=len(queue), desc="running the best (Ctrl-C stops)", unit="runs") as bar:
             for way in queue:
@@ -421,7 +429,8 @@ def verify(
                 bar.note(way.name)
                 asked = loss and way.form not in windows
                 try:
-                    source, start = stored(model, way.form, left), time.monotonic()
+                    source = stored(model, way.form, left)
+                    start = time.monotonic()
                     found = _ran(model, source, way, memory, batch, asked)
                     longest = max(longest, time.monotonic() - start)
                 except (RuntimeError, OSError, ValueError) as error:

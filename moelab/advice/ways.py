@@ -181,7 +181,8 @@ def fitted(
 
     What is decoded before it is multiplied (`DECODED`) takes less on disk than in memory; `written`
     then says too much."""
-    count, fixed = model.spec.L * model.spec.E, needed(model, context, batch)
+    count = model.spec.L * model.spec.E
+    fixed = needed(model, context, batch)
     budget = min(memory - fixed, count * expert)
     if budget < min(STAGING + model.spec.K, count) * expert:
         return None
@@ -208,8 +209,11 @@ def possible(
     hits: Callable[[int], float],
 ) -> list[Way]:
     """All ways that fit `memory`, the fastest first; of equally fast ones, the lossless first."""
-    spec, dense, ways = model.spec, model.dense, []
-    kv, count = kv_bytes(spec, context * batch), spec.L * spec.E
+    spec = model.spec
+    dense = model.dense
+    ways = []
+    kv = kv_bytes(spec, context * batch)
+    count = spec.L * spec.E
     visits = count * (1 - (1 - spec.K / spec.E) ** batch)  # experts of a step, if chosen at random
     weights = spec.L * spec.K * spec.expert_params + dense / 2  # that each token multiplies
     for form, (bits, lossless) in model.forms().items():
@@ -218,7 +222,8 @@ def possible(
         if way is None:
             continue
         kept = count if way.resident else max(way.budget // expert - STAGING, 0)
-        hit, touched = hits(kept), visits * expert
+        hit = hits(kept)
+        touched = visits * expert
         parts = {
             "memory bandwidth": touched / rates.memory,
             "reading experts": touched * (1 - hit) / rates.read,

@@ -388,7 +388,8 @@ def bench(args: argparse.Namespace) -> int:
     from moelab.ane.doctor import coreml_backend, time_prefill
 
     require_mac("ane bench")
-    meter, rows = Meter(), []
+    meter = Meter()
+    rows = []
     for folder in args.folders:
         backend = coreml_backend(folder)
         print(f"{folder}: {backend.name}")

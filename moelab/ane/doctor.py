@@ -151,7 +151,8 @@ def difference(
     device made one."""
     errors = []
     for name, wanted in Evaluator(path, function, mode="fp16")(inputs).items():
-        got, wanted = torch.as_tensor(outputs[name]).double(), wanted.double()
+        got = torch.as_tensor(outputs[name]).double()
+        wanted = wanted.double()
         errors.append(
             float(
                 (got - wanted).square().mean().sqrt()
@@ -213,14 +214,16 @@ def time_prefill(
 ) -> Rows:
     """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part,
     drops and launches."""
-    meter, rows = meter or Meter(), []
+    meter = meter or Meter()
+    rows = []
     for length in progress(list(prompts), "measuring", unit="prompt"):
         ids = torch.randint(
             0, model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0)
         )
         with torch.no_grad(), prefill_through(model, backend=backend) as ane:
             timing = measure(lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter)
-        total, chunks = ane.total, -(-length // backend.plan.chunk)
+        total = ane.total
+        chunks = -(-length // backend.plan.chunk)
         rows.append(
             {
                 "chunk": backend.plan.chunk,

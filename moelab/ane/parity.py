@@ -26,7 +26,8 @@ from moelab.progress import progress
 
 #: of a good conversion: largest difference of a logit in double precision, least share of equal
 #: next tokens
-LOGITS, SAME = 1e-2, 0.99
+LOGITS = 1e-2
+SAME = 0.99
 #: how many times the largest difference of the evaluator's fp16 a device's may be: it adds in
 #: another order; ours
 ROUNDING = 3
@@ -87,7 +88,8 @@ def parity(
     backend = (
         converted if isinstance(converted, ConvertedBackend) else ConvertedBackend(converted, mode)
     )
-    limit, least = LOGITS, SAME
+    limit = LOGITS
+    least = SAME
     if backend.mode == "fp16" or backend.runner is not None:
         limit = (
             float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
@@ -96,7 +98,8 @@ def parity(
             SAME if rounding is None else min(SAME, float(rounding.same.mean()) - 1 / len(prompts))
         )
     model = model.float().eval()
-    rows, counts = [], Account()
+    rows = []
+    counts = Account()
     with torch.no_grad():
         for ids in progress(prompts, "comparing", unit="prompt"):
             ids = torch.as_tensor([list(ids)])

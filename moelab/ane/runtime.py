@@ -56,7 +56,8 @@ class PlannedExperts(StaticExecutor):
         seed: int = 0,
     ) -> None:
         super().__init__(overflow, order, saliency, None, seed)
-        self.plan, self.backend = plan, backend
+        self.plan = plan
+        self.backend = backend
         self.by_layer = [Account() for _ in plan.layers]
         self._places = [_places(layer.groups, plan) for layer in plan.layers]
 
@@ -73,7 +74,9 @@ class PlannedExperts(StaticExecutor):
         """A chunk's tokens [T, H] through the plan's graphs, and through the CPU what the plan
         leaves there; returns [T, H]. A single token takes the CPU. ValueError: more tokens than a
         chunk."""
-        layer, E, out = experts.layer, experts.num_experts, torch.zeros_like(x)
+        layer = experts.layer
+        E = experts.num_experts
+        out = torch.zeros_like(x)
         routed = dispatch(ids, E)
         if len(x) == 1:
             self._on_cpu(out, x, weights, routed, range(E), experts)
@@ -102,9 +105,11 @@ class PlannedExperts(StaticExecutor):
                 count += Account(executed=ran, on_cpu=ran, slots=ran)
                 continue
             mine = torch.nonzero(of_group == number)[:, 0]
-            launch, row = rank[mine] // group.capacity, rank[mine] % group.capacity
+            launch = rank[mine] // group.capacity
+            row = rank[mine] % group.capacity
             for n in range(int(launch.max()) + 1 if len(mine) else 0):
-                now, rows = mine[launch == n], row[launch == n]
+                now = mine[launch == n]
+                rows = row[launch == n]
                 C = self.backend.capacity(layer, number, int(rows.max()) + 1)
                 slot = slice_of[expert[now]] * C + rows  # row of [G·C]
                 self._launch(
@@ -129,7 +134,8 @@ class PlannedExperts(StaticExecutor):
     ) -> None:
         """Gather, run, weighted scatter of the valid rows (§4.2, steps 2–6)."""
         G = len(self.plan.layers[experts.layer].groups[group].experts)
-        buffer, scale = x.new_zeros(G * C, x.shape[1]), weights.new_zeros(G * C)
+        buffer = x.new_zeros(G * C, x.shape[1])
+        scale = weights.new_zeros(G * C)
         buffer[slot], scale[slot] = x[tokens], weights[tokens, choices]
         y = self.backend.experts(
             experts.layer, group, buffer.view(G, C, -1), scale.view(G, C), experts
@@ -140,12 +146,14 @@ class PlannedExperts(StaticExecutor):
     def _on_cpu(
         out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any
     ) -> int:
-        ran, offsets = 0, chosen.offsets.tolist()
+        ran = 0
+        offsets = chosen.offsets.tolist()
         for e in members:
             at = slice(offsets[e], offsets[e + 1])
             if at.start == at.stop:
                 continue
-            tokens, w = chosen.tokens[at], weights[chosen.tokens[at], chosen.choices[at]]
+            tokens = chosen.tokens[at]
+            w = weights[chosen.tokens[at], chosen.choices[at]]
             out.index_add_(
                 0, tokens, experts.weighted(x[tokens], w, experts.weights(e)).to(out.dtype)
             )
@@ -245,9 +253,13 @@ def _forward_in_chunks(
             f"them one by one (batch_size=1)"
         )
     _require_unmasked(attention_mask)
-    wanted, cache, parts, out = use_cache, past_key_values, [], None
+    wanted = use_cache
+    cache = past_key_values
+    parts = []
+    out = None
     if cache is None and chunk < S:
-        cache, use_cache = DynamicCache(config=config), True
+        cache = DynamicCache(config=config)
+        use_cache = True
     if isinstance(cache, StaticCache):
         raise ValueError(
             f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
@@ -255,7 +267,8 @@ def _forward_in_chunks(
         )
     past = 0 if cache is None else cache.get_seq_length()
     for start in range(0, S, chunk):
-        at, end = slice(start, start + chunk), past + min(start + chunk, S)
+        at = slice(start, start + chunk)
+        end = past + min(start + chunk, S)
         out = forward(
             input_ids=None if input_ids is None else input_ids[:, at],
             inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, at],

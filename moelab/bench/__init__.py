@@ -77,7 +77,8 @@ def purpose(name: str) -> str:
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The options of a bench, from its `OPTIONS`, option → (reader, or argparse's own arguments;
     help), and with the defaults of its `run`."""
-    module, parser = import_module(BENCHES[name]), Parser(prog=f"moelab bench {name}")
+    module = import_module(BENCHES[name])
+    parser = Parser(prog=f"moelab bench {name}")
     for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
         how = how if isinstance(how, dict) else {"type": how}
         default = signature(module.run).parameters[how.get("dest", option)].default
@@ -112,7 +113,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 def main(args: argparse.Namespace) -> int:
     module = import_module(BENCHES[args.name])
     options = vars(parser_of(args.name).parse_args(args.options))
-    path, busy = absolute(options.pop("output")), options.pop("busy")
+    path = absolute(options.pop("output"))
+    busy = options.pop("busy")
     print(module.__doc__.split("\n\n")[0], flush=True)
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)

@@ -168,7 +168,8 @@ def fitting_plan(
 ) -> tuple[ANEPlan, float, float]:
     """(plan, slack, drop rate on the trace): with the slack, or that which drops about `drop` of
     its routings."""
-    found, loads = calibrate(trace), prompt_loads(trace, chunk)
+    found = calibrate(trace)
+    loads = prompt_loads(trace, chunk)
     plans = {
         factor: make_plan(
             trace.spec,

@@ -53,7 +53,10 @@ TEXTS = ("prose", "code", "lookup")
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
 #: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and
 #: answers
-DECODED, UNITS, PROMPT, ANSWER = 24, 4, 128, 32
+DECODED = 24
+UNITS = 4
+PROMPT = 128
+ANSWER = 32
 
 
 class Wrong(NamedTuple):
@@ -97,7 +100,8 @@ class Contest:
 
     def share(self, standing: Standing, trace: str) -> float:
         """What was reached of the ceiling, 0 to 1; 0 where it raised."""
-        reached, best = standing.scores.get(trace), self.ceiling[trace]
+        reached = standing.scores.get(trace)
+        best = self.ceiling[trace]
         if reached is None:
             return 0.0
         return best / reached if self.lower else reached / best
@@ -126,7 +130,8 @@ def arena(
     Raises TypeError: it is neither a policy, nor a predictor, nor a schedule.
     """
     made = mine if isinstance(mine, type) else type(mine)
-    name, kind = made.__name__, kind_of(made)
+    name = made.__name__
+    kind = kind_of(made)
     if kind == "schedule":
         return _schedules(name, mine)
     if model is None:
@@ -202,7 +207,8 @@ def _guarded(
     traces: Sequence[str], play: Callable[[str], Played], name: str
 ) -> tuple[Standing, dict[str, list[Wrong]]]:
     """What is brought, on one trace after the other until it raises."""
-    scores, wrong = {}, {}
+    scores = {}
+    wrong = {}
     try:
         for trace in traces:
             scores[trace], wrong[trace] = play(trace)
@@ -248,7 +254,8 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
 
     An eviction is wrong if the expert was used again, and another that could have left only later
     or never; it costs as many steps as that would have been later."""
-    L, E = trace.spec.L, trace.spec.E
+    L = trace.spec.L
+    E = trace.spec.E
     residency = Residency(L, E, Pools(F=_capacity(trace, share)), policy, "model")
     inputs = trace.router_inputs.float().numpy() if residency.sees else None
     asked = steps(trace)
@@ -274,7 +281,8 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
                 key=lambda key: following(key, n),
             )
             left.discard(victim)
-            again, later = following(victim, n), following(best, n)
+            again = following(victim, n)
+            later = following(best, n)
             if again < later:
                 wrong.append(
                     Wrong(
@@ -327,7 +335,8 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
         wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
         wanted = {part: value for part, value in given.items() if part in wants}
         predictor = mine(model, **wanted) if isinstance(mine, type) else mine
-        own, better = score(traces[text], predictor, DECODE), []
+        own = score(traces[text], predictor, DECODE)
+        better = []
         for layer, of in enumerate(own.recall.tolist()):
             best = max(able, key=lambda other: _at(found[other][text].recall, layer))
             if (top := _at(found[best][text].recall, layer)) > of:
@@ -381,7 +390,8 @@ def _schedules(name: str, mine: Any) -> Contest:
     found = _once(("schedules", PROMPT, ANSWER), others)
 
     def mine_on(model: str) -> Played:
-        own, better = parts(_fresh(mine), model), []
+        own = parts(_fresh(mine), model)
+        better = []
         for i, phase in enumerate(("prefill", "decode, with loading what is prefetched")):
             best = min(
                 (other for other in found if model in found[other]),

@@ -55,9 +55,13 @@ def steps_of(
 ) -> tuple[list[list[tuple[int, dict[int, int]]]], list[tuple[int, str]]]:
     """What an engine that runs a trace's sequences one after another is asked for: steps, and tokens
     and phase of each forward."""
-    E, ids, steps, forwards = trace.spec.E, trace.ids.tolist(), [], []
+    E = trace.spec.E
+    ids = trace.ids.tolist()
+    steps = []
+    forwards = []
     for sequence in trace.sequence.unique():
-        mine, prompt = trace.sequence == sequence, trace.phase == PREFILL
+        mine = trace.sequence == sequence
+        prompt = trace.phase == PREFILL
         decoded = (mine & ~prompt).nonzero().tolist()
         passes = [((mine & prompt).nonzero().flatten().tolist(), "prefill")]
         for rows, phase in [*passes, *((row, "decode") for row in decoded)]:
@@ -95,12 +99,10 @@ class Bench:
         seconds: float,
         seed: int,
     ) -> None:
-        self.store, self.disk, self.workers, self.rounds = (
-            kept_store(model or None, codec="huffman"),
-            disk,
-            workers,
-            rounds,
-        )
+        self.store = kept_store(model or None, codec="huffman")
+        self.disk = disk
+        self.workers = workers
+        self.rounds = rounds
         self.spec, self.sizes = self.store.spec, Sizes.of(self.store)
         self.L, self.E, self.K = self.spec.L, self.spec.E, self.spec.K
         everything = self.L * self.E * self.sizes.full
@@ -134,7 +136,8 @@ class Bench:
         self.delays = self.machine.delays
         self.steps, self.forwards = steps_of(self.test)  # what an engine will be asked for
         room = int(smallest * self.everything / self.sizes.in_flight / 2)
-        self.staging, self.measured = max(1, min(workers + 2, room)), {}
+        self.staging = max(1, min(workers + 2, room))
+        self.measured = {}
 
     def _generate(self, model: Any, ids: torch.Tensor, **how: Any) -> Any:
         return model.generate(
@@ -152,7 +155,8 @@ class Bench:
     def states(self) -> list[Record]:
         """Of each state of an expert: bytes held, and seconds of reading and decoding that are
         left."""
-        delays, sizes = self.delays, self.sizes
+        delays = self.delays
+        sizes = self.sizes
         held = {"M": 0, "E": sizes.e, "S": sizes.sm, "C": sizes.e + sizes.sm, "F": sizes.full}
         reads = {"M": delays.miss_read, "E": delays.sm_read, "S": delays.e_read, "C": 0.0, "F": 0.0}
         return [
@@ -436,8 +440,11 @@ class Curves:
     @classmethod
     def of(cls, bench: Bench, plans: Mapping[float, Planned], n: int) -> Curves:
         """With `n` sizes, the cliff of LRU, a token's demand and half of the experts."""
-        L, E, K = bench.L, bench.E, bench.K
-        found, marks = cls(bench), {limits.lru_cliff(bench.spec), L * K, L * E // 2}
+        L = bench.L
+        E = bench.E
+        K = bench.K
+        found = cls(bench)
+        marks = {limits.lru_cliff(bench.spec), L * K, L * E // 2}
         sizes = sorted(
             {*np.linspace(max(1, min(marks) // 2), L * E, n).astype(int).tolist(), *marks}
         )
@@ -491,7 +498,8 @@ class Curves:
 
     def bounds(self) -> Numbers:
         """Hit rates with half of the experts in memory that need no simulation."""
-        asked, n = flat(self.bench.steps), self.bench.L * self.bench.E // 2
+        asked = flat(self.bench.steps)
+        n = self.bench.L * self.bench.E // 2
         total = request_count(asked)
         return {
             "best fixed set": static_hits(asked, n) / total,
@@ -503,7 +511,8 @@ class Curves:
     @property
     def marks(self) -> Numbers:
         """What it is → bytes at which something changes."""
-        L, K = self.bench.L, self.bench.K
+        L = self.bench.L
+        K = self.bench.K
         return {
             "LRU cliff": self.memory[limits.lru_cliff(self.bench.spec)],
             "one token": self.memory[L * K],
@@ -540,7 +549,8 @@ def variants(bench: Bench, share: float) -> dict[str, How]:
 def until(pace: np.ndarray) -> list[tuple[int, float, float, float]]:
     """(n, mean, p10, p90) of the seconds until the n-th token, prompt included, from [prompts, new
     tokens] seconds."""
-    tokens, sums = pace.shape[1], pace.cumsum(1)
+    tokens = pace.shape[1]
+    sums = pace.cumsum(1)
     return [
         (n, float(sums[:, n - 1].mean()), *np.quantile(sums[:, n - 1], (0.1, 0.9)))
         for n in sorted({max(1, tokens // 4), max(1, tokens // 2), 3 * tokens // 4, tokens})

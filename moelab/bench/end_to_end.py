@@ -57,7 +57,8 @@ SPEC = MoESpec(
     kv_heads=4,
     head_dim=64,
 )
-BASE, RESIDENT = "on demand", "transformers resident"
+BASE = "on demand"
+RESIDENT = "transformers resident"
 EXTERNAL = (
     *(f"llama.cpp {kind} mmap" for kind in GGUF),
     "ftllm",
@@ -181,7 +182,8 @@ def together(sections: Sections) -> Rows:
             if len(names) == 2 == len({TECHNIQUES[name].source for name in names}) and all(
                 "TPOT s" in rows.get(name, {}) for name in (*names, arm)
             ):
-                alone, both = [rows[name] for name in names], rows[arm]
+                alone = [rows[name] for name in names]
+                both = rows[arm]
                 gain = over(both, min(alone, key=lambda of: of["TPOT s"]), "÷ better of both")
                 found[f"{title}: {arm}"] = (
                     gain
@@ -296,9 +298,12 @@ def run(
 ) -> Record:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
-    engines, sections, profiles = interpreters(python), {}, {}
+    engines = interpreters(python)
+    sections = {}
+    profiles = {}
     count = max(batches) * (max(contexts) + decode)
-    source, tokens = None, random.Random(seed).choices(range(spec.vocab), k=count)
+    source = None
+    tokens = random.Random(seed).choices(range(spec.vocab), k=count)
     if model:
         source, spec, tokens = text_for(model, count, seed)
     conditions = {
@@ -371,7 +376,8 @@ def tables(
 ) -> Iterator[tuple[float, float, Rows, dict[str, Arm]]]:
     """(share of the experts, bytes/s of the disk or 0, rows, our arms) of each budget and rate of a
     context and a batch. Other engines read at the disk's own rate only."""
-    spec, batch = bench.spec, len(bench.tokens)
+    spec = bench.spec
+    batch = len(bench.tokens)
     more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
     sizes = [parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets]
     room = max(sizes) + PROCESS
@@ -391,7 +397,9 @@ def tables(
     resident = measured if fits else {"result": why}
     for size, rate in product(sizes, (1e6 * rate for rate in rates)):
         limit = int(size + bench.dense_bytes + more)
-        ours, others, gone = {}, {}, {}
+        ours = {}
+        others = {}
+        gone = {}
         for i, arm in enumerate(arms):
             given = options_of(arm) | ({"bandwidth": rate} if rate else {})
             given |= {"ungated": "predictor" in given, "trace": bench.folder / f"steps {i}.json"}

@@ -272,11 +272,13 @@ def simulated(bench: Experiment) -> Record:
     rows: Record = {}
     reading = {"mode": "direct"} if "direct" in modes() else {}
     for arm in SIMULATED:
-        codec, executor = arm.partition(", ")[0], "fast" if arm.endswith("fast") else "exact"
+        codec = arm.partition(", ")[0]
+        executor = "fast" if arm.endswith("fast") else "exact"
         store = ExpertStore(bench.folder / codec)
         profiled = partial(profile, store, executor=executor, **reading)
         with tempfile.TemporaryDirectory() as temporary:
-            before, reports = profiled(), {}
+            before = profiled()
+            reports = {}
             for share in BUDGETS:
                 trace = Path(temporary) / f"{share}.json"
                 made = bench.moelab(codec, share, trace=trace, executor=executor, **reading)
@@ -326,7 +328,8 @@ def run(
         )
     engines = interpreters(python)
     if quick:
-        rounds, decode = 1, 8
+        rounds = 1
+        decode = 8
     with place_of(folder, spec) as (place, words):
         bench = Experiment(spec, place, prompt, decode, rounds, engines)
         bench.prepare(external=bool({"resident", "few_bits", "peers"} & set(only)))

@@ -67,7 +67,9 @@ class Layers:
         from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
         from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-        self.K, self.expert_bytes, self.dtype = K, 3 * H * I * dtype.itemsize, dtype
+        self.K = K
+        self.expert_bytes = 3 * H * I * dtype.itemsize
+        self.dtype = dtype
         self.config = Qwen3MoeConfig(
             hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
         )
@@ -94,8 +96,10 @@ class Layers:
 
     def steps(self, T: int, rounds: int) -> list[tuple[int, Tensor, Tensor, Tensor]]:
         """(layer, x [T, H], ids [T, K], weights [T, K]) of each round; routing is uniform."""
-        rng, found = torch.Generator().manual_seed(T), []
-        E, H = self.config.num_experts, self.config.hidden_size
+        rng = torch.Generator().manual_seed(T)
+        found = []
+        E = self.config.num_experts
+        H = self.config.hidden_size
         for i in range(rounds):
             ids = torch.rand(T, E, generator=rng).topk(self.K).indices
             weights = torch.rand(T, self.K, generator=rng) + 0.1
@@ -112,7 +116,8 @@ class Layers:
     def arms(self, T: int, rounds: int, left_out: Collection[str] = ()) -> tuple[Arms, int]:
         """All that compute the steps of T tokens, of which step 0 warms up (compiles kernels); and
         the bytes of weights that a step must read, on average."""
-        steps, arms = self.steps(T, rounds), {}
+        steps = self.steps(T, rounds)
+        arms = {}
         for name in STOCK:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
@@ -180,7 +185,8 @@ class DecodedExperts:
         self.turn = 0
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        out, self.turn = self.out[self.turn], (self.turn + 1) % MOST
+        out = self.out[self.turn]
+        self.turn = (self.turn + 1) % MOST
         for name, packed in self.packed[expert].items():
             decompress_tensor(packed, out[name])
         return out
@@ -193,7 +199,9 @@ def stored_ways(
     bf16, as bf12, and kept in a codec and decoded first. Also what each takes of the weights' size,
     and the bound of their entropy."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
-    steps, stored, size = layers.steps(1, rounds + 1), {"bf16": 1.0}, layers.expert_bytes
+    steps = layers.steps(1, rounds + 1)
+    stored = {"bf16": 1.0}
+    size = layers.expert_bytes
     sources = {
         "bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
         f"{codec}, decoded first": [DecodedExperts(seam, codec) for seam in layers.seam],
@@ -223,7 +231,8 @@ def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
     """Seconds of each arm in each round but round 0, which warms up. Neighbouring arms compute
     different steps, so that none finds its weights in a cache; each has run another step just
     before, which pre-faults its memory."""
-    samples, steps = {name: [] for name in arms}, range(1, rounds)
+    samples = {name: [] for name in arms}
+    steps = range(1, rounds)
     for i, (place, name) in measure.turns(list(enumerate(arms)), rounds, title):
         if not i:
             arms[name](0)
@@ -240,7 +249,8 @@ class Limits:
     Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and
     the layer's shape, in the experts' type and in fp32, as a CPU may lack bf16 instructions."""
 
-    SQUARES, ROWS = (1024,), 1024
+    SQUARES = (1024,)
+    ROWS = 1024
 
     def __init__(self, layers: Layers, pool: ThreadPoolExecutor) -> None:
         banks = [stock.gate_up_proj.view(-1).view(torch.int64) for stock in layers.stock]
@@ -263,12 +273,15 @@ class Limits:
 
         self.readers: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
         self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
-        H, I = layers.config.hidden_size, layers.config.moe_intermediate_size
-        self.products, self.flops = {}, {}
+        H = layers.config.hidden_size
+        I = layers.config.moe_intermediate_size
+        self.products = {}
+        self.flops = {}
         for dtype in dict.fromkeys((layers.dtype, torch.float32)):
             for m, k, n in [(size,) * 3 for size in self.SQUARES] + [(self.ROWS, H, 2 * I)]:
                 name = f"product {m} × {k} × {n}, {str(dtype).removeprefix('torch.')}"
-                x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+                x = torch.randn(m, k).to(dtype)
+                w = torch.randn(n, k).to(dtype)
                 self.products[name] = lambda _, x=x, w=w: linear(x, w)
                 self.flops[name] = 2.0 * m * k * n
 
@@ -370,7 +383,8 @@ class ExpertTimes:
 
     def rows(self) -> Records:
         """Way → its times, rate and shares of the limits, as a table has them."""
-        rows, best = {}, self.stock[1]
+        rows = {}
+        best = self.stock[1]
         for name, taken in self.medians.items():
             low, high = tenths(self.samples[name])
             read = self.read * self.stored.get(name, 1.0)
@@ -492,7 +506,8 @@ def run(
 ) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads}}
-    aims, every = {}, {}
+    aims = {}
+    every = {}
     for label in dtypes or DTYPES:
         bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
         for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):

@@ -155,7 +155,8 @@ def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> 
     import numpy as np
     from gguf.quants import quant_shape_to_byte_shape, quantize
 
-    folder, path = Path(checkpoint), Path(path)
+    folder = Path(checkpoint)
+    path = Path(path)
     config, words = _config(folder)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3MOE, config["num_hidden_layers"])
     tensors = {}
@@ -217,7 +218,8 @@ def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
     import torch
     from safetensors.torch import save_file
 
-    source, files = Path(checkpoint), {}
+    source = Path(checkpoint)
+    files = {}
     for key, bits in _tensors(source):
         layer = key.split(".")[2] if ".layers." in key else "rest"
         tensor = torch.frombuffer(bits, dtype=torch.bfloat16).view(bits.shape)

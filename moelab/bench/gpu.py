@@ -52,7 +52,8 @@ def timed(told: Callable[[], Any], rounds: int) -> float:
     """Median seconds of what the GPU is told, by its own clock; once before, uncounted."""
     taken = []
     for _ in range(rounds + 1):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         told()
         end.record()
@@ -71,7 +72,8 @@ def recovery(device: torch.device, rounds: int) -> Record:
     copy = timed(lambda: copied.copy_(weights), rounds)
     rate = 4 * WEIGHTS / copy
     low, high = torch.empty(2, WEIGHTS, dtype=torch.uint8, device=device)
-    words, out = weights.view(torch.int16), torch.empty_like(weights)
+    words = weights.view(torch.int16)
+    out = torch.empty_like(weights)
     high.copy_(words >> 7)
     low.copy_(words << 1 | words >> 15 & 1)
     joined = 4 * WEIGHTS / timed(lambda: bits_triton.join(high, low, out), rounds)
@@ -81,7 +83,8 @@ def recovery(device: torch.device, rounds: int) -> Record:
     blob = torch.frombuffer(bytearray(bf12.CODEC.compress(part.cpu())), dtype=torch.uint8).to(
         device
     )
-    blobs, outs = [blob.clone() for _ in range(4)], [torch.empty_like(part) for _ in range(4)]
+    blobs = [blob.clone() for _ in range(4)]
+    outs = [torch.empty_like(part) for _ in range(4)]
 
     def unpack() -> None:
         for packed, into in zip(blobs, outs):
@@ -100,18 +103,18 @@ def recovery(device: torch.device, rounds: int) -> Record:
 def link(device: torch.device, rounds: int, experts: int = 256) -> Record:
     """Experts sent one by one from pinned memory, by the engine's link, alone and beside as long a
     computation."""
-    to, size = Link(device), 2 * EXPERT
+    to = Link(device)
+    size = 2 * EXPERT
     whole = torch.from_numpy(host_memory(1 << 30, device, to)).random_(0, 256)
     host = whole[: size * (len(whole) // size)].view(-1, size)
-    slots, there = (
-        torch.empty(32, size, dtype=torch.uint8, device=device),
-        torch.empty_like(whole, device=device),
-    )
+    slots = torch.empty(32, size, dtype=torch.uint8, device=device)
+    there = torch.empty_like(whole, device=device)
     a = torch.randn(4096, 4096, device=device).bfloat16()
 
     def seconds(copies: int, products: int) -> float:
         torch.cuda.synchronize(device)
-        start, done = perf_counter(), 0
+        start = perf_counter()
+        done = 0
         for i in range(experts):
             if i < copies:
                 to.leave([i % 32])  # of the expert before
@@ -186,7 +189,8 @@ def tokens(
         opened(folder / "model", device) as eager,
         opened(folder / "model", device, executor="fast") as fast,
     ):
-        arms, taken = {"eager": eager, "fast": fast}, defaultdict(list)
+        arms = {"eager": eager, "fast": fast}
+        taken = defaultdict(list)
         for _, name in turns(list(arms), rounds + 1, "everything on the GPU"):
             taken[name].append(arms[name].measure([ids], [prompt]))
         del eager, fast, arms
@@ -200,7 +204,8 @@ def tokens(
                 )
                 for form in ("model", "bf12")
             }
-            taken, last = defaultdict(list), {}
+            taken = defaultdict(list)
+            last = {}
             for _, (form, arm) in turns(
                 list(product(runs, ARMS)), rounds + 1, f"{of:.0%} on the GPU"
             ):
@@ -281,7 +286,9 @@ def run(
 ) -> Record:
     if not torch.cuda.is_available():
         raise ValueError("this bench needs a CUDA GPU, and torch finds none here (moelab doctor)")
-    device, only, shares = torch.device("cuda", 0), list(only), list(shares)
+    device = torch.device("cuda", 0)
+    only = list(only)
+    shares = list(shares)
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     found: Record = {
         "conditions": {

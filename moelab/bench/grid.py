@@ -81,7 +81,8 @@ class Experiment:
         from moelab.bench.synthesize import synthesize
         from moelab.checkpoint.convert import convert
 
-        model, hub = self.folder / "model", self.folder / "hub"
+        model = self.folder / "model"
+        hub = self.folder / "hub"
         if not model.exists():
             synthesize(model, self.spec)
         for name in forms:
@@ -221,10 +222,8 @@ class Experiment:
     def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
         """Other engines with a budget for experts within a memory limit; llama.cpp and ftllm run
         Qwen3-MoE only."""
-        stride, layer = (
-            json.loads((self.folder / "experts.json").read_text())["stride"],
-            self.spec.experts_bytes / self.spec.L,
-        )
+        stride = json.loads((self.folder / "experts.json").read_text())["stride"]
+        layer = self.spec.experts_bytes / self.spec.L
         slots = {"experts": str(self.folder / "experts.bin"), "slots": budget // stride}
         layers = max(0, int((limit - self.dense_bytes - ACCELERATE) // layer))
         return {

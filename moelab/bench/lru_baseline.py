@@ -31,7 +31,8 @@ class LRUBaseline(Transformers):
     def __init__(self, options: dict[str, Any]) -> None:
         super().__init__(moelab.open_model(options["model"], experts="external"))
         index = json.loads(Path(options["experts"]).with_suffix(".json").read_text())
-        self.E, self.stride = index["E"], index["stride"]
+        self.E = index["E"]
+        self.stride = index["stride"]
         buffer = np.empty(options["slots"] * self.stride + ALIGN, np.uint8)
         memory = buffer[-buffer.ctypes.data % ALIGN :][: options["slots"] * self.stride].reshape(
             -1, self.stride
@@ -56,10 +57,14 @@ class LRUBaseline(Transformers):
             OrderedDict(),
         )  # (layer, expert) → slot, oldest first
         try:
-            self.file, self.direct = os.open(options["experts"], os.O_RDONLY | os.O_DIRECT), True
+            self.file = os.open(options["experts"], os.O_RDONLY | os.O_DIRECT)
+            self.direct = True
         except (AttributeError, OSError):  # not on this system, or file system
-            self.file, self.direct = os.open(options["experts"], os.O_RDONLY), False
-        self.threads, self.hits, self.misses = ThreadPoolExecutor(4), 0, 0
+            self.file = os.open(options["experts"], os.O_RDONLY)
+            self.direct = False
+        self.threads = ThreadPoolExecutor(4)
+        self.hits = 0
+        self.misses = 0
         plug(self.model, executor=self)
 
     def decoding(self) -> None:
@@ -68,7 +73,8 @@ class LRUBaseline(Transformers):
 
     def read(self, key: tuple[int, int], slot: int) -> tuple[int, int]:
         """Read an expert, (layer, expert), into a slot; returns which."""
-        got, place = 0, (key[0] * self.E + key[1]) * self.stride
+        got = 0
+        place = (key[0] * self.E + key[1]) * self.stride
         while got < self.stride:
             n = os.preadv(self.file, [self.memory[slot][got:]], place + got)
             if not n:
@@ -83,10 +89,8 @@ class LRUBaseline(Transformers):
             (experts.layer, expert): (choice, tokens)
             for expert, choice, tokens in assignments(ids, experts.num_experts)
         }
-        hits, misses = (
-            [key for key in parts if key in self.slot],
-            [key for key in parts if key not in self.slot],
-        )
+        hits = [key for key in parts if key in self.slot]
+        misses = [key for key in parts if key not in self.slot]
         for key in hits:
             self.slot.move_to_end(key)  # in use: never the oldest
         loads = []
@@ -124,7 +128,8 @@ def lay_out(model: str | Path, path: Path) -> Path:
     """Write the file of experts for `LRUBaseline`: one after another, raw, each at a multiple of
     4096 bytes."""
     layers = [layer.seam for layer in discover(moelab.open_model(model, experts="external"))]
-    tensors, at = {}, 0
+    tensors = {}
+    at = 0
     for name, t in layers[0].weights(0).items():
         tensors[name] = str(t.dtype).removeprefix("torch."), list(t.shape), at, t.nbytes
         at += -(-t.nbytes // 64) * 64

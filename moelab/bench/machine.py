@@ -24,7 +24,8 @@ def disk(folder: Path, nbytes: float) -> Iterator[tuple[Path, str]]:
     `folder/disk.ext4` of at most `nbytes` is kept for the next time. The loop device reads past the
     system's cache, which would otherwise hold everything twice and outside of the limit."""
     folder.mkdir(parents=True, exist_ok=True)
-    image, mount = folder / "disk.ext4", folder / "disk"
+    image = folder / "disk.ext4"
+    mount = folder / "disk"
     new = not image.exists()
     with ExitStack() as stack:
         try:

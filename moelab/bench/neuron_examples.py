@@ -47,10 +47,12 @@ def worst_padding() -> blocks.Padding:
 
 def figures() -> dict[str, tuple[float, str]]:
     """What the guide gives as one number each, from its own inputs: name → (value, unit)."""
-    trn2, oss = load_device("trn2"), load_model("GPT-OSS-120B")
+    trn2 = load_device("trn2")
+    oss = load_model("GPT-OSS-120B")
     router, routers, share = router_bytes()
     even = blocks.padding([250] * 8, 1000, 2, 256, "text")
-    row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I
+    row = 2 * oss.H
+    expert = 2 * 3 * oss.H * oss.I
     return {
         "router_mb": (router / 1e6, "MB"),
         "routers_mb": (routers / 1e6, "MB"),

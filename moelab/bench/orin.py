@@ -33,7 +33,8 @@ from moelab.zipmoe.selection import sample, selection_probabilities
 from moelab.zipmoe.tasks import execute, makespan
 from moelab.zipmoe.tasks import whole as task_of
 
-BOARD, MODEL = "jetson-agx-orin-32gb", "Qwen3-30B-A3B"
+BOARD = "jetson-agx-orin-32gb"
+MODEL = "Qwen3-30B-A3B"
 
 
 def layer_step(states: Sequence[str]) -> list[Request]:
@@ -116,7 +117,8 @@ class Board:
     def gains(self, instances: int, seed: int) -> tuple[dict[int, np.ndarray], float]:
         """(naive order ÷ Algorithm 1 on random steps of eight experts, by threads; seconds of
         ordering, measured)."""
-        rng, found = random.Random(seed), {}
+        rng = random.Random(seed)
+        found = {}
         for n in (1, 3, self.workers):
             steps = [layer_step(rng.choices("MESCF", k=8)) for _ in range(instances)]
             found[n] = np.array(
@@ -149,9 +151,12 @@ class Board:
     def large_model(self, f: np.ndarray, gbs: Sequence[int], tokens: int, seed: int) -> There:
         """Four ways of caching `MODEL` within so many GB, by a popularity curve f [ranks]; five
         times as many tokens as are timed warm the cache."""
-        model, n = self.model, 6 * tokens
+        model = self.model
+        n = 6 * tokens
         stretched, steps = self._drawn(f, n, seed)
-        full, sm, e = model.expert_bytes, self.delays.sm_bytes, self.delays.e_bytes
+        full = model.expert_bytes
+        sm = self.delays.sm_bytes
+        e = self.delays.e_bytes
         began = time.perf_counter()
         plans = {
             gb: plan(

@@ -25,7 +25,10 @@ from moelab.records import Numbers, Records
 from moelab.static import volumes
 from moelab.static.eplb import balance, consecutive, device_loads, imbalance
 
-E, K, H, I = 64, 8, 512, 256
+E = 64
+K = 8
+H = 512
+I = 256
 ROUNDS = 7
 PHASES = ("prefill, ms", "decode, ms")
 
@@ -34,7 +37,8 @@ def run(
     tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0, rounds: int = ROUNDS
 ) -> Records:
     """Without rounds nothing is timed."""
-    sections, times = {}, {"one process": alone(tokens, seed, rounds)} if rounds else {}
+    sections = {}
+    times = {"one process": alone(tokens, seed, rounds)} if rounds else {}
     for W in ranks:
         made = launch(on_a_rank, W, W, tokens, seed, rounds, threads=1)
         rows, (ids, _, _) = {}, routing(tokens, seed)
@@ -83,7 +87,8 @@ def on_a_rank(W: int, tokens: int, seed: int, rounds: int) -> Records:
     for variant, kind in VARIANTS.items():
         if variant == "tp-ep" and W < 4:  # two ranks are one or the other
             continue
-        grid, experts = Grid(degree(variant, W)), layer()
+        grid = Grid(degree(variant, W))
+        experts = layer()
         experts.source = ShardedExperts(
             [experts],
             lambda _, e: experts.own(e),

@@ -50,7 +50,8 @@ FOUND = ("hits", "misses", "evictions", "read_bytes")  # what engine and simulat
 
 
 def main(arguments: Sequence[str]) -> int:
-    name, options = arguments[0], json.loads(arguments[1])
+    name = arguments[0]
+    options = json.loads(arguments[1])
     if options.get("cgroup"):
         Path(options["cgroup"]).write_text(str(os.getpid()))
     print(
@@ -147,11 +148,15 @@ class BenchmarkedEngine(ABC):
         seconds and joules of each phase, `digest`, `best` (argmax) of all logits, which a file
         `logits_to` may keep: fp32 [(prompts + tokens) · B, V]."""
         found: Record = {"ttft_s": [], "tpot_s": [], "best": []}
-        digest, at, last, kept = hashlib.sha256(), 0, counters(), []
+        digest = hashlib.sha256()
+        at = 0
+        last = counters()
+        kept = []
 
         def step(n: int, seconds: list[float]) -> None:
             nonlocal at
-            ids, at = [row[at : at + n] for row in tokens], at + n
+            ids = [row[at : at + n] for row in tokens]
+            at = at + n
             start = time.perf_counter()
             logits = self.feed(ids)
             seconds.append(time.perf_counter() - start)
@@ -166,7 +171,8 @@ class BenchmarkedEngine(ABC):
 
         def phase(name: str) -> None:
             nonlocal last
-            before, last = last, counters()
+            before = last
+            last = counters()
             for key in ("read_bytes", "major_faults", "cpu_s", "joules"):
                 found[f"{name}_{key}"] = (
                     None if None in (before[key], last[key]) else last[key] - before[key]
@@ -265,20 +271,22 @@ class Moelab(Transformers):
         )
         from moelab.offloading.budget import kv_bytes
 
-        this, peak, anonymous = (
-            self.offloading,
-            process()["peak_rss_bytes"],
-            _proc("status", r"^RssAnon:\s*(\d+)"),
-        )
-        metrics, workers = this.metrics(), self.options.get("options", {}).get("workers", 1)
-        forwards, spec = list(this.forwards), this.store.spec
+        this = self.offloading
+        peak = process()["peak_rss_bytes"]
+        anonymous = _proc("status", r"^RssAnon:\s*(\d+)")
+        metrics = this.metrics()
+        workers = self.options.get("options", {}).get("workers", 1)
+        forwards = list(this.forwards)
+        spec = this.store.spec
         records, decoded = layer_records(list(this.timeline), forwards)
         rates = (
             self.rates | {"after": self.read_rate(free=False)} | delivered(this.timeline, forwards)
         )
         rate = max(rates.values())
-        hits, misses = sum(metrics.hits.values()) - self.before[0], metrics.misses - self.before[1]
-        pools, asked = this.run.settings.pools, [step for forward in this.steps for step in forward]
+        hits = sum(metrics.hits.values()) - self.before[0]
+        misses = metrics.misses - self.before[1]
+        pools = this.run.settings.pools
+        asked = [step for forward in this.steps for step in forward]
         best = (
             belady_hits(asked, pools.F) / request_count(asked)
             if pools.capacity == pools.F
@@ -334,8 +342,11 @@ class Moelab(Transformers):
         three depths, into its slots, of which only those that are `free` may be overwritten: into a
         few buffers that the processor's cache holds, it would be a fifth faster. 0 without
         slots."""
-        layers, best, pipeline = self.offloading.store.layers, 0.0, self.offloading.engine.loader
-        reader, slots = pipeline.reader, pipeline.slots
+        layers = self.offloading.store.layers
+        best = 0.0
+        pipeline = self.offloading.engine.loader
+        reader = pipeline.reader
+        slots = pipeline.slots
         everyone = [
             (layer, expert)
             for layer in range(len(layers))
@@ -369,7 +380,8 @@ class Moelab(Transformers):
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> Numbers:
     """{"during": the highest read rate of any forward (start, end, …), bytes a second while the
     disk was busy}."""
-    reads, rates = [event for event in events if event.kind.startswith("read")], []
+    reads = [event for event in events if event.kind.startswith("read")]
+    rates = []
     for start, end, *_ in forwards:
         mine = [event for event in reads if start <= event.start < end]
         if busy := sum(event.end - event.start for event in mine):
@@ -385,7 +397,8 @@ def compressed_pool(store: str, budget: float, staging: int) -> Any:
     from moelab.store.layout import ExpertStore
 
     opened = ExpertStore(store)
-    sizes, experts = Sizes.of(opened), sum(len(layer.experts) for layer in opened.layers)
+    sizes = Sizes.of(opened)
+    experts = sum(len(layer.experts) for layer in opened.layers)
     everything = (
         experts * sizes.full + staging * sizes.in_flight
     )  # what `offload` takes the share of
@@ -426,7 +439,8 @@ class Accelerate(Transformers):
         import_module("accelerate")
         transformers.utils.logging.disable_progress_bar()
         config = transformers.AutoConfig.from_pretrained(options["model"], trust_remote_code=False)
-        near, far = options.get("near", "cpu"), options.get("far", "disk")
+        near = options.get("near", "cpu")
+        far = options.get("far", "disk")
         places = dict.fromkeys(
             ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), near
         )

@@ -147,10 +147,13 @@ def stationary(
     caches, the others with `tokens` each are timed one by one. RuntimeError: an engine decided
     otherwise than another, or than the simulator."""
     arms = _arms(bench, share, ablation)
-    fill, timed = bench.unseen[::2], bench.unseen[1::2].split(1)
+    fill = bench.unseen[::2]
+    timed = bench.unseen[1::2].split(1)
     took: dict[Arm, list[float]] = {of: [] for of in arms.values()}
     played: dict[Arm, Any] = {}
-    steps, later, cold = [], [], []
+    steps = []
+    later = []
+    cold = []
     for group in [[of] for of in took] if bench.limited else [list(took)]:
         with ExitStack() as stack:
             models = {of: stack.enter_context(bench.open(*of)) for of in group}
@@ -182,10 +185,8 @@ def stationary(
 
 def _arms(bench: Bench, share: float, ablation: bool) -> dict[str, Arm]:
     """The plan of a budget, and what it is compared with."""
-    planned, alone = (
-        bench.plan(share).pools,
-        {state: bench.plan(share, state).pools for state in STATES},
-    )
+    planned = bench.plan(share).pools
+    alone = {state: bench.plan(share, state).pools for state in STATES}
     if ablation:
         return {
             "plan": Arm(planned),

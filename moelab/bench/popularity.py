@@ -41,7 +41,8 @@ PHASES = {"prefill": PREFILL, "decode": DECODE}
 #: claim about one
 RELATED = ("needle", "yesno")
 #: NPUMoE §5.8, prefill: mean overlap of the top 4 and 8; across data sets, of PhiMoE, by phase
-PAPER, PAPER_ACROSS = {4: 0.86, 8: 0.94}, {"prefill": 0.652, "decode": 0.770}
+PAPER = {4: 0.86, 8: 0.94}
+PAPER_ACROSS = {"prefill": 0.652, "decode": 0.770}
 
 
 def fair_imbalance(tokens: int, E: int, K: int) -> float:
@@ -227,11 +228,9 @@ class Capacities(NamedTuple):
     @classmethod
     def tried(cls, found: Popularity, chunk: int) -> Capacities:
         """What capacities from the calibration drop and pad on unseen chunks of so many tokens."""
-        calibration, seen, loads = (
-            found.calibration,
-            found.loads("train", chunk),
-            found.loads("test", chunk),
-        )
+        calibration = found.calibration
+        seen = found.loads("train", chunk)
+        loads = found.loads("test", chunk)
         L, E = loads.shape[1:]
         # NPUMoE §4.1 literally; but a token visits K experts
         busiest = calibration.imbalance(PREFILL)[:, None] * chunk / E
@@ -278,7 +277,8 @@ def by_size(
         groups = min(most, min(offline[name].sequences for name, _ in pairs) // n)
         if groups < 2:
             continue
-        found, tokens = [], 0
+        found = []
+        tokens = 0
         for group in range(groups):
             of = {}
             for name in dict.fromkeys(name for name, _ in pairs):
@@ -313,7 +313,8 @@ def run(
     ks: Sequence[int] = (4, 8),
     seed: int = 0,
 ) -> Records:
-    model, others = open_model(), ("code", "prose", "lookup", RELATED[0])
+    model = open_model()
+    others = ("code", "prose", "lookup", RELATED[0])
     how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
     traces = [
         {

@@ -63,7 +63,8 @@ def random_weights(model: Any, seed: int) -> Any:
     """A model of the same shape with random weights and the same tokenizer."""
     torch.manual_seed(seed)
     made = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
-    made.spec, made.tokenizer = model.spec, model.tokenizer
+    made.spec = model.spec
+    made.tokenizer = model.tokenizer
     Session(made)
     return made
 
@@ -98,7 +99,8 @@ class Contest:
     ) -> Contest:
         """Record a model on prompts of each source; decode steps of the test prompts, too."""
         of = partial(texts, tokens=tokens)
-        seen, unseen = of("train", prompts_each, seed=seed), of("test", tests_each, seed=seed)
+        seen = of("train", prompts_each, seed=seed)
+        unseen = of("test", tests_each, seed=seed)
         if set(seen) & set(unseen):
             raise ValueError("prompts of the train and of the test split are the same")
         kept = partial(record, model, hidden=True, batch_size=32)
@@ -114,7 +116,8 @@ class Contest:
     def control(cls, model: Any, tests_each: int, tokens: int, seed: int) -> Contest:
         """An untrained model of the same shape on the same test prompts, which it also learns
         popularity from."""
-        control, unseen = random_weights(model, seed), texts("test", tests_each, tokens, seed)
+        control = random_weights(model, seed)
+        unseen = texts("test", tests_each, tokens, seed)
         trace = record(control, unseen, hidden=True, batch_size=32)
         return cls(control, trace, None, trace, default_vectors(control, unseen[::4]))
 
@@ -148,7 +151,9 @@ class Contest:
 
     def seconds(self, name: str, times: int = 200) -> float:
         """Median time of predicting for one token at layer 0."""
-        asked, test, took = self.predictor(name), self.test, []
+        asked = self.predictor(name)
+        test = self.test
+        took = []
         for _ in range(times + 1):
             took.append(time.perf_counter())
             asked.predict(
@@ -180,8 +185,11 @@ class Contest:
     def naive_recall(self) -> tuple[float, float]:
         """Recall of the next router on s at layer 0, of the first prompt: recomputed token by
         token, and as scored."""
-        some, predictor = self.test.select(self.test.sequence == 0), self.predictor("router")
-        weight, K, hits = predictor.targets[0].router.weight, self.test.spec.K, 0
+        some = self.test.select(self.test.sequence == 0)
+        predictor = self.predictor("router")
+        weight = predictor.targets[0].router.weight
+        K = self.test.spec.K
+        hits = 0
         for s, chosen in zip(some.router_inputs[:, 0], some.ids[:, 1]):
             hits += len(set((weight @ s).topk(K).indices.tolist()) & set(chosen.tolist()))
         return hits / (len(some) * K), float(score(some, predictor).recall[0])
@@ -195,7 +203,9 @@ class Contest:
         found: Learned = {}
         for kind in ESTIMATORS:
             for part in PARTS.values():
-                n, began, made = max(1, tokens // part), time.process_time(), []
+                n = max(1, tokens // part)
+                began = time.process_time()
+                made = []
                 for i in range(seeds if part > 1 else 1):
                     made.append(
                         train(

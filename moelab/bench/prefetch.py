@@ -53,7 +53,9 @@ from moelab.store.layout import ExpertStore
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
 PAIR = ARMS[1:3]
-RATIOS, BUDGETS, EXECUTORS = (0.5, 1.0, 3.0), (0.25, 0.5), ("exact", "fast")
+RATIOS = (0.5, 1.0, 3.0)
+BUDGETS = (0.25, 0.5)
+EXECUTORS = ("exact", "fast")
 WARM = 2  # tokens of every arm that are not counted
 LENGTHS = (8, 64)  # tokens of a generation
 AIM = 1.01  # hint ÷ on demand, at most
@@ -88,7 +90,8 @@ class Spent(NamedTuple):
 def by_layer(taken: Taken) -> list[Spent]:
     """What a token's layers took, in their order. Idle time counts as computing: it can hide
     copying just as well."""
-    layers, before = [], taken.forward.start
+    layers = []
+    before = taken.forward.start
     for layer in sorted({event.layer for event in taken.events if event.layer >= 0}):
         mine = [event for event in taken.events if event.layer == layer]
         disk, wait = (
@@ -115,7 +118,8 @@ def least(layers: Sequence[Spent]) -> float:
     for copy, _, expert, other in layers:
         routed = done + other
         copied = max(copied, routed if predicted is None else predicted) + copy
-        done, predicted = max(routed + expert, copied), routed
+        done = max(routed + expert, copied)
+        predicted = routed
     return done
 
 
@@ -178,8 +182,11 @@ class PrefetchBenchmark:
     cache. model : with slots for experts ahead and staging for a token's experts."""
 
     def __init__(self, model: Any, ids: torch.Tensor, predictor: Callable[[], Predictor]) -> None:
-        self.model, self.ids, self.predictor = model, ids, predictor
-        self.prompts, self.free = {}, None
+        self.model = model
+        self.ids = ids
+        self.predictor = predictor
+        self.prompts = {}
+        self.free = None
         self.gates = defaultdict(lambda: PrefetchGate(trials=False))  # every arm learns by itself
         self.ahead = model.moelab.engine.loader.queue.ahead
         self.begin(1)
@@ -189,11 +196,15 @@ class PrefetchBenchmark:
         as it goes."""
         if (length, first) not in self.prompts:
             reader = self.model.moelab.engine.loader.reader
-            self.past, self.at, limit, reader.bandwidth = None, first, reader.bandwidth, None
+            self.past = None
+            self.at = first
+            limit = reader.bandwidth
+            reader.bandwidth = None
             self._forward(length)
             reader.bandwidth, self.prompts[length, first] = limit, self.past
         with torch.inference_mode():
-            self.past, self.at = deepcopy(self.prompts[length, first]), first + length
+            self.past = deepcopy(self.prompts[length, first])
+            self.at = first + length
 
     def samples(
         self, arms: Sequence[str], tokens: int, name: str, length: int = 1, times: int = 3
@@ -238,7 +249,8 @@ class PrefetchBenchmark:
     def _way(self, arm: str, gate: PrefetchGate) -> Any:
         """A context in which the model decodes in this way."""
         engine = self.model.moelab.engine
-        engine.controller.gate, engine.serial = gate, arm == ARMS[0]
+        engine.controller.gate = gate
+        engine.serial = arm == ARMS[0]
         engine.loader.queue.ahead = self.ahead if arm in MODES else 0
         return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
 
@@ -258,7 +270,8 @@ class PrefetchBenchmark:
             self.free = pooled(self.samples(ARMS[:1], tokens, "without a limit", length, times))[
                 ARMS[0]
             ]
-        ran, against = {}, {}
+        ran = {}
+        against = {}
         for ratio in ratios:
             rate = self.slow_down(ratio, self.free)
             samples = self.samples(
@@ -299,7 +312,8 @@ def pooled(samples: Iterable[Turns]) -> Turns:
 def offloaded(store: ExpertStore) -> Any:
     """A model that keeps no expert: slots for those of one layer and the next, all read from the
     store."""
-    K, sizes = store.spec.K, Sizes.of(store)
+    K = store.spec.K
+    sizes = Sizes.of(store)
     return offload(
         store,
         (2 * K + 2) * sizes.in_flight,
@@ -407,7 +421,8 @@ def run(
 ) -> Record:
     never = {}
     with measure.working(folder) as place:
-        source, store = place / "model", place / "raw"
+        source = place / "model"
+        store = place / "raw"
         if not source.is_dir():
             synthesize(source, spec)
         if not store.is_dir():

@@ -34,7 +34,9 @@ FORMAT = "moelab.profile/4"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
-PROMPT, DECODED, MINIMUM = 32, 8, 2
+PROMPT = 32
+DECODED = 8
+MINIMUM = 2
 COPY, TIMES = 64 << 20, 8  # bytes of a copy; how often
 
 
@@ -69,7 +71,8 @@ class Profile:
 
     def table(self) -> list[tuple[str, str]]:
         """What was measured, in words."""
-        costs, delays = self.machine, self.machine.delays
+        costs = self.machine
+        delays = self.machine.delays
         rows = [
             ("reading an expert", delays.miss_read),
             ("decompressing it", delays.decompress),
@@ -114,7 +117,8 @@ def profile(
         memory, as then none is read.
     """
     with open_model(source, memory=memory, **options) as lm:
-        session, draw = lm.moelab, torch.Generator().manual_seed(seed)
+        session = lm.moelab
+        draw = torch.Generator().manual_seed(seed)
         reader = session.engine.loader.reader
 
         def forward(tokens: int) -> None:
@@ -125,7 +129,8 @@ def profile(
         with torch.inference_mode(), progress(desc="profiling", unit="rounds") as bar:
             from transformers import DynamicCache
 
-            done, start = -1, time.perf_counter()
+            done = -1
+            start = time.perf_counter()
             while done < MINIMUM or time.perf_counter() - start < seconds:
                 cache = DynamicCache(config=lm.config)
                 for tokens in (PROMPT, *[1] * DECODED):

@@ -139,7 +139,8 @@ def _compare_formats(
     model: Any, layers: list[MoELayer], tasks: Sequence[str], **how: Any
 ) -> Records:
     own = [w for layer in layers for e in range(layer.E) for w in layer.seam.weights(e).values()]
-    raw, count = sum(w.nbytes for w in own), sum(w.numel() for w in own)
+    raw = sum(w.nbytes for w in own)
+    count = sum(w.numel() for w in own)
     sources = {name: Quantized(layers, name) for name in registry.names("format")}
     size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in CODECS}
     size |= {

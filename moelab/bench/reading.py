@@ -55,7 +55,8 @@ def timeline(
     slower disk."""
     reads: list[tuple[str, float, float]] = []
     rows = {"disk" if threads != 0 else "one thread": reads}
-    buffers, decoders = queue.Queue(), queue.Queue()
+    buffers = queue.Queue()
+    decoders = queue.Queue()
     with Reader(store, mode, bandwidth) as reader, ThreadPoolExecutor(threads or 1) as pool:
         drop_cached(store.folder)
         for i in range(threads or 0):
@@ -127,7 +128,8 @@ def compare(
         "compressed, read only": (packed, None),
         "read, then decoded": (packed, 0),
     } | {f"overlapped, {n} decoding": (packed, n) for n in threads}
-    samples, last = {name: [] for name in arms}, {}
+    samples = {name: [] for name in arms}
+    last = {}
     for repeat in progress(range(repeats + 1), "reading", unit="rounds"):
         for name, (store, decoding) in arms.items():
             last[name] = timeline(store, mode, decoding, bandwidth)
@@ -164,7 +166,8 @@ class Study(NamedTuple):
     ) -> Study:
         """`experts` made by make(nbytes, seed), in the system's temporary folder, raw and in a
         codec."""
-        weights, mode = [make(nbytes, seed + i) for i in range(experts)], modes()[0]
+        weights = [make(nbytes, seed + i) for i in range(experts)]
+        mode = modes()[0]
         with tempfile.TemporaryDirectory(prefix="moelab-store-") as folder:
             stores = [write_store(f"{folder}/{name}", weights, name) for name in ("raw", codec)]
             samples, rows = compare(*stores, mode, threads, repeats)

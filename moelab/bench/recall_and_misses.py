@@ -49,11 +49,9 @@ ROUTERS = {"next router on s": "router", "next router on q": "quasi"}
 #: policies that also run with a pool for each layer
 BY_LAYER = ("lru", "lfu", "lrfu")
 #: (policy, scope)
-DEFAULT, OURS, CEILING = (
-    (DEFAULT_POLICY, "model"),
-    (NEXT := "next-token", "model"),
-    ("belady", "model"),
-)
+DEFAULT = (DEFAULT_POLICY, "model")
+OURS = (NEXT := "next-token", "model")
+CEILING = ("belady", "model")
 
 
 def scores(
@@ -124,7 +122,8 @@ def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, Num
 
 def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
     """(row of the trace, layer, {expert: 1}), token by token, prompt after prompt; no prefill."""
-    ids, E = trace.ids.tolist(), trace.spec.E
+    ids = trace.ids.tolist()
+    E = trace.spec.E
     return [
         (row, layer, dict.fromkeys((e for e in chosen if e != E), 1))
         for row in torch.argsort(trace.sequence.long(), stable=True).tolist()
@@ -136,12 +135,14 @@ def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
 def misses(trace: RoutingTrace, policy: Any, scope: str, share: float) -> np.ndarray:
     """Misses in each sequence, int64 [P], with memory for a share of the experts; scope "model" or
     "layer"."""
-    L, E = trace.spec.L, trace.spec.E
+    L = trace.spec.L
+    E = trace.spec.E
     residency = Residency(
         L, E, Pools(F=round(share * (E if scope == "layer" else L * E))), policy, scope
     )
     inputs = trace.router_inputs.float().numpy() if residency.sees else None
-    sequence, found = trace.sequence.tolist(), np.zeros(trace.sequences, np.int64)
+    sequence = trace.sequence.tolist()
+    found = np.zeros(trace.sequences, np.int64)
     for row, layer, tokens in steps(trace):
         if inputs is not None:
             residency.see(layer, inputs[row, layer][None])
@@ -175,7 +176,8 @@ def missed(
 ) -> dict[float, dict[str, np.ndarray]]:
     """`compare` at each share of "0.25,0.5" on every other prompt, by the names of `arms`;
     "next-token" is fitted to `seen`."""
-    fitted, some = fit(seen), test.select(test.sequence % 2 == 0)
+    fitted = fit(seen)
+    some = test.select(test.sequence % 2 == 0)
     found = {
         share: compare(fitted, some, share, list(arms.values()))
         for share in map(float, shares.split(","))
@@ -192,7 +194,8 @@ def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, Nu
     requests = int((contest.test.ids != contest.test.spec.E).sum())
     rows = {}
     for (name, scope), of in sorted(found.items(), key=lambda item: item[1].sum()):
-        over, ours = ratio(of, found["lru", "model"]), ratio(found[OURS], of)
+        over = ratio(of, found["lru", "model"])
+        ours = ratio(found[OURS], of)
         rows[name if scope == "model" else f"{name}, layer by layer"] = {
             "hit rate": 1 - of.sum() / requests,
             **dict(zip(("misses ÷ lru", "from", "to"), over)),
@@ -244,10 +247,12 @@ def run(
     }
     for name, one in (models | controls).items():
         contest = Contest.of(one, train_prompts, test_prompts, prompt_tokens, new_tokens, seed)
-        spec, learn = contest.test.spec, () if name in controls else tokens
+        spec = contest.test.spec
+        learn = () if name in controls else tokens
         name = f"{name} (L {spec.L}, E {spec.E}, K {spec.K})"
         sections[f"{name}: its router (measured)"] = router_of(contest, windows, seed)
-        found, fitted = scores(contest, learn, seeds, seed), fit(contest.train)
+        found = scores(contest, learn, seeds, seed)
+        fitted = fit(contest.train)
         sections[f"{name}: recall one layer ahead, chance {spec.K / spec.E:.3f} (measured)"] = (
             recalls(found)
         )

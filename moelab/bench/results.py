@@ -45,7 +45,9 @@ PACKAGES = (
 WORDS = {"predicted": "simulated", "limit": "modelled", "bound": "modelled", "eq": "modelled"}
 #: a machine is quiet below these: processes that want to run, a core; a small computation's 90 %
 #: quantile over its 10 %; cores that others, the kernel's reads among them, keep busy meanwhile
-LOAD, SCATTER, OTHERS = 0.5, 1.25, 0.5
+LOAD = 0.5
+SCATTER = 1.25
+OTHERS = 0.5
 OTHERS_CORES = "cores of others"
 
 
@@ -93,7 +95,8 @@ def load_average() -> float | None:
 def scatter(tries: int = 24) -> float:
     """The 90 % over the 10 % quantile of the times of one small computation: 1 on a quiet
     machine."""
-    seconds, block = [], bytes(1 << 22)
+    seconds = []
+    block = bytes(1 << 22)
     for _ in range(tries):
         start = time.perf_counter()
         hashlib.sha256(block)
@@ -114,7 +117,9 @@ def others_seconds() -> float:
 
 def why_busy() -> str | None:
     """Why what is measured now would mean little; None on a quiet machine."""
-    load, spread, cores = load_average(), scatter(), os.cpu_count() or 1
+    load = load_average()
+    spread = scatter()
+    cores = os.cpu_count() or 1
     if load is not None and load > LOAD * cores:
         return f"the load average is {load:.1f} on {cores} cores"
     return f"equal work takes {spread:.2f} times as long now and then" if spread > SCATTER else None
@@ -131,7 +136,9 @@ def measuring(parameters: Mapping[str, Any], busy: bool = False) -> Iterator[Rec
             "the record say so: --busy"
         )
     run = provenance(parameters)
-    load, others, start = load_average(), others_seconds(), time.monotonic()
+    load = load_average()
+    others = others_seconds()
+    start = time.monotonic()
     yield run
     seconds = time.monotonic() - start
     run["seconds"], run["load"] = round(seconds, 1), [load, load_average()]

@@ -33,7 +33,8 @@ from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
 from moelab.store.layout import ExpertStore
 
-STORED, ARMS = ("bf12", "huffman", "int4"), ("on demand", "hint")
+STORED = ("bf12", "huffman", "int4")
+ARMS = ("on demand", "hint")
 
 
 def run(
@@ -60,7 +61,9 @@ def run(
         "rounds": rounds,
     }
     title = f"{memory} of experts in memory"
-    rows, limits, turns = {}, {}, {}
+    rows = {}
+    limits = {}
+    turns = {}
     with working(folder) as place:
         bench = Experiment(
             spec, place, prompt, decode, rounds, {}, reference={"result": "the model does not fit"}

@@ -40,7 +40,8 @@ from moelab.zipmoe.inclusion import inclusion_probabilities
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
 TASKS = ("loss", "needle_multikey", *questions.REMEMBERED)
-BASELINE, NO_EXPERTS = "nothing dropped", "no experts at all"
+BASELINE = "nothing dropped"
+NO_EXPERTS = "no experts at all"
 ALL_BLOCKS = "all N blocks, any routing"  # the series of `padding_curves` that skips no block
 
 Points = list[tuple[float, float]]
@@ -106,10 +107,8 @@ def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> d
     """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity,
     and real loads [n, L, E] of steps of T tokens of the model `name`; the last series does not skip
     empty blocks."""
-    real, zipf = (
-        loads.reshape(-1, loads.shape[-1]).tolist(),
-        {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2},
-    )
+    real = loads.reshape(-1, loads.shape[-1]).tolist()
+    zipf = {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2}
     drawn = {
         title: [routed(T, loads.shape[-1], K, skew, seed + i) for i in range(8)]
         for title, skew in zipf.items()
@@ -150,10 +149,14 @@ def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[Bloc
     """Run ids [T, L, K] through tiny experts in blocks of each size, with and without skipping
     empty blocks."""
     T, L, K = ids.shape
-    x, weights, found = torch.randn(T, 16), torch.full((T, K), 1 / K), []
-    experts, layers = Layers(E, K, 16, 8, torch.float32, 0).seam[0], ids.long().unbind(1)
+    x = torch.randn(T, 16)
+    weights = torch.full((T, K), 1 / K)
+    found = []
+    experts = Layers(E, K, 16, 8, torch.float32, 0).seam[0]
+    layers = ids.long().unbind(1)
     for B in sizes:
-        skipping, whole = Blockwise(B), Blockwise(B, skip_blocks=False)
+        skipping = Blockwise(B)
+        whole = Blockwise(B, skip_blocks=False)
         for layer in layers:
             skipping(x, layer, weights, experts)
             whole(x, layer, weights, experts)
@@ -309,7 +312,8 @@ class TierPlan(NamedTuple):
     def of(cls, calibration: Calibration, chunk: int, G: int = 8, slack: float = 1.0) -> TierPlan:
         """Tiers and groups of G experts for chunks of so many tokens, from a calibration of the
         prompt."""
-        counts, tokens = calibration.counts(PREFILL), calibration.tokens[PREFILL]
+        counts = calibration.counts(PREFILL)
+        tokens = calibration.tokens[PREFILL]
         tiers = capacity_tiers(counts, tokens, chunk, slack=slack)
         groups = tuple(tuple(form_groups(layer, counts[l], G)) for l, layer in enumerate(tiers))
         return cls(tuple(tiers), tuple(capacity_tiers(counts, tokens, chunk, rule="paper")), groups)
@@ -355,7 +359,8 @@ class Ran(NamedTuple):
 
 def run_ways(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Ran]:
     """Read the texts in every way, beside the model as it is."""
-    plain, found = read_all(model, texts), {}
+    plain = read_all(model, texts)
+    found = {}
     for name, make in ways.items():
         with limited(model, make) as executor:
             pairs = list(zip(plain, read_all(model, texts)))

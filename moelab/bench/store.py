@@ -68,7 +68,8 @@ def coders(weights: torch.Tensor, names: Iterable[str] = CODECS) -> dict[str, Co
 
 
 def _coder(weights: torch.Tensor, name: str) -> Coder:
-    packed, out = compress_tensor(weights, name), torch.empty_like(weights)
+    packed = compress_tensor(weights, name)
+    out = torch.empty_like(weights)
     decompress_tensor(packed, out)
     _check(name, bits.as_bytes(out), weights)
 
@@ -109,7 +110,8 @@ def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
 def copies(weights: torch.Tensor) -> dict[str, Work]:
     """Two arms for comparison: memcpy of the expert, and recovery alone, which writes as many
     bytes."""
-    source, out = bits.as_bytes(weights), np.zeros(weights.numel() * 2, np.uint8)
+    source = bits.as_bytes(weights)
+    out = np.zeros(weights.numel() * 2, np.uint8)
     exponents, rest = bits.split(source.view(np.uint16))
     words = out.view(np.uint16)
     return {
@@ -157,7 +159,8 @@ def rate(samples: Samples, name: str, nbytes: float) -> float:
 def sizes(weights: torch.Tensor, made: Mapping[str, Coder]) -> dict[str, Numbers]:
     """Of each coder, the compressed size and its distance from the order-0 bound: percent of the
     weights."""
-    size, bound = weights.numel() * 2, describe(joint_counts(weights)).bound
+    size = weights.numel() * 2
+    bound = describe(joint_counts(weights)).bound
     return {
         name: {
             "fraction %": 100 * coder.nbytes / size,
@@ -214,7 +217,8 @@ class Rates:
     ) -> Rates:
         """Time each coder on the weights, alone and in several threads at once."""
         samples = per_thread(weights, made, repeats)
-        load, real = load_average(), {name: coder for name, coder in made.items() if name != "raw"}
+        load = load_average()
+        real = {name: coder for name, coder in made.items() if name != "raw"}
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
 
     @cached_property
@@ -293,7 +297,8 @@ class Sample(NamedTuple):
         """About `nbytes` of a checkpoint's. ValueError: weights that are not all of one float type
         of `FORMATS`."""
         checkpoint = Checkpoint.at(model)
-        source, spec = CheckpointExperts(checkpoint), checkpoint.spec
+        source = CheckpointExperts(checkpoint)
+        spec = checkpoint.spec
         every = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         step = max(1, -(-len(every) * spec.expert_bytes // nbytes))
         tensors = [tensor for key in every[::step] for tensor in source(*key).values()]
@@ -360,7 +365,8 @@ class Sample(NamedTuple):
 
 def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
     """(compressed size over size, whether the same bytes come back)."""
-    packed, back = compress_tensor(weights, codec), torch.zeros_like(weights)
+    packed = compress_tensor(weights, codec)
+    back = torch.zeros_like(weights)
     decompress_tensor(packed, back)
     return packed.nbytes / weights.nbytes, np.array_equal(
         bits.as_bytes(back), bits.as_bytes(weights)
@@ -379,7 +385,8 @@ def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
             PEER: "in this run" if PEER in made else MISSING,
         }
     }
-    first, second = sizes(weights, made), rates(of.single, of.nbytes)
+    first = sizes(weights, made)
+    second = rates(of.single, of.nbytes)
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
     found["threads together, by the clock"] = scaling(of.several, of.nbytes)
     return found | {"samples": of.single | of.several}

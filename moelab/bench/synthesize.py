@@ -51,7 +51,8 @@ from moelab.store.writer import StoreWriter
 
 POOL, COLUMNS = 1 << 25, 2048  # weights in the pool at most, and a row of it
 #: the small model's tokenizer, the number of its ids; its id 0 ends a text and pads
-TOKENIZER, VOCABULARY = ("tokenizer.json", "tokenizer_config.json"), 1024
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+VOCABULARY = 1024
 EMBEDDING = 64  # embeddings are so many times larger: else every token is routed alike
 
 
@@ -96,7 +97,8 @@ def config_of(spec: MoESpec) -> Any:
     cannot be matched."""
     from transformers import AutoConfig
 
-    known, dense = AutoConfig.for_model(spec.model_type), set(range(spec.num_layers))
+    known = AutoConfig.for_model(spec.model_type)
+    dense = set(range(spec.num_layers))
     dense -= set(spec.moe_layers)
     facts = {name: getattr(spec, name) for name in configs.NAMES if name != "shared_count"}
     facts |= {"dense_I": spec.dense_I or spec.I, "shared_count": spec.shared_I // spec.I or None}
@@ -156,7 +158,8 @@ def synthesize(
         codec = codec or codecs.DEFAULT
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
-    twin, rng = compat.meta_twin(config), np.random.default_rng(seed)
+    twin = compat.meta_twin(config)
+    rng = np.random.default_rng(seed)
     tensors = twin.state_dict()
     pool = draw(min(POOL, 4 * sum(tensor.numel() for tensor in tensors.values())), seed)
     destination.parent.mkdir(parents=True, exist_ok=True)

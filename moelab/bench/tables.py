@@ -59,7 +59,8 @@ def _tpot(places: Sequence[tuple[str, str]], arms: Mapping[str, str]) -> list[li
 
 
 def _resident() -> list[list[Any]]:
-    whole, few = "everything resident", "everything resident in few bits"
+    whole = "everything resident"
+    few = "everything resident in few bits"
     arms: dict[str, Sequence[tuple[str, str] | None]] = {
         "moelab `fast`, `dense` in as many bits": (
             (whole, "moelab fast"),
@@ -166,7 +167,8 @@ def _scale() -> list[list[Any]]:
 
 
 def _prefetch() -> list[list[Any]]:
-    section, rows = "never slower (hint ÷ on demand)", []
+    section = "never slower (hint ÷ on demand)"
+    rows = []
     for setting in _sections(bench_file("prefetch"))[section]:
         rows.append([setting])
         for end in MACHINES.values():

@@ -51,7 +51,8 @@ OURS = "zipmoe"  # the eviction policy
 BATCHES = (1, 4, 16)
 #: decode steps that are timed; before them, each expert is chosen so often on average, to fill the
 #: cache
-TIMED, FILLED = 8, 5
+TIMED = 8
+FILLED = 5
 THREADS = (1, 2, 3, 4, 6)
 
 
@@ -78,7 +79,8 @@ class Machine:
     def of(cls, model: str, device: DeviceSpec, decompress_gbs: float) -> Machine:
         """One of ZipMoE's models on a device. Of Switch, an encoder-decoder, the decoder alone:
         half of the layers."""
-        every, total = load_model(model), load_card(model)["figures"]["total_params"]["value"]
+        every = load_model(model)
+        total = load_card(model)["figures"]["total_params"]["value"]
         dense = 2.0 * (total - every.L * every.E * every.expert_params)
         encoder = every.L // 2 if model.startswith("Switch") else 0
         spec = replace(every, moe_layers=every.moe_layers[encoder:])
@@ -89,7 +91,8 @@ class Machine:
 
     def shares(self, popularity: str) -> np.ndarray:
         """Share of tokens that need each expert: [L, E]."""
-        E, K = self.spec.E, self.spec.K
+        E = self.spec.E
+        K = self.spec.K
         f = inclusion_of_ranks(E, K) if popularity == "1/rank" else np.full(E, K / E)
         return np.tile(f, (self.spec.L, 1))
 
@@ -196,7 +199,8 @@ class Machine:
         """Seconds of a prompt from an empty cache: "ours", and each of `RIVALS` (the LRU cache
         reads as "on demand" does, but while it computes). A decoder that has an encoder runs one
         token."""
-        spec, found = self.spec, {}
+        spec = self.spec
+        found = {}
         alone = drawn(self.shares(popularity), prompt, seed)
         counts = [
             dict(sum((Counter(token[layer][1]) for token in alone), Counter()))
@@ -232,7 +236,9 @@ class Machine:
 
 
 def run(prompt: int = 128, workers: int = 6, decompress_gbs: float = 1.2, seed: int = 0) -> Records:
-    tpot, ttft, throughput = {}, {}, {}
+    tpot = {}
+    ttft = {}
+    throughput = {}
     less: dict[str, list[float]] = {}
     cells = list(product(MODELS, BOARDS.items(), READINGS))
     for model, (board, budget), (popularity, of) in progress(cells, "Figs. 7 and 8", unit="cell"):
@@ -260,10 +266,8 @@ def run(prompt: int = 128, workers: int = 6, decompress_gbs: float = 1.2, seed: 
         )
         for batch in BATCHES if (popularity, of) == READINGS[0] else ():
             if batch > 1:  # with the pools that were planned for one
-                steps, staging = (
-                    machine.steps(popularity, batch, seed),
-                    machine.staging(room, machine.sizes, workers),
-                )
+                steps = machine.steps(popularity, batch, seed)
+                staging = machine.staging(room, machine.sizes, workers)
                 own = machine.seconds(
                     machine.compressed, pools, OURS, steps, batch, staging, workers
                 )
@@ -293,7 +297,8 @@ def threads(decompress_gbs: float, counts: Sequence[int] = THREADS) -> dict[str,
     device = load_device("jetson-agx-orin-64gb")
     for model in MODELS:
         machine = Machine.of(model, device, decompress_gbs)
-        delays, raw = machine.compressed[0], machine.raw[0]
+        delays = machine.compressed[0]
+        raw = machine.raw[0]
         miss = [Request(ExpertKey(0, 0), 1, State.MISSED, State.MISSED)]
         lone = {n: execute(miss, default_order(miss, delays, n), delays, n)[1] for n in counts}
         whole_read = raw.e_read + raw.expert(1)

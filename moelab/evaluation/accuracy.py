@@ -234,7 +234,8 @@ def summarise(samples: Samples) -> dict[str, Records]:
 def paired(base: np.ndarray, values: np.ndarray) -> Record:
     """One mode's scores against another's, over the same windows or prompts [n]: right answers if
     both are bool."""
-    base, values = np.asarray(base), np.asarray(values)
+    base = np.asarray(base)
+    values = np.asarray(values)
     if base.dtype == values.dtype == bool:
         return paired_answers(base, values)
     return paired_means(base.astype(float), values.astype(float))
@@ -254,10 +255,13 @@ def paired_means(base: np.ndarray, values: np.ndarray) -> Record:
 
 def paired_answers(base: np.ndarray, values: np.ndarray) -> Record:
     """Difference of two shares over the same prompts, base and values bool [n]."""
-    lost, gained, n = int((base & ~values).sum()), int((~base & values).sum()), len(base)
+    lost = int((base & ~values).sum())
+    gained = int((~base & values).sum())
+    n = len(base)
     row = _mean("difference", "difference error", values.astype(float) - base)
     # Agresti and Min: 1/2 to each cell of the 2×2 table
-    mean, changed = (gained - lost) / (n + 2), (lost + gained + 1) / (n + 2)
+    mean = (gained - lost) / (n + 2)
+    changed = (lost + gained + 1) / (n + 2)
     half = 1.96 * math.sqrt((changed - mean**2) / (n + 2))
     return row | {
         "interval": [max(mean - half, -1.0), min(mean + half, 1.0)],

@@ -121,7 +121,8 @@ def hot_share(found: Calibration, phase: int) -> float:
 
 def summary(found: Calibration) -> str:
     """What was counted, in lines: tokens, popularity and imbalance of both phases."""
-    spec, hot = found.spec, max(round(HOT * found.spec.E), 1)
+    spec = found.spec
+    hot = max(round(HOT * found.spec.E), 1)
     lines = [f"{spec.name}: {spec.L} MoE layers of {spec.E} experts, top-{spec.K}; {found.source}"]
     for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
         if found.tokens[phase]:

@@ -191,7 +191,8 @@ def _contexts(
 ) -> tuple[Record, int]:
     """({mode: what makes its context}, the batch size at which all of them can run)."""
     modes: Record = {"baseline": nullcontext}
-    parts, batch = Ingredients(model, args), args.batch
+    parts = Ingredients(model, args)
+    batch = args.batch
     if args.vectors:  # a file that cannot be read is refused before anything is measured
         _ = parts.vectors
     for mode, predictor in pairs:
@@ -290,7 +291,9 @@ class Ingredients:
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         from moelab.speculate.estimator import Estimator
 
-        self.model, self.args, self.seed = model, args, args.seed
+        self.model = model
+        self.args = args
+        self.seed = args.seed
         self.estimator = args.estimator and Estimator.load(
             args.estimator, model
         )  # before anything is measured

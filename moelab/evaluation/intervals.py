@@ -55,7 +55,8 @@ def median(values: Sequence[float] | np.ndarray) -> Interval:
     ends are nan for fewer than six values."""
     from scipy.stats import binom  # takes a moment to import
 
-    ordered, n = sorted(map(float, values)), len(values)
+    ordered = sorted(map(float, values))
+    n = len(values)
     k = int(binom.ppf(0.025, n, 0.5))  # values that may lie beyond an end
     ends = (ordered[k - 1], ordered[n - k]) if k else (math.nan, math.nan)
     return float(np.median(ordered)), *ends

@@ -68,7 +68,9 @@ class Score:
 def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
     """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in
     both."""
-    n, E, K = trace.spec.L - predictor.ahead, trace.spec.E, trace.spec.K
+    n = trace.spec.L - predictor.ahead
+    E = trace.spec.E
+    K = trace.spec.K
     requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long)
     aligned, tokens = torch.zeros(2, n, K, dtype=torch.long)
     learns = type(predictor).observe is not Predictor.observe
@@ -83,7 +85,8 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
             if prediction is None or phase not in (None, one.phase):
                 continue
             _, _, true, true_weights = one.at(target.index, predictor.device)
-            there, by_rank = true != E, ranked(true, true_weights, E)
+            there = true != E
+            by_rank = ranked(true, true_weights, E)
             requests[prompt, layer] += int(there.sum())
             hits[prompt, layer] += int((found(prediction[0], true) & there).sum())
             aligned[layer] += ((ranked(*prediction, E) == by_rank) & (by_rank != E)).sum(0).cpu()

@@ -38,7 +38,8 @@ _NOUNS = """
     ant ape bat bear bee bird boar bull calf cat cow crab crow deer dog dove duck eel elk fish fly
     fox frog goat hare hawk hen ibex lamb lark lion lynx
 """
-ADJECTIVES, NOUNS = _ADJECTIVES.split(), _NOUNS.split()
+ADJECTIVES = _ADJECTIVES.split()
+NOUNS = _NOUNS.split()
 NUMBERS = [str(number) for number in range(10, 100)]
 COUPLES = [f"{adjective} {noun}" for adjective in ADJECTIVES[:16] for noun in NOUNS]
 SUMMANDS = range(10, 40)
@@ -195,7 +196,8 @@ def _asked(source: str, rng: random.Random, tokens: int, split: str, count: Coun
 
 def _solved(source: str, rng: random.Random, tokens: int, split: str, count: Count) -> Prompt:
     """Solved questions that only weights can answer, then one to solve."""
-    examples, fits = "", budget(tokens, count)
+    examples = ""
+    fits = budget(tokens, count)
     question, answer = remember(rng, rng.choice(SOLVED[source]))
     fits(question + answer)
     while fits(example := "".join(remember(rng, rng.choice(SOLVED[source])))):

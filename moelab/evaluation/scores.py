@@ -38,7 +38,8 @@ def last_logits(model: Any, ids: torch.Tensor, n: int, decode: bool = False) -> 
     with torch.no_grad():
         if not decode:
             return model(ids, use_cache=False).logits[:, first:-1]
-        cache, logits = model(ids[:, :first], use_cache=True).past_key_values, []
+        cache = model(ids[:, :first], use_cache=True).past_key_values
+        logits = []
         for i in range(first, ids.shape[1] - 1):
             out = model(ids[:, i : i + 1], past_key_values=cache, use_cache=True)
             cache = out.past_key_values
@@ -97,7 +98,8 @@ def language_loss(
     """Mean next-token loss in nats of each window [n]; windows [n, S]. `decode` scores only so many
     last tokens of each, in decode steps, one window at a time; 0 scores all but the first in one
     forward pass."""
-    losses, scored = [], decode or windows.shape[1] - 1
+    losses = []
+    scored = decode or windows.shape[1] - 1
     with progress(total=len(windows), desc=label, unit="window") as bar:
         for batch in windows.split(1 if decode else batch_size):
             logits = last_logits(model, batch, scored, decode > 0)

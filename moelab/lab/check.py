@@ -71,7 +71,8 @@ def compare(baseline: Record, found: Record) -> list[Row]:
 
 def _compare_values(old: Record, now: Any) -> tuple[str, str]:
     """(verdict, note)."""
-    was, kind = old["value"], old["kind"]
+    was = old["value"]
+    kind = old["kind"]
     numbers = are_numbers(was, now)
     if kind == "measured":
         return "shown", f"{now / was:.2f} × the baseline" if numbers and was else ""
@@ -163,7 +164,8 @@ def main(args: argparse.Namespace) -> int:
         )
     failed = compared = 0
     for name in names:
-        path, found = results / "baseline" / f"{name}.json", _newest_metrics(name, results)
+        path = results / "baseline" / f"{name}.json"
+        found = _newest_metrics(name, results)
         if args.update:
             if found is None:
                 print(f"{name}: no finished run; its baseline stays as it is")
@@ -174,11 +176,13 @@ def main(args: argparse.Namespace) -> int:
             failed += bool(args.notebooks)  # asked for by name, it is expected to be there
         elif found is None:
             print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
-            compared, failed = compared + 1, failed + 1
+            compared = compared + 1
+            failed = failed + 1
         else:
             rows = compare(read_json(path, MetricsFile), found)
             bad = sum(row.verdict == "FAILED" for row in rows)
-            compared, failed = compared + 1, failed + bool(bad)
+            compared = compared + 1
+            failed = failed + bool(bad)
             print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
             if differing := [row for row in rows if args.all or row.verdict in ("FAILED", "new")]:
                 print(

@@ -22,10 +22,8 @@ from moelab.files import atomic, write_json, write_text
 from moelab.lab.runner import cells_of
 from moelab.progress import progress
 
-WIDGET_STATE, WIDGET_VIEW = (
-    "application/vnd.jupyter.widget-state+json",
-    "application/vnd.jupyter.widget-view+json",
-)
+WIDGET_STATE = "application/vnd.jupyter.widget-state+json"
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 PLOTLY = "application/vnd.plotly.v1+json"
 
 
@@ -111,9 +109,11 @@ def execute(
     timeout : seconds that one cell may take. pictures : also draw the figures as PNG.
     """
     import_nbformat()  # the packages of moelab[lab], or an error that names them
-    source, output = Path(notebook), Path(directory) / Path(notebook).name
+    source = Path(notebook)
+    output = Path(directory) / Path(notebook).name
     cells = sum(cell["cell_type"] == "code" for cell in cells_of(source)) + bool(parameters)
-    error, kernels = None, []
+    error = None
+    kernels = []
     for _attempt in (1, 2):
         with progress(total=cells, desc=source.stem, unit="cells") as bar:
             watch = _Watch(bar, kernels)

@@ -66,7 +66,9 @@ def main(args: argparse.Namespace) -> int:
     def run(path: Path) -> list[str]:
         at = f"[{paths.index(path) + 1}/{len(paths)}] {path.stem}"
         print(f"{at} …", flush=True)
-        start, status, first = time.monotonic(), "ok", ""
+        start = time.monotonic()
+        status = "ok"
+        first = ""
         try:
             metrics = (
                 run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
@@ -77,7 +79,8 @@ def main(args: argparse.Namespace) -> int:
                 for name, m in list(found.items())[:SHOWN_METRICS]
             )
         except NotebookFailed as failure:
-            status, first = "FAILED", failure.error.splitlines()[0]
+            status = "FAILED"
+            first = failure.error.splitlines()[0]
             errors.append(str(failure))
         took = f"{time.monotonic() - start:.1f} s"
         print(f"{at}: {status}, {took}", flush=True)

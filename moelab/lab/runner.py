@@ -46,7 +46,8 @@ class NotebookFailed(RuntimeError):
         super().__init__(
             f"{notebook} failed: {error}\n\nThe notebook as far as it came is in {directory}"
         )
-        self.error, self.directory = error, directory
+        self.error = error
+        self.directory = directory
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    root, rows = results_root(args.results), []
+    root = results_root(args.results)
+    rows = []
     names = {path.stem for path in notebooks()} | {
         path.name for path in (root / "runs").glob("*") if path.is_dir()
     }

@@ -176,7 +176,8 @@ def words(point: Point) -> list[str]:
 
 def attempt(work: Work, point: Point) -> Record:
     """On the worker: the point's metrics and provenance, or {"error": why it has none}."""
-    began, start = datetime.now(UTC), time.monotonic()
+    began = datetime.now(UTC)
+    start = time.monotonic()
     try:
         found = work(point)
     except Exception as error:  # of any kind: it is told, and the other points go on
@@ -200,9 +201,11 @@ def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
     """Run points in processes of this machine. A process that is lost takes all of them with it:
     what they had begun is run again, and after `LOST` times without a finished point, the first of
     them counts as failed."""
-    left, lost = dict(enumerate(points)), 0
+    left = dict(enumerate(points))
+    lost = 0
     while left:
-        queue, running = list(left), {}
+        queue = list(left)
+        running = {}
         with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
             try:
                 while queue or running:
@@ -212,12 +215,14 @@ def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
                         i = queue.pop(0)
                         running[pool.submit(attempt, work, left[i])] = i
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
-                        found, lost = future.result(), 0
+                        found = future.result()
+                        lost = 0
                         yield left.pop(running.pop(future)), found
             except BrokenProcessPool:
                 lost += 1
         if lost == LOST:
-            lost, first = 0, next(iter(left))
+            lost = 0
+            first = next(iter(left))
             yield left.pop(first), {"error": f"its worker was lost {LOST} times: out of memory?"}
 
 
@@ -273,7 +278,9 @@ def reach(scheduler: str) -> None:
             f"--scheduler is {scheduler!r}; write tls://HOST:PORT or, on this machine, "
             "tcp://HOST:PORT"
         )
-    protocol, host, port = there[1], there[2] or there[3], int(there[4])
+    protocol = there[1]
+    host = there[2] or there[3]
+    port = int(there[4])
     missing = (
         [
             name
@@ -313,7 +320,8 @@ def sweep(
     table.parent.mkdir(parents=True, exist_ok=True)
     if table.exists() and not table.with_suffix(".journal").exists():
         read(table)  # else it is somebody's, and stays
-    journal, failed = Journal(table.with_suffix(".journal")), []
+    journal = Journal(table.with_suffix(".journal"))
+    failed = []
     try:
         targets = [line for line in journal.lines if isinstance(line, str)]
         if not targets:
@@ -359,7 +367,8 @@ def write(path: Path, rows: list[Row]) -> None:
     import pyarrow
     from pyarrow import parquet
 
-    fields, columns = [], []
+    fields = []
+    columns = []
     for role in Row._fields:
         for name in dict.fromkeys(name for row in rows for name in getattr(row, role)):
             cells = [getattr(row, role).get(name) for row in rows]
@@ -421,7 +430,8 @@ def varied(rows: Sequence[Row]) -> list[str]:
 def extremes(rows: Sequence[Row]) -> list[Record]:
     """Of each metric that is a number and differs: the least and the most, at which points, and
     their ratio."""
-    names, found = varied(rows), []
+    names = varied(rows)
+    found = []
     for metric in dict.fromkeys(metric for row in rows for metric in row.metrics):
         cells = [(row.metrics[metric]["value"], row) for row in rows if metric in row.metrics]
         if are_numbers(*(value for value, _ in cells)) and len({value for value, _ in cells}) > 1:
@@ -493,7 +503,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     points = grid(args.grid, split_assignments(args.parameter))
     if args.target in BENCHES:
-        target, work = f"bench {args.target}", partial(bench_point, args.target)
+        target = f"bench {args.target}"
+        work = partial(bench_point, args.target)
         points = [{name: read_literal(text) for name, text in point.items()} for point in points]
         for point in points:
             parser_of(args.target).parse_args(words(point))
@@ -501,7 +512,8 @@ def main(args: argparse.Namespace) -> int:
         (path,) = notebooks([args.target], BENCHES)
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
-        target, work = path.stem, partial(notebook_point, given, args.results, args.timeout)
+        target = path.stem
+        work = partial(notebook_point, given, args.results, args.timeout)
     run = (
         partial(on_dask, args.scheduler, work)
         if args.scheduler

@@ -44,11 +44,15 @@ class SeamExperts:
     has_gate, has_bias, is_transposed, has_post_expert_norm, is_concatenated : as transformers'
         decorator `use_experts_implementation` declares them; the last is None without it."""
 
-    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
+    has_gate = True
+    has_bias = False
+    is_transposed = False
+    has_post_expert_norm = False
     is_concatenated: bool | None = None
 
     def __init__(self, module: nn.Module, layer: int = 0) -> None:
-        self.module, self.layer = module, layer
+        self.module = module
+        self.layer = layer
         self.executor: Run = eager
         self.engine: Run | None = None
         self.source: Source | None = None

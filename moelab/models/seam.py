@@ -155,7 +155,8 @@ def require_adaptable(model: nn.Module) -> None:
     and leaves it out."""
     absent = {name for layer in discover(model) if not layer.resident for name in layer.seam.shapes}
     for config in vars(model).get("peft_config", {}).values():
-        modules, meant = config.target_modules or (), getattr(config, "target_parameters", None)
+        modules = config.target_modules or ()
+        meant = getattr(config, "target_parameters", None)
         named = [] if isinstance(modules, str) else [f"{module}.weight" for module in modules]
         for name in (*named, *(meant or ())):
             if any(f".{name}".endswith(f".{own}") for own in absent):

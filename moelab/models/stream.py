@@ -159,7 +159,8 @@ class Stream:
             entered.append(args[0].clone())
 
         def after(_module: nn.Module, _args: tuple, output: Any) -> None:
-            out, r = first(output).double(), entered.pop().double()
+            out = first(output).double()
+            r = entered.pop().double()
             see(out - r.view_as(out))
 
         patches.hook(self.entry.register_forward_pre_hook, before)

@@ -50,7 +50,8 @@ def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: i
     right = np.asarray(
         (N + 1) * T_a + T_n * K - (S - 1) * T_a * N
     )  # the equation with all of E_g on the left
-    found, tooth = np.where(right <= 0, 0.0, K), np.asarray(T_w + T_n + T_g / N)
+    found = np.where(right <= 0, 0.0, K)
+    tooth = np.asarray(T_w + T_n + T_g / N)
     for whole in reversed(
         range(int(np.max(K)))
     ):  # a tooth begins below the end of the one before it

@@ -40,10 +40,13 @@ def layer_bound(tokens: np.ndarray, resident: float, costs: Costs) -> float:
 
 
 def _bound(far: np.ndarray, gpu: np.ndarray, resident: float, transfer: float) -> float:
-    by_far, by_ratio = np.argsort(-far), np.argsort(-far / gpu)
+    by_far = np.argsort(-far)
+    by_ratio = np.argsort(-far / gpu)
     saved = np.append(0, far[by_far].cumsum())  # by the first experts that leave
-    spent, gained = np.append(0, gpu[by_ratio].cumsum()), np.append(0, far[by_ratio].cumsum())
-    low, high = 0.0, float(far.sum())
+    spent = np.append(0, gpu[by_ratio].cumsum())
+    gained = np.append(0, far[by_ratio].cumsum())
+    low = 0.0
+    high = float(far.sum())
     while high - low > 1e-9 * far.sum():
         T = (low + high) / 2
         off = min(
@@ -57,7 +60,9 @@ def _bound(far: np.ndarray, gpu: np.ndarray, resident: float, transfer: float) -
 def prompt_bound(hardware: Hardware, routing: PromptRouting) -> tuple[float, float]:
     """Seconds of all experts of the prompt and of its answer, of any schedule; loading what is
     resident is free."""
-    costs, D, K = Costs(routing.spec, hardware), len(routing.decode), routing.spec.K
+    costs = Costs(routing.spec, hardware)
+    D = len(routing.decode)
+    K = routing.spec.K
     x = experts_that_fit(costs, len(routing.prefill) + D)
     prefill = sum(layer_bound(counts, x, costs) for counts in routing.counts())
     used = np.zeros((len(routing.history), routing.spec.E + 1))

@@ -64,7 +64,8 @@ def gpu_side(plan: Plan, costs: Costs) -> float:
     done = float(work @ plan.resident)
     if not plan.moved.any():
         return done
-    send, compute = send_seconds(plan, costs), plan.moved * work
+    send = send_seconds(plan, costs)
+    compute = plan.moved * work
     hidden = plan.tokens_out - int((plan.receivers > 0).sum())
     arrived = (plan.tokens_in + hidden) * costs.activation + np.cumsum(send)
     # an expert in p pieces ends no earlier than its last piece plus a p-th of the work, or its

@@ -33,7 +33,8 @@ class Costs:
     """Times of one model on one machine."""
 
     def __init__(self, spec: MoESpec, hardware: Hardware) -> None:
-        self.spec, self.hardware = spec, hardware
+        self.spec = spec
+        self.hardware = hardware
 
     def transfer(self, pieces: int = 1) -> float:
         """Seconds of sending an expert to the GPU over the link, in so many messages."""
@@ -85,7 +86,8 @@ class Costs:
     def dense_params(self) -> int:
         """Weights on the GPU that every token passes: attention, shared experts, dense layers,
         routers, LM head."""
-        s, matrices = self.spec, 3 if self.spec.gated else 2
+        s = self.spec
+        matrices = 3 if self.spec.gated else 2
         attention = 2 * s.H * s.head_dim * (s.heads + s.kv_heads)
         moe = s.L * (matrices * s.H * s.shared_I + s.E * s.H)
         return (
@@ -117,7 +119,9 @@ class Costs:
     def dense_prefill(self, S: int, prompts: int = 1) -> float:
         """Seconds of everything but the routed experts for equally long prompts of S tokens
         together; the LM head runs once for each."""
-        s, h, head = self.spec, self.hardware, self.spec.vocab * self.spec.H
+        s = self.spec
+        h = self.hardware
+        head = self.spec.vocab * self.spec.H
         attention = 2 * s.num_layers * s.heads * s.head_dim * S * S / prompts
         flops = 2 * S * (self.dense_params - head) + 2 * head * prompts + attention
         return max(
@@ -147,7 +151,8 @@ class Costs:
 
         fullest : whole experts of all layers on the fullest unit; 0 where each expert is spread
         over all units."""
-        s, h = self.spec, self.hardware
+        s = self.spec
+        h = self.hardware
         room = h.units * h.unit_memory if home == "units" else h.host_memory
         if s.experts_bytes > room:
             raise NotSupported(

@@ -37,11 +37,16 @@ class _Layer:
     """The processes of one layer, ready to run."""
 
     def __init__(self, plan: Plan, costs: Costs, layer: int, start: float) -> None:
-        self.plan, self.costs, self.layer, self.start = plan, costs, layer, start
-        self.env, self.events = simpy.Environment(), []
+        self.plan = plan
+        self.costs = costs
+        self.layer = layer
+        self.start = start
+        self.env = simpy.Environment()
+        self.events = []
         self.link, self.gpu = simpy.PriorityResource(self.env), simpy.Resource(self.env)
         self.first_token = self.env.event()
-        step, self.receivers = plan.step, plan.receivers.tolist()
+        step = plan.step
+        self.receivers = plan.receivers.tolist()
         self.experts, self.gpu_work = step.experts.tolist(), costs.gpu(step.tokens)
         self.sending = send_seconds(plan, costs)
         for a in np.flatnonzero(plan.resident):
@@ -72,7 +77,8 @@ class _Layer:
 
     def activations(self, tokens: int) -> Iterator:
         if tokens:
-            seconds, size = tokens * self.costs.activation, tokens * self.costs.activation_bytes
+            seconds = tokens * self.costs.activation
+            size = tokens * self.costs.activation_bytes
             yield from self.over_link("read activations", seconds, size, ACTIVATIONS)
 
     def on_gpu(self, a: int, seconds: float) -> Iterator:
@@ -82,14 +88,16 @@ class _Layer:
 
     def send(self) -> Iterator:
         """GPU to units: the first token, the others; then weights to the GPU, piece by piece."""
-        plan, size = self.plan, self.costs.spec.expert_bytes
+        plan = self.plan
+        size = self.costs.spec.expert_bytes
         reached = sum(tokens > 0 for tokens in self.receivers)
         first = min(1, plan.tokens_in) if plan.broadcast else reached
         yield from self.activations(first)
         self.first_token.succeed()
         yield from self.activations(plan.tokens_in - first)
         for a in np.flatnonzero(plan.moved):
-            share, pieces = plan.moved[a], plan.pieces
+            share = plan.moved[a]
+            pieces = plan.pieces
             marks = np.rint(share * size * np.arange(pieces + 1) / pieces).astype(int).tolist()
             for before, after in zip(marks, marks[1:]):
                 if after > before:
@@ -110,7 +118,8 @@ class _Layer:
         if waits:
             yield from self.work(name, "wait", -1, waits)
         mine = np.flatnonzero(shares)
-        rounds, sent = min(tokens, len(mine)), 0
+        rounds = min(tokens, len(mine))
+        sent = 0
         for i, a in enumerate(mine, 1):
             yield from self.work(name, "expert", self.experts[a], shares[a] * seconds[a])
             due = tokens * max(0, i - (len(mine) - rounds)) // rounds

@@ -137,7 +137,8 @@ def problems(
         return [f"it is no plan but {plan!r}"]
     if wrong := _wrong_shapes(plan, N):
         return [wrong]
-    found, step = [], plan.step
+    found = []
+    step = plan.step
     if asked is not None and asked is not step and not _same(asked, step):
         found.append(
             "it is of "

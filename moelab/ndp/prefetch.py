@@ -19,10 +19,8 @@ from moelab.ndp.costs import Costs
 def experts_that_fit(costs: Costs, tokens: int, limit: int | None = None) -> int:
     """x, the most experts of each layer, at most `limit`, that fit beside keys and values of prompt
     and answer."""
-    E, fit = (
-        costs.spec.E,
-        int(costs.free_gpu_bytes(tokens) // (costs.spec.L * costs.spec.expert_bytes)),
-    )
+    E = costs.spec.E
+    fit = int(costs.free_gpu_bytes(tokens) // (costs.spec.L * costs.spec.expert_bytes))
     return max(0, min(fit, E if limit is None else limit, E))
 
 

@@ -90,7 +90,10 @@ def simulated_routing(
         raise ValueError(
             f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one"
         )
-    rng, L, E, K = np.random.default_rng(seed), spec.L, spec.E, spec.K
+    rng = np.random.default_rng(seed)
+    L = spec.L
+    E = spec.E
+    K = spec.K
     popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))  # [L, E]
     weights = (popularity + bias * rng.standard_normal((L, E))).astype(np.float32)
     ids = np.empty((prompt + answer, L, K), np.int16)

@@ -77,7 +77,8 @@ class NDPRun:
     def __init__(
         self, hardware: Hardware, system: System, routing: PromptRouting, placement: str = "id"
     ) -> None:
-        spec, tokens = routing.spec, len(routing.prefill) + len(routing.decode)
+        spec = routing.spec
+        tokens = len(routing.prefill) + len(routing.decode)
         self.costs, self.system, self.routing = Costs(spec, hardware), deepcopy(system), routing
         self.home = place(routing.history, hardware.units, placement)
         self.costs.check(
@@ -89,7 +90,8 @@ class NDPRun:
         self.timeless = (
             type(system).situations is not System.situations and type(system).after is System.after
         )
-        self.now, self.loads = 0.0, []
+        self.now = 0.0
+        self.loads = []
         self.hits = self.asked = 0  # experts of decode steps
         self.cached = self._fitting(self.system.resident(self))
 
@@ -119,7 +121,8 @@ class NDPRun:
     def plan(self, step: LayerStep) -> Plan:
         """The system's plan of a step. ValueError, saying what is wrong, unless it computes every
         expert once."""
-        plan, N = self.system.plan(step, self.costs), self.costs.hardware.units
+        plan = self.system.plan(step, self.costs)
+        N = self.costs.hardware.units
         if found := problems(plan, step, N, self.system.held(getattr(plan, "step", step), N)):
             more = f"; and {len(found) - 3} more" if found[3:] else ""
             raise ValueError(
@@ -170,11 +173,10 @@ class NDPRun:
     def forward(self, number: int, seconds: Callable[[Plan], float]) -> float:
         """Seconds of the experts of a forward, 0 being the prompt, by `seconds` of each plan; `now`
         moves on."""
-        counts, ids = (
-            self.routing.counts() if not number else None,
-            self.routing.token(number) if number else None,
-        )
-        dense, took = self.dense(number) / self.costs.spec.L, 0.0
+        counts = self.routing.counts() if not number else None
+        ids = self.routing.token(number) if number else None
+        dense = self.dense(number) / self.costs.spec.L
+        took = 0.0
         for layer in range(self.costs.spec.L):
             self.now += dense
             plan = self.plan(
@@ -192,7 +194,8 @@ class NDPRun:
 
     def dense(self, number: int) -> float:
         """Seconds of everything but the experts in a forward, 0 being the prompt."""
-        S, B = len(self.routing.prefill), self.routing.batch
+        S = len(self.routing.prefill)
+        B = self.routing.batch
         return float(
             self.costs.dense_decode(np.array(S // B + number - 1), B)
             if number
@@ -202,7 +205,8 @@ class NDPRun:
     def _keep(self, plan: Plan) -> float:
         """Seconds of loading what the system wants in GPU memory after a plan, and did not send
         there in it."""
-        step, held = plan.step, self.resident if plan.step.decode else self.cached
+        step = plan.step
+        held = self.resident if plan.step.decode else self.cached
         if (stays := self.system.after(plan, self.costs)) is None:
             return 0.0
         new = stays & ~held[step.layer]
@@ -213,7 +217,8 @@ class NDPRun:
 
     def _load(self, layer: int, experts: np.ndarray) -> float:
         for expert in experts.tolist():
-            before, self.now = self.now, self.now + self.costs.transfer()
+            before = self.now
+            self.now = self.now + self.costs.transfer()
             self.loads.append(
                 Event(
                     "link",
@@ -251,7 +256,8 @@ class NDPRun:
         _, first, which = np.unique(numbered(rows), return_index=True, return_inverse=True)
         times = []
         for i in first.tolist():
-            at, situation = divmod(i, L), tuple(rows[i].tolist())
+            at = divmod(i, L)
+            situation = tuple(rows[i].tolist())
             if situation not in self.plans:
                 self.plans[situation] = self.plan(self.decode_step(at[1], ids[at], resident[at]))
             times.append(seconds(self.plans[situation], self.costs))
@@ -277,11 +283,9 @@ class NDPRun:
                 "planning the prompt's tokens again: it needs `situations` and cannot have "
                 "`after`"
             )
-        ids, place, D = (
-            self.routing.prefill_by_popularity,
-            self.routing.prefill_places,
-            len(self.routing.decode),
-        )
+        ids = self.routing.prefill_by_popularity
+        place = self.routing.prefill_places
+        D = len(self.routing.decode)
         as_usual = self.decode_seconds(ids, place < usual).sum(1)  # [S]
 
         def gain(x: int) -> float:
@@ -311,7 +315,8 @@ def simulate(
     run = NDPRun(hardware, system, routing, placement)
     forwards = range(1, len(routing.decode) // routing.batch + 1)
     prefill = run.forward(0, lambda plan: seconds(plan, run.costs))
-    x, loading = run.x, run.begin_decode()
+    x = run.x
+    loading = run.begin_decode()
     if run.timeless and routing.batch == 1:
         ids = routing.decode_by_popularity
         decode = float(run.decode_seconds(ids, hits(run.resident, ids), seconds).sum())
@@ -336,13 +341,15 @@ def simulate(
 def numbered(rows: np.ndarray) -> np.ndarray:
     """Rows of small integers [n, c] as one integer each, int64 [n], equal for equal rows only: they
     sort fast."""
-    names, size = np.zeros(len(rows), np.int64), 1
+    names = np.zeros(len(rows), np.int64)
+    size = 1
     for column in rows.T:
         width = int(column.max(initial=0)) + 1
         if size * width >= 2**63:  # so many columns that it would not fit: renumber
             names = np.unique(names, return_inverse=True)[1]
             size = int(names.max(initial=0)) + 1
-        names, size = names * width + column, size * width
+        names = names * width + column
+        size = size * width
     return names
 
 
@@ -358,13 +365,19 @@ def timeline(
 
     Raises ValueError: a forward that the answer does not have. Others as `simulate`.
     """
-    chosen, D = sorted(set(forwards)), len(routing.decode) // routing.batch
+    chosen = sorted(set(forwards))
+    D = len(routing.decode) // routing.batch
     if any(not 0 <= number <= D for number in chosen):
         raise ValueError(f"forwards are {chosen}; there are 0, the prefill, and 1 to {D}, decode")
     run = NDPRun(hardware, system, routing)
-    events, done, left_out = [], [], 0.0
+    events = []
+    done = []
+    left_out = 0.0
     for number in chosen if run.timeless else range(max(chosen, default=-1) + 1):
-        began, first, dense, shown = run.now, len(run.loads), run.dense(number) / routing.spec.L, []
+        began = run.now
+        first = len(run.loads)
+        dense = run.dense(number) / routing.spec.L
+        shown = []
 
         def seconds(plan: Plan) -> float:
             now = run.now - left_out

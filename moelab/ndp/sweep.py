@@ -198,7 +198,9 @@ def paper_sweep(
 
     models : names of cards, or specs, which the sweep then has by their names. systems : names, or
     name → your own."""
-    sweep, by_host, seeds = Sweep(assumptions), {}, list(seeds)
+    sweep = Sweep(assumptions)
+    by_host = {}
+    seeds = list(seeds)
     systems = (
         systems
         if isinstance(systems, Mapping)
@@ -212,7 +214,8 @@ def paper_sweep(
         for name in systems
     ]
     for model, seed, N, name in progress(jobs, "GPU-NDP sweep", unit="run"):
-        routing, system = assumptions.routing(model, seed, prompt, answer), systems[name]
+        routing = assumptions.routing(model, seed, prompt, answer)
+        system = systems[name]
         model = model if isinstance(model, str) else model.name
         if (result := by_host.get((model, seed, name))) is None:
             with suppress(NotSupported):

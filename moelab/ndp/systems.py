@@ -202,7 +202,8 @@ class MoNDE(System):
         )
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        active, here = (homes >= 0).sum(1), resident.sum(1)
+        active = (homes >= 0).sum(1)
+        here = resident.sum(1)
         stay = (homes >= 0) & ~resident
         if self.relieves == "popular":
             shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
@@ -272,7 +273,8 @@ class GPUNDP(System):
 
     def _first(self, u: float, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         """The first u experts on the GPU, where u need not be whole; the others on the units."""
-        N, share = costs.hardware.units, np.clip(u - np.arange(len(step)), 0, 1)
+        N = costs.hardware.units
+        share = np.clip(u - np.arange(len(step)), 0, 1)
         return make_plan(
             step,
             N,
@@ -298,7 +300,8 @@ class GPUNDP(System):
         """Plans around the u where both sides end at once, by bisection: the units' falls with u,
         the GPU's rises. The nearest whole u is tried, too, which bisection only comes near."""
         most = len(step) if self.load_balance else int(here.sum())
-        low, high = 0.0, float(most)
+        low = 0.0
+        high = float(most)
         while high - low > 1e-7 * most:
             u = (low + high) / 2
             plan = self._first(u, step, here, costs)

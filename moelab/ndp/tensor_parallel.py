@@ -39,11 +39,9 @@ class NDPTensorParallel(Executor):
         self.count(len(order), len(order), len(order))
         out = x.new_zeros(self.units, *x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
         for expert, of in order.hit():
-            tokens, w, whole = (
-                order.tokens[of],
-                weights[order.tokens[of], order.choices[of]],
-                experts.weights(expert),
-            )
+            tokens = order.tokens[of]
+            w = weights[order.tokens[of], order.choices[of]]
+            whole = experts.weights(expert)
             for unit in range(self.units):
                 y = experts.weighted(
                     x[tokens], w, on_intermediate(whole, unit, self.units, experts)

@@ -68,8 +68,11 @@ class Engine:
     """
 
     def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
-        self.loader, self.controller, self.residency = loader, controller, controller.residency
-        self.run, self.timeline = run, run.timeline
+        self.loader = loader
+        self.controller = controller
+        self.residency = controller.residency
+        self.run = run
+        self.timeline = run.timeline
         self.cancelled: set[int] = set()
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False

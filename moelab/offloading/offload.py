@@ -159,7 +159,8 @@ def offload(
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
     ValueError for a budget that is too small (the message says the least), a plan beyond the
     budget, or options that cannot be."""
-    how, checkpoint = how or Offloading(**options), Checkpoint.at(source)
+    how = how or Offloading(**options)
+    checkpoint = Checkpoint.at(source)
     how.require_possible()
     store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype(how.dtype))
     memory = Memory.divided(store, budget, how)

@@ -29,12 +29,14 @@ class PrefetchGate:
         self._best = not trials  # whether the best way prefetches
         self._trying = False  # the other way, in this token
         self._seconds: list[float] = []  # of the tokens since the way last changed
-        self._usual, self._wait = 0.0, SOON
+        self._usual = 0.0
+        self._wait = SOON
         self.begin_forward("decode")
 
     def begin_forward(self, phase: str) -> None:
         """A forward pass of this phase begins."""
-        self._decoding, self._asked = phase == "decode", False
+        self._decoding = phase == "decode"
+        self._asked = False
 
     @property
     def enabled(self) -> bool:
@@ -51,22 +53,26 @@ class PrefetchGate:
             self._judge(median(self._seconds))
         elif not self._trying and len(self._seconds) == self._wait:
             self._usual = median(self._seconds[-TRIAL:])
-            self._trying, self._seconds = True, []
+            self._trying = True
+            self._seconds = []
 
     def _judge(self, seconds: float) -> None:
         """The other way took so long a token."""
         if seconds < (1 - GAIN) * self._usual:
-            self._best, self._wait = not self._best, SOON
+            self._best = not self._best
+            self._wait = SOON
         else:
             self._wait = min(2 * self._wait, SELDOM)
-        self._trying, self._seconds = False, []
+        self._trying = False
+        self._seconds = []
 
 
 @contextmanager
 def ungated(engine: Any) -> Iterator[None]:
     """Meanwhile an engine prefetches in every token, whether or not it pays."""
     controller = engine.controller
-    kept, controller.gate = controller.gate, PrefetchGate(trials=False)
+    kept = controller.gate
+    controller.gate = PrefetchGate(trials=False)
     try:
         yield
     finally:

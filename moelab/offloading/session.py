@@ -253,7 +253,8 @@ class Session:
 
 def _resident_settings(model: Any) -> EngineSettings:
     """Of a model whose experts are all in memory."""
-    spec, pools = model.spec, Pools(F=model.spec.L * model.spec.E)
+    spec = model.spec
+    pools = Pools(F=model.spec.L * model.spec.E)
     experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
     dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
     return EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense_bytes)

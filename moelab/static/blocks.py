@@ -149,7 +149,8 @@ def advise_block_size(
         raise ValueError(
             f"T={T}, K={K}, E={E}, the block sizes {list(sizes)} and their number must be at least 1"
         )
-    target, size = intensity_target(device, dtype), RATES[dtype][1]
+    target = intensity_target(device, dtype)
+    size = RATES[dtype][1]
     table = []
     for B in sorted(sizes):
         N = blocks_by_code(T, K, E, B)

@@ -85,7 +85,9 @@ class Blockwise(Executor):
         super().__init__()
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be at least 1")
-        self.block_size, self.skip_blocks, self.sharding = block_size, skip_blocks, sharding
+        self.block_size = block_size
+        self.skip_blocks = skip_blocks
+        self.sharding = sharding
         self.blocks = self.live = self.computed = self.reduced = 0
         self.row_loads, self.weight_loads = Loads(), Loads()
 
@@ -108,12 +110,16 @@ class Blockwise(Executor):
         self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any
     ) -> Tensor:
         """What one core contributes by computing some blocks: [T, H]."""
-        out, of = zeros(x, weights, experts), m.block_to_expert.tolist()
+        out = zeros(x, weights, experts)
+        of = m.block_to_expert.tolist()
         for expert, group in groupby(blocks, key=of.__getitem__):
-            run, expert_weights = list(group), experts.weights(expert)
-            tokens, choices = m.tokens[run].flatten(), m.choices[run].flatten()
+            run = list(group)
+            expert_weights = experts.weights(expert)
+            tokens = m.tokens[run].flatten()
+            choices = m.choices[run].flatten()
             used = (tokens >= 0).nonzero().flatten()
-            t, w = tokens[used], weights.new_zeros(len(tokens))
+            t = tokens[used]
+            w = weights.new_zeros(len(tokens))
             w[used] = weights[t, choices[used]]
             rows = x.new_zeros(len(tokens), x.shape[1])
             rows[used] = x[t]

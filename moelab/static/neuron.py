@@ -30,7 +30,9 @@ class AllExperts(Executor):
     with both weights."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        T, E, local = len(x), experts.num_experts, local_experts(experts)
+        T = len(x)
+        E = experts.num_experts
+        local = local_experts(experts)
         affinity = weights.new_zeros(T, E + 1).scatter_add_(
             1, ids, weights
         )  # the last column: "no expert"
@@ -52,7 +54,8 @@ class Selective(Sorted):
         self.loads = Loads()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        out, E = super().run(x, ids, weights, experts), experts.num_experts
+        out = super().run(x, ids, weights, experts)
+        E = experts.num_experts
         if unique := len(ids[ids < E].unique()):
             self.loads.add(unique, E - unique)
         return out
@@ -112,7 +115,8 @@ class NeuronRule(Executor):
             "block_size": block_size,
             "alpha": alpha,
         }
-        self.lossless, self.batch = capacity_factor is None, batch
+        self.lossless = capacity_factor is None
+        self.batch = batch
         self.chosen: Counter[str] = Counter()
         self.executors: dict[str, Executor] = {
             "selective": Selective(),

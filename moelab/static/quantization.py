@@ -96,13 +96,15 @@ def layer_error(
 ) -> LayerError:
     """What a source's weights change in one layer against the present ones, in float32: x [T, H],
     routing [T, K]."""
-    x, weights = x.float(), weights.float()
+    x = x.float()
+    weights = weights.float()
     plan = dispatch(ids.long(), experts.num_experts)
     squares = torch.zeros(2, 2, dtype=torch.float64)  # of (weights, outputs), of (error, exact)
     exact: list = []
     other: list = []
     for expert, where in plan.hit():
-        tokens, chosen = plan.tokens[where], plan.choices[where]
+        tokens = plan.tokens[where]
+        chosen = plan.choices[where]
         ours = {name: w.float() for name, w in experts.weights(expert).items()}
         theirs = {name: w.float() for name, w in source(experts.layer, expert).items()}
         for name in ours:

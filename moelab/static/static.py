@@ -172,7 +172,10 @@ class StaticExecutor(Executor):
             )
         if chunk is not None and chunk < 1:
             raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
-        self.overflow, self.order, self.saliency, self.chunk = overflow, order, saliency, chunk
+        self.overflow = overflow
+        self.order = order
+        self.saliency = saliency
+        self.chunk = chunk
         self.lossless = overflow == "pad"
         self.by_layer: dict[int, Tally] = {}
         self._rng = torch.Generator().manual_seed(seed)
@@ -188,7 +191,9 @@ class StaticExecutor(Executor):
         return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity)) if n]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        T, layer, out = len(x), experts.layer, zeros(x, weights, experts)
+        T = len(x)
+        layer = experts.layer
+        out = zeros(x, weights, experts)
         saliency = self._saliency(layer, T)
         for chunk in torch.arange(T, device=x.device).split(self.chunk or max(T, 1)) if T else ():
             self._run_chunk(out, chunk, x, ids, weights, saliency[chunk.cpu()], experts)
@@ -213,16 +218,20 @@ class StaticExecutor(Executor):
             room = torch.tensor([K * (C > 0) if T == 1 else C for C in capacity])
             importance = ORDERS[self.order](routed, weights[chunk], saliency, self._rng)
             kept = select(routed, within_capacity(routed, room.to(x.device), importance))
-        counts, begins = kept.counts.tolist(), kept.offsets.tolist()
-        rows, local = [0] * E, set(local_experts(experts))
+        counts = kept.counts.tolist()
+        begins = kept.offsets.tolist()
+        rows = [0] * E
+        local = set(local_experts(experts))
         for members, n in self.launches(layer, counts, capacity):
             for e in local.intersection(members):
                 rows[e] = n
         for e, n in enumerate(rows):
             if n:
                 mine = slice(begins[e], begins[e] + counts[e])
-                tokens, choices = chunk[kept.tokens[mine]], kept.choices[mine]
-                buffer, scale = x.new_zeros(n, x.shape[1]), weights.new_zeros(n)
+                tokens = chunk[kept.tokens[mine]]
+                choices = kept.choices[mine]
+                buffer = x.new_zeros(n, x.shape[1])
+                scale = weights.new_zeros(n)
                 buffer[: counts[e]], scale[: counts[e]] = x[tokens], weights[tokens, choices]
                 y = experts.weighted(buffer, scale, experts.weights(e))[: counts[e]]
                 out.index_add_(0, tokens, y.to(out.dtype))

@@ -28,7 +28,8 @@ def pareto(advice: Advice) -> Figure:
     Each form of the experts has its colour and symbol, larger where measured; the legend says what
     it loses, and it or the axis what was modelled, simulated or measured. The ring is what is
     advised."""
-    ways, best = [*advice.ways, *advice.elsewhere], advice.best
+    ways = [*advice.ways, *advice.elsewhere]
+    best = advice.best
     kind = best.kind if len({way.kind for way in ways}) == 1 else ""
     times = sorted(way.tpot for way in ways)
     (small, B), (fast, s) = unit_of(min(way.memory for way in ways), "B"), unit_of(times[0], "s")
@@ -108,7 +109,8 @@ def draw(advice: Advice) -> None:
     know."""
     *told, commands = advice.words.split("\n\n")
     say("\n\n".join(told).replace("\n", "  \n") + f"\n```text\n{commands}\n```")
-    name, best = advice.model.spec.name, advice.best
+    name = advice.model.spec.name
+    best = advice.best
     tried = len(advice.ways) + len(advice.elsewhere)
     show(
         pareto(advice),

@@ -355,9 +355,11 @@ def _pairs(points: Any) -> Any:
 
 def _panelled(groups: Mapping[str, Any], deep: int) -> Mapping[str, Any]:
     """Dictionaries so many deep; one less is a panel without a title."""
-    found, n = groups, 0
+    found = groups
+    n = 0
     while isinstance(found, Mapping):
-        found, n = next(iter(found.values()), None), n + 1
+        found = next(iter(found.values()), None)
+        n = n + 1
     return groups if n >= deep else {"": groups}
 
 
@@ -388,7 +390,8 @@ def _scale_axes(figure: Figure, log: str, *more: float, each: bool = False) -> N
         if each and axis == "x" and len(set(values)) < 9:
             power_ticks(figure, values)
         elif len(values):
-            low, high = values.min(), values.max()
+            low = values.min()
+            high = values.max()
             few = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
             ones = [tick for tick in few if f"{tick:e}"[0] == "1"]
             few = few if len(few) < 7 else ones if len(ones) > 2 else few[::2]
@@ -578,7 +581,8 @@ def intervals(
     if log:
         _scale_axes(figure, "x", *(x for of in (marks or {}).values() for x in of.values()))
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
-    height, left = 150 + 30 * len(names), 30 + 7 * max(map(len, names), default=0)
+    height = 150 + 30 * len(names)
+    left = 30 + 7 * max(map(len, names), default=0)
     return finish(figure, legend=kind, height=height, margin_l=left).update_layout(**layout)
 
 

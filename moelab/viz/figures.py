@@ -200,7 +200,8 @@ def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Fig
         **line_look(0),
         hovertemplate="expert %{customdata} (rank %{x}): %{y:.0f} tokens<extra></extra>",
     )
-    shift, below = 0, -np.inf
+    shift = 0
+    below = -np.inf
     for name, tokens in sorted((capacities or {}).items(), key=lambda item: item[1]):
         shift = (
             shift + 12 if tokens - below < 0.05 * high.max() else 0

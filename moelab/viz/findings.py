@@ -178,7 +178,8 @@ def scale(results: Mapping[str, Any]) -> Figure:
     if not names:
         why = "; ".join(f"{name}: {row['result']}" for name, row in rows.items())
         raise ValueError(f"no arm has run, so there is nothing to draw: {why}")
-    others, plain = limits[names[0]]["other weights GB"], conditions["experts in bf16 GB"]
+    others = limits[names[0]]["other weights GB"]
+    plain = conditions["experts in bf16 GB"]
     stored = {name: limits[name]["stored fraction"] for name in names}
     sizes = {name: others + plain * of for name, of in ({"bf16": 1.0} | stored).items()}
     times = {
@@ -186,7 +187,8 @@ def scale(results: Mapping[str, Any]) -> Figure:
         for what, key in {"on demand": "mean TPOT s", "limit on demand": "limit s"}.items()
     }
     peak = {name: rows[name]["peak GB"] for name in names}
-    left, right = "the whole model (GB)", f"a token, executor {conditions['executor']} (ms)"
+    left = "the whole model (GB)"
+    right = f"a token, executor {conditions['executor']} (ms)"
     figure = bars(
         {left: {"weights": sizes, "peak of the process": peak}, right: times},
         "",

@@ -77,7 +77,8 @@ def interact(
             raise ValueError(
                 f"the control {name!r} has no description; name the quantity and its unit"
             )
-        control.style.description_width, control.layout.width = LABEL, "auto"
+        control.style.description_width = LABEL
+        control.layout.width = "auto"
     text = (
         "[To be turned in JupyterLab: "
         f"{', '.join(control.description for control in controls.values())}]"

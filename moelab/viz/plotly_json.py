@@ -61,8 +61,10 @@ class Figure:
         self.traces.append(merged({"type": type}, properties))
         return self
 
-    add_scatter, add_bar = partialmethod(add, "scatter"), partialmethod(add, "bar")
-    add_heatmap, add_treemap = partialmethod(add, "heatmap"), partialmethod(add, "treemap")
+    add_scatter = partialmethod(add, "scatter")
+    add_bar = partialmethod(add, "bar")
+    add_heatmap = partialmethod(add, "heatmap")
+    add_treemap = partialmethod(add, "treemap")
 
     def update_traces(self, **properties: Any) -> Figure:
         self.traces = [merged(trace, properties) for trace in self.traces]
@@ -84,7 +86,8 @@ class Figure:
             self.frame[f"{axis}axis{n}"] = merged(self.frame.get(f"{axis}axis{n}", {}), properties)
         return self
 
-    update_xaxes, update_yaxes = partialmethod(_update_axes, "x"), partialmethod(_update_axes, "y")
+    update_xaxes = partialmethod(_update_axes, "x")
+    update_yaxes = partialmethod(_update_axes, "y")
 
     def add_annotation(self, **properties: Any) -> Figure:
         self.frame.setdefault("annotations", []).append(merged({}, properties))
@@ -104,7 +107,8 @@ class Figure:
     ) -> Figure:
         """A line at a value of an axis, through a panel or all; an `annotation_text` is beside one
         of its ends."""
-        value, other = look.pop(axis), "x" if axis == "y" else "y"
+        value = look.pop(axis)
+        other = "x" if axis == "y" else "y"
         end, side = annotation_position.rpartition(" ")[::2]
         at = {
             "x": float(side == "right"),
@@ -132,7 +136,8 @@ class Figure:
                 self.add_annotation(showarrow=False, **at, **of, **note)
         return self
 
-    add_hline, add_vline = partialmethod(_across, "y"), partialmethod(_across, "x")
+    add_hline = partialmethod(_across, "y")
+    add_vline = partialmethod(_across, "x")
 
     def _panels(self, row: int | None, col: int | None) -> Iterator[str]:
         """What the names of axes end with: of a panel, a row, a column or all."""
@@ -148,7 +153,8 @@ def merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in new.items():
         head, _, rest = key.partition("_")
         if rest and head != "error":
-            key, value = head, {rest: value}
+            key = head
+            value = {rest: value}
         if key == "title" and isinstance(value, str):
             value = {"text": value}
         if isinstance(value, Mapping):

@@ -22,7 +22,9 @@ from moelab.store.headers import DTYPES, Stored, read_folder, read_header
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 #: bytes of a tensor that are read at most, and of all tensors together where there are many
-SAMPLE, TOTAL, LEAST = 4 << 20, 4 << 30, 64 << 10
+SAMPLE = 4 << 20
+TOTAL = 4 << 30
+LEAST = 64 << 10
 PLACES = 4
 LAYER = re.compile(r"(.*?\.\d+)\.(.+)$")
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -88,8 +90,10 @@ def sample_size(found: Iterable[Part]) -> int:
 def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     """Rows [r, n] of a tensor, about `most` bytes of it: all of them, or runs of neighbours from
     four places."""
-    dtype, n = DTYPES[stored.dtype], stored.shape[-1] if stored.shape else 1
-    row, rows = n * dtype.itemsize, prod(stored.shape[:-1])
+    dtype = DTYPES[stored.dtype]
+    n = stored.shape[-1] if stored.shape else 1
+    row = n * dtype.itemsize
+    rows = prod(stored.shape[:-1])
     if not stored.nbytes:
         return torch.empty(0, n, dtype=dtype)
     if rows < 2:

@@ -196,7 +196,8 @@ def in_few_colours(png: bytes) -> bytes:
     comes back as it is."""
     from PIL import Image
 
-    picture, made = Image.open(BytesIO(png)), BytesIO()
+    picture = Image.open(BytesIO(png))
+    made = BytesIO()
     if picture.mode != "RGBA":
         return png
     picture.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(made, "PNG", optimize=True)

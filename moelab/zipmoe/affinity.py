@@ -132,7 +132,8 @@ def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
             idle, busy_until = _decompress(threads, clock, ready, reads, v, c)
             _insert(block, task, adds_idle=idle > before + 1e-9 * (v + c))
         blocks.append(block)  # line 26
-        clock, threads = clock + reads * v + sms * u, sorted(busy_until)
+        clock = clock + reads * v + sms * u
+        threads = sorted(busy_until)
     return blocks
 
 
@@ -142,11 +143,13 @@ def _decompress(
     """A block's decompression: (idle seconds before its chunks, a heap of when each worker is
     done). `threads` is when the workers become free, ascending; `ready` chunks are in memory,
     `reads` more arrive every v s from `clock` on."""
-    threads, idle = threads.copy(), 0.0
+    threads = threads.copy()
+    idle = 0.0
     for _ in range(ready):
         heapreplace(threads, threads[0] + c)
     for chunk in range(1, reads + 1):
-        begin, arrival = threads[0], clock + chunk * v
+        begin = threads[0]
+        arrival = clock + chunk * v
         if arrival > begin:
             idle += arrival - begin
             begin = arrival

@@ -23,7 +23,8 @@ class LZ4(Codec):
         return lz4.block.compress(as_bytes(data), **how)
 
     def decompress(self, blob: Any, out: Any) -> None:
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        source = as_bytes(blob)
+        target = as_bytes(out, writable=True)
         try:
             data = lz4.block.decompress(source, uncompressed_size=len(target))
         except lz4.block.LZ4BlockError as error:
@@ -51,7 +52,8 @@ class Zstd(Codec):
         return zstandard.ZstdCompressor(**how).compress(as_bytes(data))
 
     def decompress(self, blob: Any, out: Any) -> None:
-        source, target = as_bytes(blob), as_bytes(out, writable=True)
+        source = as_bytes(blob)
+        target = as_bytes(out, writable=True)
         try:
             with zstandard.ZstdDecompressor().stream_reader(source) as reader:
                 whole = reader.readinto(target) == len(target) and not reader.read(1)
@@ -63,4 +65,6 @@ class Zstd(Codec):
             )
 
 
-LZ4HC, ZSTD, ZSTD_HUFFMAN = LZ4("lz4hc"), Zstd("zstd", 1), Zstd("zstd-huffman", 0)
+LZ4HC = LZ4("lz4hc")
+ZSTD = Zstd("zstd", 1)
+ZSTD_HUFFMAN = Zstd("zstd-huffman", 0)

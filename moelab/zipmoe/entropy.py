@@ -77,7 +77,8 @@ def joint_counts(weights: Any, dtype: str = "BF16", counts: np.ndarray | None = 
             f"no float type {dtype!r}; the entropy analysis knows {', '.join(FORMATS)}"
         )
     counts = np.zeros(1 << 16, np.int64) if counts is None else counts
-    data, bits = as_bytes(weights), FORMATS[dtype].bits
+    data = as_bytes(weights)
+    bits = FORMATS[dtype].bits
     words = (
         data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
     )

@@ -16,21 +16,21 @@ def inclusion_probabilities(trace: RoutingTrace, batch: int = 1) -> torch.Tensor
     falling along the ranks; summed over ranks, the mean number of distinct experts a step.
     ValueError: no `batch` sequences decode together in the trace."""
     decode = trace.phase == DECODE
-    sequence, position, ids = (
-        trace.sequence[decode].long(),
-        trace.position[decode].long(),
-        trace.ids[decode],
-    )
+    sequence = trace.sequence[decode].long()
+    position = trace.position[decode].long()
+    ids = trace.ids[decode]
     groups = trace.sequences // batch if batch > 0 else 0
     # the i-th decode token of a sequence, however long its prompt was: position less the sequence's
     # first one
     first = torch.full((trace.sequences,), torch.iinfo(torch.int64).max).scatter_reduce_(
         0, sequence, position, "amin"
     )
-    group, step = sequence // max(batch, 1), position - first[sequence]
+    group = sequence // max(batch, 1)
+    step = position - first[sequence]
     steps = int(step.max()) + 1 if len(step) else 0
     kept = group < groups
-    where, ids = (group * steps + step)[kept], ids[kept]
+    where = (group * steps + step)[kept]
+    ids = ids[kept]
     full = torch.bincount(where, minlength=groups * steps) == batch  # every sequence still decodes
     if not full.any():
         raise ValueError(

@@ -22,7 +22,8 @@ from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, cast, decode_tensor, empty_tensors
 from moelab.store.stages import decompress, recover
 
-ROUNDS, TOKENS = 5, 16
+ROUNDS = 5
+TOKENS = 16
 
 
 def quick_delays(store: ExpertStore, model: Any) -> Delays:
@@ -35,12 +36,15 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
         yield
         seconds[name].append(time.perf_counter() - start)
 
-    experts, entries = discover(model)[0].seam, store.entries(0, 0)
-    out, apart = empty_tensors(entries), [name for name in entries if entries[name].separable]
+    experts = discover(model)[0].seam
+    entries = store.entries(0, 0)
+    out = empty_tensors(entries)
+    apart = [name for name in entries if entries[name].separable]
     with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
         for i in range(ROUNDS):
-            expert, read = i % len(store.layers[0].experts), {}
+            expert = i % len(store.layers[0].experts)
+            read = {}
             for part, buffer in buffers.items():
                 with timed(part):
                     read[part] = reader.read(0, expert, part, buffer)

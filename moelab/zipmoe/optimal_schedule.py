@@ -51,7 +51,8 @@ def bounds(tasks: Sequence[Task], workers: int) -> Bounds:
 def critical_path(task: Task, workers: int) -> float:
     """Seconds that a task takes when it is alone: E-chunks first, each decompressed as soon as it
     is there."""
-    threads, decompressed = [0.0] * workers, 0.0
+    threads = [0.0] * workers
+    decompressed = 0.0
     for chunk in range(1, task.K + 1):
         decompressed = max(chunk * task.v if task.reads_e else 0.0, threads[0]) + task.c
         heapreplace(threads, decompressed)
@@ -73,7 +74,8 @@ class _Search:
     to decompress; `sm[j]` is when its SM-chunk is in memory, inf if unknown yet."""
 
     def __init__(self, tasks: Sequence[Task], workers: int, incumbent: float) -> None:
-        self.tasks, self.best = tasks, incumbent
+        self.tasks = tasks
+        self.best = incumbent
         self.u, self.v, self.c, self.K = tasks[0][3:7]
         self.p = {task.expert: task.p for task in tasks}
         self.threads = [0.0] * workers
@@ -126,7 +128,8 @@ class _Search:
         """The next chunk that a worker starts: the next of `stream`, or one that was `left` in
         memory; `threads` is when the workers are free, ascending, and `done[j]` when the last chunk
         of task j so far is decompressed."""
-        first, others = threads[0], threads[1:]
+        first = threads[0]
+        others = threads[1:]
         soonest = [max(done[j], sm[j], first + self.c if n else 0.0) for j, n in enumerate(left)]
         for j, arrival in stream:
             soonest[j] = max(soonest[j], max(first, arrival) + self.c)
@@ -140,7 +143,8 @@ class _Search:
             end = max(first, arrival) + self.c
             self.start(sorted([end, *others]), stream[1:], left, sm, _with(done, j, end))
         for j in self._next(left):
-            end, fewer = first + self.c, _with(left, j, left[j] - 1)
+            end = first + self.c
+            fewer = _with(left, j, left[j] - 1)
             self.start(sorted([end, *others]), stream, fewer, sm, _with(done, j, end))
 
     def _next(self, left: list[int]) -> list[int]:
@@ -161,11 +165,15 @@ def random_instance(rng: random.Random) -> tuple[list[Task], int]:
     def delay() -> float:
         return float(rng.randint(1, 9)) if rng.random() < 0.5 else 10 ** rng.uniform(-2, 1)
 
-    u, v, c = delay(), delay(), delay()
-    K, workers = rng.randint(1, 2), rng.randint(1, 3)
+    u = delay()
+    v = delay()
+    c = delay()
+    K = rng.randint(1, 2)
+    workers = rng.randint(1, 3)
     tasks: list[Task] = []
     for expert in range(rng.randint(1, 4)):
-        state, p = rng.choice("MESC"), delay()
+        state = rng.choice("MESC")
+        p = delay()
         for tensor in range(rng.randint(1, 2)):
             if len(tasks) < 4:
                 tasks.append(Task(expert, tensor, State(state), u, v, c, K, p))
@@ -177,7 +185,9 @@ def ratio_study(n: int = 10_000, seed: int = 0) -> dict[str, float]:
 
     Returns "mean" and "worst" of makespan / optimum; "optimal", the share of instances that reach
     it; "violations", how many exceed the 3 − 1/workers of Theorem 3.1."""
-    rng, ratios, violations = random.Random(seed), [], 0
+    rng = random.Random(seed)
+    ratios = []
+    violations = 0
     for _ in progress(range(n), "Algorithm 1 against the optimum"):
         tasks, workers = random_instance(rng)
         ratios.append(makespan(schedule(tasks, workers), workers) / optimum(tasks, workers))

@@ -37,7 +37,8 @@ from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import plan
 
 #: tokens that are played to fill the cache, and then to be timed
-WARM, TIMED = 64, 16
+WARM = 64
+TIMED = 16
 
 
 class Tried(NamedTuple):
@@ -87,7 +88,8 @@ def auto_pools(
             "plan='auto' divides the memory by how popular experts are: give calibration=, which "
             "`moelab calibrate MODEL FILE` makes"
         )
-    how, shares = memory.how, shares_of(calibration.require(identity(model), memory.store.spec))
+    how = memory.how
+    shares = shares_of(calibration.require(identity(model), memory.store.spec))
     return best_pools(
         shares,
         drawn(shares, WARM + TIMED),
@@ -150,7 +152,10 @@ def _candidates(
     """Pools of one state, and the best plans."""
     L, E = shares.shape
     copies, layers = (L, 1) if scope == "layer" else (1, L)
-    each, full, sm, e = room // copies, sizes.full, sizes.sm, sizes.e
+    each = room // copies
+    full = sizes.full
+    sm = sizes.sm
+    e = sizes.e
     bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
     pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
     if len(pools) > 1 and each >= layers * min(sm, e):

@@ -43,7 +43,8 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
     decoding if nothing is ready. What comes after the last read is its decoding, or only recovery
     if its exponents were there before."""
     F, C, _, E = hits.T
-    compute, decode = delays.expert(1), delays.decode / workers
+    compute = delays.expert(1)
+    decode = delays.decode / workers
     last = np.where(by_expert(delays) & (E == 0), decode, delays.recover / workers)
     disk = reading(hits, k, delays) + np.where(k > F + C, last + compute, 0)
     work = (k - F) * decode + np.where(k > F, compute, 0)
@@ -108,10 +109,12 @@ def plan(
     bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
     n = _require_a_plan(bytes_of, budget_bytes, workers, pools, step, layers)
     f = np.asarray(f, np.float64)
-    hits, patterns = interval_hits(selection_probabilities(f, k), k), hit_patterns(k)
+    hits = interval_hits(selection_probabilities(f, k), k)
+    patterns = hit_patterns(k)
     seconds = makespan(patterns, k, delays, workers)
     n_bytes = [max(1, bytes_of[p]) for p in HIERARCHY]
-    table, known = [], {}
+    table = []
+    known = {}
     for parts in _compositions(n, pools):
         shares = [part * budget_bytes // n for part in parts]
         layer = _filled([s // (layers * size) for s, size in zip(shares, n_bytes)], len(f))
@@ -171,8 +174,10 @@ def pattern_probabilities(
 ) -> np.ndarray:
     """P(h_F, h_C, h_S, h_E | k hits in all), §3.4, for pools of `sizes` experts from rank 0 on:
     [n]."""
-    E, k = len(hits) - 1, hits.shape[2] - 1
-    u, probability = 0, 1 / hits[0, E, k]
+    E = len(hits) - 1
+    k = hits.shape[2] - 1
+    u = 0
+    probability = 1 / hits[0, E, k]
     for size, h in zip(sizes, patterns.T):
         probability = probability * hits[u, u + size][h]
         u += size

@@ -63,7 +63,8 @@ def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
 def _uncertain(f: np.ndarray, k: int, solve: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
     """f with its certain entries rounded, and the m of k that are left distributed over the others
     by `solve`."""
-    out, inner = (f > 0.5).astype(np.float64), (f > CERTAIN) & (f < 1 - CERTAIN)
+    out = (f > 0.5).astype(np.float64)
+    inner = (f > CERTAIN) & (f < 1 - CERTAIN)
     m = k - int(out[~inner].sum())
     # where all or none of the others are left, they are as certain as rounding lets them be
     out[inner] = solve(f[inner], m) if 0 < m < inner.sum() else float(m > 0)
@@ -81,7 +82,9 @@ def inclusion(q: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     after[E, 0] = 1
     for r in reversed(range(E)):
         after[r] = add_one(after[r + 1], q[r])
-    f, pairs, counts = np.zeros(E), np.zeros((E, E)), np.zeros((E + 1, k + 1))
+    f = np.zeros(E)
+    pairs = np.zeros((E, E))
+    counts = np.zeros((E + 1, k + 1))
     counts[E, 0] = 1
     for r in range(E):
         joint = counts[:, :k] @ after[r + 1, k - 1 :: -1] * (q[r] / after[0, k])  # [E + 1]
@@ -103,8 +106,10 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
             f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "
             "selection_probabilities(f, k) finds"
         )
-    rng, E = np.random.default_rng(seed), len(q)
-    found, missing = [np.zeros((0, E), bool)], n
+    rng = np.random.default_rng(seed)
+    E = len(q)
+    found = [np.zeros((0, E), bool)]
+    missing = n
     while missing > 0:
         draws = rng.random((8 * missing + 64, E)) < q
         found.append(draws[draws.sum(1) == k][:missing])
@@ -123,7 +128,8 @@ def add_one(hits: np.ndarray, q: float) -> np.ndarray:
 def _fit(f: np.ndarray, k: int) -> np.ndarray:
     """Newton's method on the dual, λ·f − log P(k) + Σ log(1 − q); all f strictly between 0 and 1,
     summing to k."""
-    logits, scale = _logit(f), np.sqrt(f * (1 - f))
+    logits = _logit(f)
+    scale = np.sqrt(f * (1 - f))
     null = scale / np.linalg.norm(
         scale
     )  # all log odds together: the direction in which nothing changes
@@ -170,7 +176,8 @@ def _logit(p: np.ndarray) -> np.ndarray:
 def _shifted(logits: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
     """Log odds moved by one constant so that the probabilities sum to `total`, and those
     probabilities."""
-    low, high = -logits.max() - 50, -logits.min() + 50
+    low = -logits.max() - 50
+    high = -logits.min() + 50
     for _ in range(80):
         middle = (low + high) / 2
         p = 1 / (1 + np.exp(-(logits + middle)))

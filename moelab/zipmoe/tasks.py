@@ -68,11 +68,9 @@ def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
     """What a task leaves to do (Fig. 6): each operation with those that must end before it starts,
     in such an order."""
     where = task.expert, task.tensor
-    expert, recover, sm = (
-        Operation("expert", task.expert),
-        Operation("recover", *where),
-        Operation("read SM", *where),
-    )
+    expert = Operation("expert", task.expert)
+    recover = Operation("recover", *where)
+    sm = Operation("read SM", *where)
     if task.state is State.FULL:
         return {expert: ()}
     graph: dict[Operation, tuple[Operation, ...]] = {}
@@ -119,7 +117,9 @@ def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[fl
     """Start and end in seconds of every operation of the tasks, chunk by chunk. Disk: block by
     block the E-chunks, then the SM-chunks, in the order of the tasks. Workers: the first ready
     chunk in that order. Recovery takes no time."""
-    seconds, rank, waits_for = {}, {}, {}
+    seconds = {}
+    rank = {}
+    waits_for = {}
     for number, block in enumerate(blocks):
         for position, task in enumerate(block):
             costs = {

@@ -82,7 +82,8 @@ class AttentionShape:
 def attention_shape(config: Any, chunk: int, context: int) -> AttentionShape:
     """The sizes of a model's attention; ValueError for an architecture whose attention stays on the
     CPU."""
-    kind, rope = config.model_type, getattr(config, "rope_parameters", None) or {}
+    kind = config.model_type
+    rope = getattr(config, "rope_parameters", None) or {}
     if reason := why_no_graph("attention", kind):
         raise ValueError(reason)
     if getattr(config, "clip_qkv", None) is not None or rope.get("partial_rotary_factor", 1) != 1:
@@ -114,7 +115,9 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
 
     _require_known(shape, tensors)
     weights = {name: half(tensor, name) for name, tensor in tensors.items()}
-    S, D, H = shape.chunk, shape.head_dim, shape.hidden
+    S = shape.chunk
+    D = shape.head_dim
+    H = shape.hidden
 
     def project(x: Any, name: str, **names: str) -> Any:
         return conv(
@@ -123,7 +126,8 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
 
     def positioned(x: Any, name: str, heads: int, cos: Any, sin: Any, out: str) -> Any:
         """Projection, norm and rotation of q or k: (1, H, 1, S) → (1, heads, D, S)."""
-        x, repair = project(x, f"{name}_proj"), None
+        x = project(x, f"{name}_proj")
+        repair = None
         if shape.norm == "full":
             x, repair = normalised(mb, x, 1, shape.eps)
         x = mb.reshape(x=x, shape=(1, heads, D, S))
@@ -220,7 +224,8 @@ def rotated(
     turned = mb.concat(values=[mb.mul(x=second, y=np.float16(-1)), first], axis=2)
     swapped = None if weight is None else np.roll(weight, half, axis=2)
     (cos, cos_rest), (sin, sin_rest) = _weighted(mb, cos, weight), _weighted(mb, sin, swapped)
-    large, other = mb.mul(x=x, y=cos), mb.mul(x=turned, y=sin)
+    large = mb.mul(x=x, y=cos)
+    other = mb.mul(x=turned, y=sin)
     small = mb.add(x=mb.mul(x=x, y=cos_rest), y=mb.mul(x=turned, y=sin_rest))
     if repair is not None:
         whole = mb.add(x=large, y=mb.add(x=other, y=small))
@@ -265,7 +270,8 @@ def mask_of(shape: AttentionShape, start: int, window: int | None = None) -> Ten
     A query sees the keys up to its own position, with a sliding window the last `window` of these.
     Key j < P is position j of the cache, of which the first `start` are filled, and key P + i is
     the chunk's token i."""
-    keys, query = torch.arange(shape.keys), start + torch.arange(shape.chunk)[:, None]
+    keys = torch.arange(shape.keys)
+    query = start + torch.arange(shape.chunk)[:, None]
     in_chunk = keys >= shape.context
     position = torch.where(in_chunk, keys - shape.context + start, keys)
     seen = (position <= query) & (in_chunk | (keys < start))
@@ -288,7 +294,8 @@ def attention_inputs(
     A short chunk is filled up with repetitions of its last token (zeros would be divided by in the
     norms), whose outputs and keys are to be discarded. ValueError for a chunk that is empty, too
     long or beyond the context."""
-    n, S = len(x), shape.chunk
+    n = len(x)
+    S = shape.chunk
     if not 0 < n <= S or start + n > shape.context:
         raise ValueError(
             f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "

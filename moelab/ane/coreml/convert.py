@@ -120,7 +120,8 @@ def convert_model(
     coremltools()
     destination = vacant(destination)
     checkpoint = Checkpoint.at(model)
-    config, spec = checkpoint.config, checkpoint.spec
+    config = checkpoint.config
+    spec = checkpoint.spec
     if plan is None:
         plan = make_plan(
             spec,
@@ -133,7 +134,8 @@ def convert_model(
     plan = possible(plan, config, settings)
     source = _Source(checkpoint, config, plan, settings)
     about = _about(checkpoint, spec.name, mine, settings, plan)
-    layers, tasks = [], []
+    layers = []
+    tasks = []
     for layer in range(spec.num_layers):
         entry, of_layer = source.layer(layer)
         layers.append(entry)
@@ -212,7 +214,9 @@ class _Source:
     def __init__(
         self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings
     ) -> None:
-        self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
+        self.checkpoint = checkpoint
+        self.plan = plan
+        self.settings = settings
         self.tensors = CheckpointExperts(checkpoint)
         self.modules = [layer.seam for layer in plug(compat.meta_twin(config))]
         self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
@@ -294,7 +298,9 @@ class _Source:
 
         `reference` must itself agree with the architecture's own code in fp64, its weights rounded
         to fp16."""
-        experts, layout, C = self.experts(moe, part), self.settings.layout, part["capacity"]
+        experts = self.experts(moe, part)
+        layout = self.settings.layout
+        C = part["capacity"]
         x = torch.randn(
             len(experts) * C,
             experts[0].up.shape[1],
@@ -315,7 +321,8 @@ class _Source:
                 for e, rows in zip(part["experts"], x.split(C))
             ]
         )
-        difference, unlike = _relative(y, expected), _relative(expected, own)
+        difference = _relative(y, expected)
+        unlike = _relative(expected, own)
         if (
             self.settings.weights == "fp16"
             and not difference <= TOLERANCE
@@ -343,7 +350,8 @@ class Work:
     """
 
     def __init__(self, folder: Path, about: Record) -> None:
-        wanted, written = json.dumps(about, sort_keys=True), folder / "settings.json"
+        wanted = json.dumps(about, sort_keys=True)
+        written = folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.building, self.journal = (
             folder,
@@ -380,7 +388,8 @@ class Work:
     ) -> None:
         """Make a package in `building`, check it, move it to its place, and only then enter it in
         the journal."""
-        place, building = self.folder / name, self.building / Path(name).name
+        place = self.folder / name
+        building = self.building / Path(name).name
         shutil.rmtree(self.building, ignore_errors=True)
         shutil.rmtree(place, ignore_errors=True)
         for path in (building, place):

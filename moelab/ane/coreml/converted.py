@@ -28,7 +28,8 @@ from moelab.models.identity import opened_from
 from moelab.records import Record
 from moelab.schema import naming, parse_json, typed
 
-FORMAT, MANIFEST = "moelab.ane.converted/4", "manifest.json"
+FORMAT = "moelab.ane.converted/4"
+MANIFEST = "manifest.json"
 
 #: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
 Runner = Callable[[Path, str | None], Any]

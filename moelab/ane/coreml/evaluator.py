@@ -30,7 +30,9 @@ from moelab.ane.coreml.package import Op, Package, Value, read_package
 MODES = ("double", "fp16")
 #: results above which one chip or another went wrong, by operation: reports of users, not Apple's
 #: figures
-FP16_MAX, PRODUCT_LIMIT, SLICE_LIMIT = 65504.0, 32752.0, 4094.0
+FP16_MAX = 65504.0
+PRODUCT_LIMIT = 32752.0
+SLICE_LIMIT = 4094.0
 LIMITS = {"conv": PRODUCT_LIMIT, "matmul": PRODUCT_LIMIT, "split": SLICE_LIMIT}
 FLOATS = ("fp16", "fp32", "fp64")
 
@@ -57,7 +59,8 @@ def _conv(
 
 
 def _matmul(x: Tensor, y: Tensor, transpose_x: Any = False, transpose_y: Any = False) -> Tensor:
-    x, y = x.mT if transpose_x else x, y.mT if transpose_y else y
+    x = x.mT if transpose_x else x
+    y = y.mT if transpose_y else y
     return torch.matmul(x.contiguous(), y.contiguous())
 
 
@@ -172,7 +175,8 @@ class Evaluator:
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Inputs by name → outputs by name, in fp64 or, rounded to fp16, in fp32."""
-        values, constants = self._inputs(inputs), self.function.constants
+        values = self._inputs(inputs)
+        constants = self.function.constants
 
         def found(
             name: str,

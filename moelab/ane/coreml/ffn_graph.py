@@ -34,7 +34,8 @@ LAYOUTS = ("bc1s", "paper")
 #: weight formats → bits a weight
 WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 #: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
-ALPHA, LIMIT = 1.702, 7.0
+ALPHA = 1.702
+LIMIT = 7.0
 #: activation → the same in torch, by which an architecture's own is recognised
 ACTIVATIONS = {
     "silu": F.silu,
@@ -102,7 +103,10 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
             halves(bias("gate_up_proj")),
         )
     else:
-        gate, up, gate_bias, up_bias = None, matrix("up_proj"), None, bias("up_proj")
+        gate = None
+        up = matrix("up_proj")
+        gate_bias = None
+        up_bias = bias("up_proj")
     return Expert(
         *(
             None if tensor is None else half(tensor)
@@ -116,12 +120,14 @@ def activation_of(experts: Any) -> str:
     ValueError for others."""
     x = torch.linspace(-9, 9, 37, dtype=torch.float64)
     if experts.has_gate:
-        up, concatenated = -0.9 * x, experts.is_concatenated is not False
+        up = -0.9 * x
+        concatenated = experts.is_concatenated is not False
         h = experts.activate(
             torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten()
         )
     else:
-        up, h = torch.ones_like(x), experts.activate(x)
+        up = torch.ones_like(x)
+        h = experts.activate(x)
     for name, candidate in ACTIVATIONS.items():
         if torch.allclose(h, candidate(x) * up):
             return name
@@ -152,7 +158,8 @@ def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
         return linear(ACTIVATIONS[activation](up), expert.down, expert.down_bias)
     gate = linear(x, expert.gate, expert.gate_bias)
     if activation == "clamped":
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT) + 1
+        gate = gate.clamp(max=LIMIT)
+        up = up.clamp(-LIMIT, LIMIT) + 1
         h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
     else:
         h = ACTIVATIONS[activation](gate) * up
@@ -183,7 +190,9 @@ def ffn_program(
     require("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
         raise ValueError("a group needs at least one expert, and all of them of one shape")
-    G, H, axis = len(experts), experts[0].up.shape[1], 3 if layout == "bc1s" else 0
+    G = len(experts)
+    H = experts[0].up.shape[1]
+    axis = 3 if layout == "bc1s" else 0
     shape = (1, H, 1, G * capacity) if layout == "bc1s" else (G * capacity, H, 1, 1)
     spec = mb.TensorSpec(shape=shape, dtype=types.fp16)
 
@@ -243,7 +252,8 @@ def save_ffn(
     capacity : one C, or several for a function c16, c32 … each.
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a
     matrix, slow to find."""
-    ct, path = coremltools(), Path(path)
+    ct = coremltools()
+    path = Path(path)
     if isinstance(capacity, Integral):  # also numpy's
         return save_program(path, ffn_program(experts, int(capacity), activation, layout), weights)
     if not len(capacity):
@@ -293,7 +303,8 @@ def save_program(
     """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing
     in our graphs."""
     require("weights", weights, WEIGHTS)
-    ct, path = coremltools(), Path(path)
+    ct = coremltools()
+    path = Path(path)
     import coremltools.optimize.coreml as cto
 
     with scratch(path), quiet():

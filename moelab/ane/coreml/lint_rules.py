@@ -16,7 +16,8 @@ import numpy as np
 from moelab.ane.coreml.package import Function, Op, Package, Value
 from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
 
-FIG4, REPORTS = "NPUMoE Figure 4", "reports of people who ran models on the ANE"
+FIG4 = "NPUMoE Figure 4"
+REPORTS = "reports of people who ran models on the ANE"
 SEVERITIES = ("error", "warning", "note")
 UNKNOWN = "not known to this linter"
 

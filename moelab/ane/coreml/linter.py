@@ -134,7 +134,8 @@ def lint_examples(
         shape=ct.EnumeratedShapes([(1, spec.H, 1, C) for C in (16, 32, 64)]),
         dtype=np.float16,
     )
-    folder, made = Path(folder), []
+    folder = Path(folder)
+    made = []
 
     def saved(save: Callable[..., Path], *what: Any, **options: Any) -> Report:
         made.append(folder / f"example_{len(made)}.mlpackage")

@@ -151,10 +151,8 @@ class DeviceModel:
         cpu = fit_cpu(rates, attention)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         if slower != 1:
-            rates, cpu = (
-                rates.scaled(slower, slower, power=1 / slower),
-                cpu.scaled(slower, power=1 / slower),
-            )
+            rates = rates.scaled(slower, slower, power=1 / slower)
+            cpu = cpu.scaled(slower, power=1 / slower)
         return cls(
             device,
             rates,
@@ -264,8 +262,11 @@ class DeviceModel:
     ) -> tuple[Cost, float, float]:
         """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a
         chunk; loads [E]."""
-        spec, how = plan.spec, SYSTEMS[plan.system]
-        ane, rows, size = Cost(), 0.0, spec.expert_params / REFERENCE_PARAMS
+        spec = plan.spec
+        how = SYSTEMS[plan.system]
+        ane = Cost()
+        rows = 0.0
+        size = spec.expert_params / REFERENCE_PARAMS
         rates = self.rates.scaled(size, size)
         for (G, C), n in Counter(
             (len(group.experts), group.capacity) for group in layer.on("ane")
@@ -300,9 +301,11 @@ class DeviceModel:
                 f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew"
             )
         self.require(plan)
-        spec, chunks = plan.spec, math.ceil(prompt / plan.chunk)
+        spec = plan.spec
+        chunks = math.ceil(prompt / plan.chunk)
         if loads is None:
-            loads, visited = np.zeros((1, spec.L, spec.E)), None
+            loads = np.zeros((1, spec.L, spec.E))
+            visited = None
             for l, layer in enumerate(plan.layers):
                 for group in layer.groups:
                     loads[0, l, list(group.experts)] = group.expected / len(group.experts)
@@ -310,7 +313,11 @@ class DeviceModel:
             loads = check_loads(plan, loads)
             visited = (loads > 0).mean(0)
         means = loads.mean(0)
-        attention, experts, padding, dispatch, rows = Cost(), Cost(), Cost(), 0.0, 0.0
+        attention = Cost()
+        experts = Cost()
+        padding = Cost()
+        dispatch = 0.0
+        rows = 0.0
         once = {
             unit: self.attention(spec, plan.chunk, prompt, unit)
             for unit in {of.attention for of in plan.layers}
@@ -319,7 +326,9 @@ class DeviceModel:
             attention += once[layer.attention]
             tokens = means[l], None if visited is None else visited[l]
             cost, launching, computed = self.experts(plan, layer, *tokens)
-            experts, dispatch, rows = experts + cost, dispatch + launching, rows + computed
+            experts = experts + cost
+            dispatch = dispatch + launching
+            rows = rows + computed
             if layer.on("ane"):
                 padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
         for _ in range(spec.num_layers - spec.L):

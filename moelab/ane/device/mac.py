@@ -37,7 +37,8 @@ DEVICES = {
 
 def require_mac(what: str) -> None:
     """RuntimeError, which says what it would take, but on a Mac with Apple silicon and macOS 15."""
-    version, system = platform.mac_ver()[0], platform.system()
+    version = platform.mac_ver()[0]
+    system = platform.system()
     if (
         system == "Darwin"
         and platform.machine() == "arm64"
@@ -67,11 +68,9 @@ class CoreMLRunner:
         self, path: str | Path, function: str | None = None, units: str = "cpuAndNeuralEngine"
     ) -> None:
         ct = coremltools()
-        self.path, self.function, self.units = (
-            Path(path),
-            function,
-            ct.ComputeUnit[COMPUTE_UNITS[units]],
-        )
+        self.path = Path(path)
+        self.function = function
+        self.units = ct.ComputeUnit[COMPUTE_UNITS[units]]
         self.model = ct.models.MLModel(str(path), compute_units=self.units, function_name=function)
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -163,7 +162,8 @@ def probe(
     `timeout` seconds."""
     package = Path(package)
     with tempfile.TemporaryDirectory() as folder:
-        given, taken = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
+        given = Path(folder) / "inputs.npz"
+        taken = Path(folder) / "outputs.npz"
         np.savez(given, **inputs)
         arguments = [
             *command,

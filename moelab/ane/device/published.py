@@ -22,7 +22,8 @@ class Sample(NamedTuple):
 
 
 #: the expert that Table 5 was timed on, PhiMoE's in fp16: H, I, weights and bytes
-REFERENCE_H, REFERENCE_I = 4096, 6400
+REFERENCE_H = 4096
+REFERENCE_I = 6400
 REFERENCE_PARAMS = 3 * REFERENCE_H * REFERENCE_I
 REFERENCE_BYTES = 2 * REFERENCE_PARAMS
 TABLES = paper("npumoe")

@@ -43,7 +43,9 @@ SPILL_ROWS = 1024
 MODES = ("serial", "parallel")
 #: Table 4's run: 1024 prompt tokens in 4 chunks of 256, 16 experts, top-2; graphs of the worst
 #: case, four times the mean load (§1), where Core ML places them
-VISITS, ROUTED, WORST_CASE = 4 * 16, 1024 * 2, 128
+VISITS = 4 * 16
+ROUTED = 1024 * 2
+WORST_CASE = 128
 
 
 @dataclass(frozen=True)

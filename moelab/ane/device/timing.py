@@ -54,10 +54,8 @@ class Meter:
             return
         self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
         if not self._monitor.soc_is_present:
-            self._monitor, self.why = (
-                None,
-                "no energy: zeus finds no Apple chip that it can read here",
-            )
+            self._monitor = None
+            self.why = "no energy: zeus finds no Apple chip that it can read here"
 
     @contextmanager
     def window(self) -> Iterator[Numbers]:
@@ -101,7 +99,8 @@ def measure(
 ) -> Timing:
     """Do `work` once as a warm-up and then `repeats` times."""
     work()
-    seconds, meter = [], meter or Meter()
+    seconds = []
+    meter = meter or Meter()
     with meter.window() as mj:
         for _ in range(repeats):
             start = clock()
@@ -124,7 +123,8 @@ def time_grid(
     of disk."""
     if bad := [G for G, C in grid if experts % G]:
         raise ValueError(f"groups of {bad[0]} do not divide {experts} experts")
-    meter, samples = meter or Meter(), []
+    meter = meter or Meter()
+    samples = []
     rng = np.random.default_rng(0)
     matrices = [
         (rng.standard_normal(shape, dtype=np.float32) / shape[1] ** 0.5).astype(np.float16)
@@ -146,7 +146,8 @@ def time_grid(
                     "parallel": lambda: list(pool.map(lambda run: run(x), runs)),
                 }
                 for mode in MODES:
-                    timing, slots = measure(work[mode], repeats, meter), experts * C
+                    timing = measure(work[mode], repeats, meter)
+                    slots = experts * C
                     mj = sum(timing.mj.values()) / slots if timing.mj else None
                     samples.append(Sample(G, C, mode, 1e3 * timing.median / slots, mj))
     return samples

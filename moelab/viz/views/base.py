@@ -152,13 +152,11 @@ class View:
         ahead: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
         self.name, self.controls, self._below, self._ahead = name, dict(controls), below, ahead
-        self._compute, self._draw, self._rows, self._command, self._words = (
-            compute,
-            draw,
-            rows,
-            command,
-            words,
-        )
+        self._compute = compute
+        self._draw = draw
+        self._rows = rows
+        self._command = command
+        self._words = words
         self.values = {name: control.value for name, control in controls.items()}
         self._dark, self._turn = False, threading.RLock()
         self._check(self.values)
@@ -206,13 +204,16 @@ class View:
         """Compute and draw again, with the same values; the browser draws a figure while the next
         one is made."""
         with self._turn:
-            data, figures, live = self._compute(**self.values), [], "widget" in self.__dict__
+            data = self._compute(**self.values)
+            figures = []
+            live = "widget" in self.__dict__
             drawn = self._draw(data)
             for i, figure in enumerate([drawn] if hasattr(drawn, "to_json") else drawn):
                 figures.append(figure)
                 if live:
                     self._show(i, figure)
-            self.data, self.figures = data, figures
+            self.data = data
+            self.figures = figures
             if live:
                 self._tell()
 
@@ -300,7 +301,8 @@ class View:
         return box
 
     def _prepare(self) -> None:
-        steps, begun = iter(self._ahead()), time.thread_time()
+        steps = iter(self._ahead())
+        begun = time.thread_time()
         with suppress(Exception):  # it is told to whoever asks for it
             while time.thread_time() - begun < 0.1:
                 time.sleep(0.005)  # a control that was turned is first

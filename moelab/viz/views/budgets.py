@@ -36,10 +36,13 @@ from moelab.viz.views.real import button
 from moelab.viz.views.recorded import TOKENS, Recorded, recorded
 
 #: budgets of a curve; policies that are shown at first; the machine where the run was recorded
-GRID, POLICIES, HERE = 9, ("lru", DEFAULT_POLICY, "zipmoe"), "as measured here"
+GRID = 9
+POLICIES = ("lru", DEFAULT_POLICY, "zipmoe")
+HERE = "as measured here"
 #: cards that say all that is needed, most of all how fast their disk reads
 DEVICES = ("jetson-agx-orin-32gb", "raspberry-pi-5", "m2-max")
-BELADY, ON_DISK = "belady", "experts on disk"
+BELADY = "belady"
+ON_DISK = "experts on disk"
 
 
 class Point(NamedTuple):
@@ -84,7 +87,8 @@ class Explorer:
         self.sizes = (
             Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(aligned(e or full), 0, 0, True)
         )
-        self.steps, self.forwards = run.steps, [forward[2:] for forward in run.forwards]
+        self.steps = run.steps
+        self.forwards = [forward[2:] for forward in run.forwards]
         self.decode = [
             n for n in range(self.warm, len(self.forwards)) if self.forwards[n][1] == "decode"
         ]
@@ -144,7 +148,8 @@ class Explorer:
     def ceiling(self, memory: int) -> float:
         """The largest share of the timed requests that any cache can have, whatever it held before
         them."""
-        timed, kept = flat(self.steps[self.warm :]), self.divide(memory)[0].F
+        timed = flat(self.steps[self.warm :])
+        kept = self.divide(memory)[0].F
         if kept not in self.ceilings:
             anything = [
                 (layer, dict.fromkeys(range(self.spec.E), 1)) for layer in range(self.spec.L)
@@ -186,7 +191,8 @@ class Explorer:
 
     def grid(self) -> list[int]:
         """Budgets from the least to everything, evenly on a logarithmic scale."""
-        low, high = log(self.least), log(self.everything)
+        low = log(self.least)
+        high = log(self.everything)
         return [
             self.least,
             *(round(exp(low + i * (high - low) / (GRID - 1))) for i in range(1, GRID - 1)),
@@ -246,7 +252,8 @@ def budgets(explorer: Explorer, share: float, policies: Sequence[str], target: f
     memory = explorer.share(share)
     at = {policy: explorer.play(policy, memory) for policy in policies}
     curves = {policy: explorer.curve(policy) for policy in policies}
-    optimum, every = explorer.curve(BELADY), [*explorer.grid(), memory]
+    optimum = explorer.curve(BELADY)
+    every = [*explorer.grid(), memory]
     return Budgets(
         explorer.spec.name,
         explorer.device or HERE,
@@ -405,7 +412,8 @@ def _ahead(explorers: Iterable[Explorer], policies: Iterable[str]) -> Iterator[P
 
 
 def _wanted(target: float) -> Any:
-    least, most = min(target, 1.0) / 10, max(target, 10.0) * 10
+    least = min(target, 1.0) / 10
+    most = max(target, 10.0) * 10
     return slider("wanted (tokens/s)", target, least, most, log=True, beyond=1e9)
 
 

@@ -130,7 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in (".html", ".csv"):
         raise ValueError(f"{args.output} must end in .html or .csv")
-    make, most = getattr(views, args.view), 2 if args.view == "runs" else 1
+    make = getattr(views, args.view)
+    most = 2 if args.view == "runs" else 1
     if len(args.what) > most:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"

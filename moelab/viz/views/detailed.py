@@ -42,7 +42,10 @@ class Detailed(View):
         first: str = "",
         **how: Any,
     ) -> None:
-        self._label, self._names, self._of, self._first = label, names, tell, first
+        self._label = label
+        self._names = names
+        self._of = tell
+        self._first = first
         super().__init__(*args, **how, below=Detailed._build)
 
     def detail(self, name: str) -> Detail:
@@ -100,7 +103,8 @@ class Detailed(View):
         names = list(self._names(self.data))
         self._menu.options = names
         if self._menu.value not in names:
-            self._menu.value, self._first = self._first if self._first in names else "", ""
+            self._menu.value = self._first if self._first in names else ""
+            self._first = ""
         if self._menu.value:
             self._chosen(self._menu.value)
 

@@ -37,13 +37,11 @@ class RealRun:
         done: Callable[[Any], None],
         options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.explorer, self.policy, self.memory, self.tick, self.done = (
-            explorer,
-            policy,
-            memory,
-            tick,
-            done,
-        )
+        self.explorer = explorer
+        self.policy = policy
+        self.memory = memory
+        self.tick = tick
+        self.done = done
         self.options, self.stopped, self.lm = dict(options or {}), threading.Event(), None
         self.thread = threading.Thread(target=self._run, name="moelab real run", daemon=True)
 
@@ -71,11 +69,13 @@ class RealRun:
         in memory)."""
         import torch
 
-        found, explorer = self.explorer.found, self.explorer
+        found = self.explorer.found
+        explorer = self.explorer
         with open_model(
             found.source, memory=self.memory, cache=self.policy, **self.options
         ) as self.lm:
-            session, ids = self.lm.moelab, torch.tensor([found.ids])
+            session = self.lm.moelab
+            ids = torch.tensor([found.ids])
 
             def after(_: Any, scores: torch.Tensor) -> torch.Tensor:
                 """Of every forward pass: let the stop through, and begin to count when the cache is
@@ -114,11 +114,14 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
         ipywidgets.Button(description=text, layout={"width": "auto"})
         for text in ("run it for real", "stop")
     )
-    bar, told = ipywidgets.IntProgress(layout={"width": "30%"}), ipywidgets.Label()
-    stop.disabled, running = True, []
+    bar = ipywidgets.IntProgress(layout={"width": "30%"})
+    told = ipywidgets.Label()
+    stop.disabled = True
+    running = []
 
     def idle() -> None:
-        start.disabled, stop.disabled = False, True
+        start.disabled = False
+        stop.disabled = True
 
     def begin(_: Any) -> None:
         at = explorer()
@@ -128,7 +131,8 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
         policy = min(view.data.at, key=lambda name: view.data.at[name].tpot)
         memory = view.data.memory
         bar.value, bar.max, told.value = 0, len(at.forwards), f"opening, {policy} …"
-        start.disabled, stop.disabled = True, False
+        start.disabled = True
+        stop.disabled = False
 
         def done(found: Any) -> None:
             def show() -> None:

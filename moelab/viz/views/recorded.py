@@ -62,7 +62,9 @@ class Recorded:
         tokens: int,
     ) -> Recorded:
         """A generation of an opened model."""
-        session, settings, options = lm.moelab, run.settings, {}
+        session = lm.moelab
+        settings = run.settings
+        options = {}
         if isinstance(settings.policy, str) and settings.policy != DEFAULT_POLICY:
             options["cache"] = settings.policy
         if session.speculation is not None:
@@ -149,8 +151,10 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
     import torch
 
-    session, ids = lm.moelab, torch.tensor([prompt_ids(lm, prompt)])
-    before, first = deepcopy(session.residency), len(session.forwards)
+    session = lm.moelab
+    ids = torch.tensor([prompt_ids(lm, prompt)])
+    before = deepcopy(session.residency)
+    first = len(session.forwards)
     with torch.inference_mode(), ungated(session.engine) if session.engine else nullcontext():
         out = lm.generate(
             ids.to(lm.device),

@@ -58,15 +58,18 @@ class Scrub(NamedTuple):
 def scrub(found: Recorded) -> Scrub:
     """The states of a recorded run: resident and missed by the residency's decisions, read ahead by
     the timeline."""
-    run, residency = found.run, deepcopy(found.before)
-    spec, events = run.settings.spec, list(run.timeline)
+    run = found.run
+    residency = deepcopy(found.before)
+    spec = run.settings.spec
+    events = list(run.timeline)
     states = np.zeros((len(run.forwards), spec.L, spec.E), np.uint8)
     ahead = read_ahead(events, run.forwards)
     if not run.settings.experts_bytes:  # a model in memory: everything is there
         for layer in range(spec.L):
             residency.begin(layer, dict.fromkeys(range(spec.E), 1))
     for forward, steps in enumerate(run.steps):
-        here, at = states[forward], ahead.get(forward, set())
+        here = states[forward]
+        at = ahead.get(forward, set())
         for state in (State.FULL, State.COMPRESSED, State.SM, State.E):
             for layer, expert in residency.resident(state):
                 here[layer, expert] = RESIDENT
@@ -120,7 +123,8 @@ def read_ahead(
 
 def draw(found: Scrub, token: int) -> list[Figure]:
     """The grid at one pass, and the counts of all: what readers see where nothing can be played."""
-    states, n = found.states[token], list(range(len(found.words)))
+    states = found.states[token]
+    n = list(range(len(found.words)))
     grid = Figure()
     for place, (what, colour, symbol) in enumerate(STATES.values()):
         layers, experts = np.nonzero(states == place)

@@ -41,7 +41,8 @@ from moelab.viz.views.recorded import Recorded, prompt_ids
 
 WAYS = ("none", "hint", "speculative")
 #: of the text on which the loss is measured
-WINDOWS, WINDOW = 4, 96
+WINDOWS = 4
+WINDOW = 96
 
 
 @dataclass
@@ -121,13 +122,15 @@ class Stage:
         reads = {"e_read": self.delays.e_bytes, "sm_read": self.delays.sm_bytes}
         delays = replace(self.delays, **{part: n / bandwidth for part, n in reads.items()})
         machine = replace(self.machine, delays=delays, workers=self.settings.workers)
-        prefetching, ahead = None, 0
+        prefetching = None
+        ahead = 0
         if way != "none":
             ahead = self.ahead
             machine = replace(machine, predict=self.seconds[predictor, distance])
             guessed = self.predictions[predictor, distance][self.warm :]
             prefetching = Prefetching([list(of.items()) for of in guessed], ahead, distance)
-        steps, residency = self.steps(way, predictor, distance), deepcopy(self.found.before)
+        steps = self.steps(way, predictor, distance)
+        residency = deepcopy(self.found.before)
         for step in flat(steps[: self.warm]):
             residency.begin(*step)
         return simulate(
@@ -181,7 +184,8 @@ def scene(
         if (run := stage.play(name, predictor, distance, bandwidth, begin=name in ("none", way)))
         is not None
     }
-    base, beside = stage.loss("none", predictor, distance), {}
+    base = stage.loss("none", predictor, distance)
+    beside = {}
     for name, run in played.items():
         loss = stage.loss(name, predictor, distance)
         beside[name] = (
@@ -299,7 +303,8 @@ def rows(found: Scene) -> Rows:
 
 
 def words(found: Scene) -> tuple[str, str]:
-    none, here = found.beside["none"][0], found.beside[found.way]
+    none = found.beside["none"][0]
+    here = found.beside[found.way]
     change = (
         ""
         if here[1] is None
@@ -420,11 +425,15 @@ def stage(
     from moelab.speculate import Speculation
 
     session = lm.moelab
-    ids, before, first = prompt_ids(lm, prompt), deepcopy(session.residency), len(session.forwards)
+    ids = prompt_ids(lm, prompt)
+    before = deepcopy(session.residency)
+    first = len(session.forwards)
     trace = record(lm, [ids], tokens, hidden=True, batch_size=1, min_new_tokens=tokens)
     run = session.run.since(first)
     found = Recorded.of(lm, run, before, ids, trace.tokens[len(ids) :].tolist(), prompt, tokens)
-    predictions, seconds, losses = {}, {}, {}
+    predictions = {}
+    seconds = {}
+    losses = {}
     windows = (
         text_windows(lm.tokenizer, "test", WINDOWS, WINDOW) if lm.tokenizer is not None else None
     )
@@ -449,7 +458,8 @@ def predict(trace: Any, predictor: Any) -> tuple[list[dict[int, list[int]]], flo
     from moelab.evaluation.predictors import walk
     from moelab.trace import PREFILL
 
-    found, took = [], []
+    found = []
+    took = []
     for _, passes in walk(trace, token_by_token=True):
         predictor.begin()
         for one in passes:

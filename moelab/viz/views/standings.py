@@ -30,7 +30,8 @@ SHARES = (25, 50, 75)
 
 def draw(contest: Contest) -> Figure:
     """What each reached of the ceiling, best on top, a bar a trace; the own one's name is bold."""
-    figure, order = Figure(), contest.standings[::-1]
+    figure = Figure()
+    order = contest.standings[::-1]
     names = [f"<b>{escape(of.name)}</b>" if of.own else of.name for of in order]
     for i, trace in enumerate(contest.ceiling):
         reached = [100 * contest.share(of, trace) for of in order]
@@ -63,7 +64,8 @@ def draw(contest: Contest) -> Figure:
 
 
 def words(contest: Contest) -> tuple[str, str]:
-    own, best = contest.own, contest.standings[0]
+    own = contest.own
+    best = contest.standings[0]
     kind = "simulated" if contest.lower else "exact counts"
     if own.error:
         said = f"{own.name} raised {own.error.strip().splitlines()[-1]}; the traceback is below."
@@ -109,8 +111,10 @@ def arena(
 
     What it raises is shown with its traceback, and breaks nothing. Policies have a control: how
     many experts fit."""
-    first, percent = contests.arena(mine, model, share, tokens, each), round(100 * share)
-    every, name = {percent: first}, first.own.name
+    first = contests.arena(mine, model, share, tokens, each)
+    percent = round(100 * share)
+    every = {percent: first}
+    name = first.own.name
     if (
         first.kind == "cache policy"
     ):  # a contest takes seconds: all are held before the picture is there

@@ -36,7 +36,9 @@ from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
-BOUND, POPULARITY, ERROR = "entropy bound", "expert popularity", "error of "
+BOUND = "entropy bound"
+POPULARITY = "expert popularity"
+ERROR = "error of "
 #: what a colour is, for its bar
 SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
@@ -113,7 +115,10 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
 def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
     """The range of sorted (value, bytes) without the outermost per cent of the bytes: a few tiny
     tensors would else take all colours."""
-    total, before, low, high = sum(nbytes for _, nbytes in values), 0, None, values[-1][0]
+    total = sum(nbytes for _, nbytes in values)
+    before = 0
+    low = None
+    high = values[-1][0]
     for value, nbytes in values:
         before += nbytes
         if low is None and before > 0.01 * total:
@@ -248,7 +253,8 @@ class _Map:
     """The parts of a checkpoint and what they are coloured by."""
 
     def __init__(self, model: str | Path | None, counts: Any) -> None:
-        self.model, self.counts = model, counts
+        self.model = model
+        self.counts = counts
         card = find_model(model) if like("model", model) and not Path(model).exists() else None
         self.card, self.path = card, Path(card.spec.name) if card else locate(model)[1]
         self.parts = parts_of(card) if card else survey.parts(self.path)
@@ -278,7 +284,8 @@ class _Map:
 
     def words(self, data: Shown) -> tuple[str, str]:
         tree, colour = data
-        root, sampled = tree[0], sum(part.stored.nbytes > self.most for part in self.parts)
+        root = tree[0]
+        sampled = sum(part.stored.nbytes > self.most for part in self.parts)
         if self.card:
             kind = f"by its card: experts' bytes are exact, others the {self.card.how}"
         elif not sampled or colour == POPULARITY:
