@@ -3,6 +3,7 @@ tensors."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import platform
@@ -12,8 +13,10 @@ import site
 import stat
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,14 +66,23 @@ def cache_root() -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder in the cache. OSError if nothing can be kept there."""
-    folder = cache_root() / name
+    """A folder in the cache; if it cannot be written, a temporary one, with a warning."""
+    return _writable_or_temporary(cache_root() / name)
+
+
+@cache
+def _writable_or_temporary(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _probe(folder)
     except OSError as error:
-        words = f"nothing can be kept in {folder} ({error.strerror}): set MOELAB_CACHE to another folder"
-        raise OSError(error.errno, words) from error
+        warnings.warn(
+            f"nothing can be kept in {folder} ({error.strerror}), so it is measured and "
+            "computed anew each time; set MOELAB_CACHE to a folder that can be written",
+            stacklevel=3,
+        )
+        folder = Path(tempfile.mkdtemp(prefix="moelab-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 
 

@@ -51,7 +51,6 @@ DIRECTIONS = {
     "forks": set(),
     "records": set(),
     "papers": {"files", "records"},
-    "claims": {"comparison", "bench"},
     "comparison": set(),
     "store": set(),
     "models": {"store"},
@@ -107,9 +106,10 @@ DIRECTIONS["ane"] |= {"evaluation"}
 DIRECTIONS["generate"] |= {"evaluation"}
 DIRECTIONS["evaluation"] = TECHNIQUES - {"ane", "ndp", "generate"}
 DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
+DIRECTIONS["claims"] = {"comparison", "bench"}
 DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
-DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench"}
-DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "viz"}
+DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims"}
+DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims", "viz"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 #: above everything, so they may use what `moelab` itself exports
 FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = sorted((ROOT / "docs").glob("how_*.md"))
 LINK = re.compile(r"\[`([\w.]+)`\]\(\.\./([\w./]+\.py)#L(\d+)\)")
 
 

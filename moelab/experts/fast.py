@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, plain
+from moelab.experts.executor import Sorted
 from moelab.experts.gemv import GEMV
 from moelab.experts.located import locate
 from moelab.kernels.products import crossover
@@ -33,7 +33,7 @@ class Fast(GEMV):
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
         expert = int(ids.min())
-        if expert >= experts.num_experts or not x.is_cpu or not plain(experts):
+        if expert >= experts.num_experts or not self.multiplies(x, experts):
             return 0
         before = vars(self.tally).copy()
 

@@ -40,11 +40,15 @@ class GEMV(Sorted):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         y = None
-        if x.is_cpu and x.dtype in KINDS and plain(experts):
+        if self.multiplies(x, experts):
             y = self._on_cpu(x, ids, weights, experts)
         elif x.is_cuda and len(x) == 1:
             y = self._on_gpu(x, ids, weights, experts)
         return super().run(x, ids, weights, experts) if y is None else y
+
+    def multiplies(self, x: Tensor, experts: Any) -> bool:
+        """Whether numba's products can be what these experts compute."""
+        return x.is_cpu and x.dtype in KINDS and plain(experts)
 
     def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         hit, bounds, tokens, rows = arrange(ids.numpy(), experts.num_experts)

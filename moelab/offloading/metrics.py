@@ -46,7 +46,8 @@ class Metrics:
     read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
         over its tokens; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
-    busy : {resource: seconds of anything but waiting}.
+    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
+        forwards.
     read_rate : bytes a second over the time that the disk, or the link, is busy.
     overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
@@ -67,6 +68,7 @@ class Metrics:
     stall: float
     stall_per_step: float | None
     busy: dict[str, float]
+    utilisation: dict[str, float | None]
     read_rate: float | None
     overlap_efficiency: float | None
     hits: dict[str, int] | None = None
@@ -128,6 +130,7 @@ def metrics(
     prefill, decode = took["prefill"], took["decode"]
     total, waited = sum(read.values()), sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
+    inside = sum(prefill) + sum(decode)
     of_cache: dict[str, Any] = {}
     if counters is not None:
         hits = {state.value: n for state, n in counters.hits.items()}
@@ -145,6 +148,7 @@ def metrics(
         stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
+        utilisation={name: _ratio(busy[name], inside) for name in sorted(busy)},
         read_rate=_ratio(total, reading),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
