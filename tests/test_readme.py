@@ -1,8 +1,12 @@
-"""The README's Python runs, from top to bottom; its recipes work; its layout names all that is
-there, and nothing else."""
+"""README and the pages of docs: their Python runs, page by page; recipes do what they say; README
+names all that is there. `python -m tests.test_readme` writes what README's commands print."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -10,58 +14,57 @@ from torch import nn
 
 import moelab
 from moelab import cards
+from moelab.__main__ import COMMANDS
 from moelab.experts import EXECUTORS
 from moelab.models import eager, plug
 from moelab.models.dialects import BLOCKS, ROUTING
 from moelab.registry import Entry, make
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.S)
+README = ROOT / "README.md"
+GUIDES = [
+    page for room in ("guide", "extending") for page in sorted((ROOT / "docs" / room).glob("*.md"))
+]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *GUIDES]
+PRINTED = re.compile(r"(<!-- output -->\n```console\n\$ (moelab [^\n]+)\n)(.*?)(```)", re.S)
+LINES = 9  # of what a command prints, in README
+of_a_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def block_with(word):
-    return next(block for block in PYTHON if word in block)
+def code(page, language="python"):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
 
 
-def own(block):
-    """A block with the small model in place of the hub's, half of it in memory."""
-    return block.replace('"Qwen/Qwen3-30B-A3B"', "None").replace('"8GB"', '"50%"')
+def recipe(name, word):
+    page = ROOT / "docs" / "extending" / f"{name}.md"
+    return next(block for block in code(page) if word in block)
 
 
-def test_its_python_runs(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("page", [page for page in PAGES if code(page)], ids=lambda page: page.stem)
+def test_its_python_runs(page, tmp_path, monkeypatch):
+    """From top to bottom, on the small model in place of the hub's, half of it in memory."""
     monkeypatch.chdir(tmp_path)
     for registry in (ROUTING, BLOCKS):  # a recipe adds to them
-        for name in registry:
-            monkeypatch.setitem(registry, name, registry[name])
-    names: dict = {}
-    for block in PYTHON:
-        exec(compile(own(block), "README.md", "exec"), names)
-    told = capsys.readouterr().out
-    assert "MoE layers" in told and "of the experts were in memory" in told
-    assert torch.isfinite(torch.tensor(names["lm"].moelab.metrics().ttft))
-    for added in ("MyRouter", "MyMoE"):
-        ROUTING.pop(added, None), BLOCKS.pop(added, None)
-
-
-def test_the_way_in(tmp_path, monkeypatch):
-    """What it prints and gives: a text, metrics of an offloaded run, simulations of that run, every
-    executor plugged."""
-    monkeypatch.chdir(tmp_path)
-    names: dict = {}
-    exec(own(PYTHON[0]), names)
-    assert names["text"].shape[1] > 1 and names["name"] == moelab.names("executor")[-1]
-    run = names["run"]
-    assert len(run.steps) == len(run.forwards) == 32
-    assert moelab.simulate(run, cache="belady").hit_rate >= moelab.simulate(run).hit_rate
+        for name in [*registry, "MyRouter", "MyMoE"]:
+            monkeypatch.setitem(registry, name, registry.get(name))
+    names: dict = {"__name__": page.stem}
+    for block in code(page):
+        block = block.replace('"Qwen/Qwen3-30B-A3B"', "None").replace('"8GB"', '"50%"')
+        exec(compile(block, page.name, "exec"), names)
+    if page.stem == "open_model":
+        run = names["run"]
+        assert names["text"].shape[1] > 1 and names["name"] == moelab.names("executor")[-1]
+        assert moelab.simulate(run, cache="belady").hit_rate >= moelab.simulate(run).hit_rate
+    if page.stem == "bench":
+        ((rows,),) = [names["run"](tokens=4).values()]
+        assert all(0 < row["hit rate"] < 1 for row in rows.values())
 
 
 def test_the_executors_recipe_by_name(monkeypatch):
     names: dict = {}
-    exec(block_with("def strong_choices").split("with moelab")[0], names)
-    monkeypatch.setitem(
-        EXECUTORS, "strong", Entry(names["strong_choices"], "choices with a weight above 0.1")
-    )
+    exec(recipe("executor", "def strong_choices").split("with moelab")[0], names)
+    strong = Entry(names["strong_choices"], "choices with a weight above 0.1")
+    monkeypatch.setitem(EXECUTORS, "strong", strong)
     ids = torch.tensor([[5, 6, 7, 8]])
 
     def masked(x, ids, weights, experts):
@@ -72,29 +75,23 @@ def test_the_executors_recipe_by_name(monkeypatch):
     for memory in (None, "50%"):
         with moelab.open_model(memory=memory, executor="strong", dtype=torch.float32) as lm:
             torch.testing.assert_close(lm(ids).logits, expected, rtol=1e-4, atol=1e-4)
-    with pytest.raises(ValueError, match="a function, so it takes no options"):
+    with pytest.raises(ValueError, match="takes no options"):
         make("executor", "strong", factor=2.0)
-    with pytest.raises(ValueError, match="Did you mean 'strong'"):
-        make("executor", "Strong")
 
 
 def test_a_cards_recipe(tmp_path, monkeypatch):
-    card = re.search(r"```toml\n(.*?)```", README, re.S)[1]
-    for kind in ("devices", "models"):
-        (tmp_path / kind).mkdir()
-    (tmp_path / "devices" / "my-board.toml").write_text(card)
+    (card,) = code(ROOT / "docs" / "extending" / "card.md", "toml")
+    file = tmp_path / "devices" / "my-board.toml"
+    file.parent.mkdir()
+    file.write_text(card)
     monkeypatch.setattr(cards, "files", lambda _: tmp_path)
     monkeypatch.setattr(cards, "DEVICES", cards.entries_of("devices", cards.load_device, str))
     monkeypatch.setattr(cards, "MODELS", {})
     assert moelab.names("device") == ["my-board"]
     with moelab.open_model(memory="50%") as lm:
         lm.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=3, do_sample=False)
-    tpot = moelab.simulate(lm.moelab.run, device="my-board").tpot
-    assert (
-        tpot
-        == moelab.simulate(lm.moelab.run, device=tmp_path / "devices" / "my-board.toml").tpot
-        > 0
-    )
+    by_name, by_path = (moelab.simulate(lm.moelab.run, device=of) for of in ("my-board", file))
+    assert by_name.tpot == by_path.tpot > 0
 
 
 class MyRouter(nn.Module):
@@ -128,10 +125,9 @@ class MyModel(nn.Module):
 
 def test_a_dialects_recipe(monkeypatch):
     """The translation runs as the block does."""
-    names: dict = {}
-    for registry in (ROUTING, BLOCKS):
-        monkeypatch.setitem(registry, "MyRouter" if registry is ROUTING else "MyMoE", None)
-    exec(block_with("my_forward"), names)
+    monkeypatch.setitem(ROUTING, "MyRouter", None)
+    monkeypatch.setitem(BLOCKS, "MyMoE", None)
+    exec(recipe("dialect", "my_forward"), {})
     model, x = MyModel(), torch.randn(1, 5, 128)
     expected = model.mlp(x)
     (layer,) = plug(model)
@@ -139,41 +135,60 @@ def test_a_dialects_recipe(monkeypatch):
     torch.testing.assert_close(model.mlp(x), expected)
 
 
-def test_its_layout_is_what_is_on_disk():
-    tree = re.search(r"## Layout\n.*?```\n(.*?)```", README, re.S)[1]
+def test_readme_is_one_screen_and_names_all_that_is_there():
+    text = README.read_text(encoding="utf-8")
+    assert len(text.encode()) <= 12_288
+    tree = re.search(r"```\n(moelab/\n.*?)```", text, re.S)[1]
     lines = [re.split(r"\s{2,}", line.rstrip())[:2] for line in tree.splitlines()]
     inside = {name for line in lines if not line[0] for name in line[1].split()}
-    there = {
-        path.name + "/" * path.is_dir()
-        for path in (ROOT / "moelab").iterdir()
-        if path.name != "__pycache__"
-    }
-    assert inside == there - {"__init__.py", "__main__.py"}
+    there = {path.name + "/" * path.is_dir() for path in (ROOT / "moelab").iterdir()}
+    assert inside == there - {"__init__.py", "__main__.py", "__pycache__/"}
     assert all((ROOT / line[0]).exists() for line in lines if line[0])
-    assert len(lines) <= 40, "it fits on a screen"
-
-
-@pytest.mark.parametrize("target", re.findall(r"\]\(([^)]+)\)", README))
-def test_its_links_lead_somewhere(target):
-    if target.startswith("#"):
-        assert f"\n## {target[1:].capitalize()}\n" in README
-    else:
-        assert target.startswith("http") or (ROOT / target).exists()
-
-
-def test_every_notebook_is_listed_and_links_to_the_glossary():
+    assert all(f"(docs/{page.parent.name}/{page.name})" in text for page in GUIDES)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
-        assert f"`{notebook.stem}`" in README
-        assert "../README.md#glossary" in notebook.read_text(encoding="utf-8")
+        assert f"`{notebook.stem}`" in text
+        assert "../docs/glossary.md" in notebook.read_text(encoding="utf-8")
 
 
-def test_its_commands_exist():
-    from moelab.__main__ import COMMANDS
+@of_a_page
+def test_its_links_lead_somewhere_and_its_commands_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        assert target.startswith("http") or (page.parent / target).exists(), target
+    shell = "\n".join(code(page, "bash"))
+    for command in re.findall(r"(?:`|-m |\$ )moelab ([a-z]+)", text) + re.findall(
+        r"^moelab ([a-z]+)", shell, re.M
+    ):
+        assert command in COMMANDS, command
+    for target in re.findall(r"\bmake (\w+)\b +#|`make (\w+)`", text):
+        assert f"\n{''.join(target)}:" in (ROOT / "Makefile").read_text()
 
-    makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"\bmake (\w+)\b", README):
-        assert target in ("reproduce", "test", "lab") and f"\n{target}:" in makefile
-    commands = re.findall(r"(?:`|-m )moelab ([a-z]+)", README)
-    assert len(commands) > 20
-    for command in commands:
-        assert command in COMMANDS
+
+def printed(command, folder):
+    """The first lines of what a README's command prints, in an empty folder."""
+    done = subprocess.run(
+        f"{sys.executable} -m {command}",
+        shell=True,
+        cwd=folder,
+        env={**os.environ, "COLUMNS": "100", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.replace(f"{folder}/", "").strip().splitlines()
+    return "\n".join([*lines[:LINES], *["…"] * (len(lines) > LINES)]) + "\n"
+
+
+def test_readmes_commands_run(tmp_path):
+    shown = PRINTED.findall(README.read_text(encoding="utf-8"))
+    assert len(shown) == 3
+    assert all(said and printed(command, tmp_path) for _, command, said, _ in shown)
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory() as place:
+        page = PRINTED.sub(
+            lambda found: f"{found[1]}{printed(found[2], place)}{found[4]}",
+            README.read_text(encoding="utf-8"),
+        )
+    README.write_text(page, encoding="utf-8")

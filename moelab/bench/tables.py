@@ -124,30 +124,71 @@ def _peers() -> list[list[Any]]:
     )
 
 
+def _beside() -> list[list[Any]]:
+    """An engine a row: everything in memory, then the whole process in less, machine by machine."""
+    whole, few = "everything resident", "everything resident in few bits"
+    lossy, mapped = "moelab, int4, dense too", "llama.cpp {} mmap"
+    arms = {
+        "moelab `fast`, bf12": ((whole, "moelab fast, bf12"), "moelab, bf12, fast, prefetching"),
+        "llama.cpp BF16": ((whole, "llama.cpp"), mapped.format("BF16")),
+        "transformers": ((whole, "eager"), "transformers mmap"),
+        "accelerate": ((whole, "accelerate"), "accelerate disk"),
+        "moelab `fast`, int4 (lossy)": ((few, "moelab fast, int4, dense too"), lossy),
+        "llama.cpp Q4_0 (lossy)": ((few, "llama.cpp Q4_0"), mapped.format("Q4_0")),
+    }
+    return [
+        [
+            name,
+            *(
+                _ms(find(f"engine{end}", *place, "TPOT s", 1e-3))
+                for end in MACHINES.values()
+                for place in (resident, *((f"peers in {gb} GB", arm) for gb in PEERS))
+            ),
+        ]
+        for name, (resident, arm) in arms.items()
+    ]
+
+
+def _prompt() -> list[list[Any]]:
+    """Seconds of the first prompt, everything in memory."""
+    arms = {
+        "moelab `fast`": "moelab fast",
+        "moelab `exact`": "moelab",
+        "transformers, eager experts": "eager",
+        "llama.cpp BF16": "llama.cpp",
+    }
+    files = [f"engine{end}" for end in MACHINES.values()]
+    return [
+        [name, *(f"{find(file, 'everything resident', arm, 'TTFT s'):.1f}" for file in files)]
+        for name, arm in arms.items()
+    ]
+
+
 def _gpu() -> list[list[Any]]:
     tokens = [f"{{}}, {share} on the GPU" for share in ("25%", "50%", "everything")]
     peers = [f"{{}} {n} of 4 layers on the GPU" for n in (1, 2, 4)]
-    arms = {
-        "moelab, `exact`": ("tokens", "raw, exact", tokens),
-        "moelab, `fast`": ("tokens", "raw, fast", tokens),
-        "moelab, bf12 and `fast`": ("tokens", "bf12, fast", tokens),
-        "transformers and accelerate": ("peers", "accelerate,", peers),
+    whole = "{}, everything on the GPU"
+    arms: dict[str, tuple[str, list[tuple[str, str]]]] = {
+        "moelab, `exact`": ("raw, exact", [("tokens", row) for row in tokens]),
+        "moelab, `fast`": ("raw, fast", [("tokens", row) for row in tokens[:2]]),
+        "moelab, bf12 and `fast`": ("bf12, fast", [("tokens", row) for row in tokens]),
+        "accelerate; 100 %: transformers": ("accelerate,", [("peers", row) for row in peers[:2]]),
         "llama.cpp BF16, other layers' experts on the CPU": (
-            "peers",
             "llama.cpp, experts of",
-            peers,
+            [("peers", row) for row in peers],
         ),
     }
+
+    def cell(section: str, row: str) -> str:
+        token, prompt = (_ms(find("gpu", section, row, of)) for of in ("TPOT ms", "TTFT ms"))
+        return token if token == "–" else f"{token} ({prompt})"
+
     rows = [
-        [name, *(_ms(find("gpu", section, row.format(arm), "TPOT ms")) for row in places)]
-        for name, (section, arm, places) in arms.items()
+        [name, *(cell(section, row.format(arm)) for section, row in places)]
+        for name, (arm, places) in arms.items()
     ]
-    whole = [
-        find("gpu", "tokens", f"{arm}, everything on the GPU", "TPOT ms")
-        for arm in ("eager", "fast")
-    ]
-    rows[1][-1] = _ms(whole[1])
-    rows[3][-1] = _ms(whole[0])  # then it is transformers alone
+    rows[1].append(cell("tokens", whole.format("fast")))
+    rows[3].append(cell("tokens", whole.format("eager")))
     return rows
 
 
@@ -197,7 +238,26 @@ TABLES = {
         ("ms a token", *(f"{m}, {gb} GB" for m in MACHINES for gb in PEERS)),
         _peers,
     ),
-    "gpu": Table(("gpu",), ("ms a token; experts in the GPU's memory", *MEMORY), _gpu),
+    "beside": Table(
+        ("engine", "engine_avx2"),
+        (
+            "ms a token",
+            *(
+                f"{machine}, {memory}"
+                for machine in MACHINES
+                for memory in ("all in memory", *(f"{gb} GB" for gb in PEERS))
+            ),
+        ),
+        _beside,
+    ),
+    "prompt": Table(
+        ("engine", "engine_avx2"), ("seconds of a prompt, 128 tokens", *MACHINES), _prompt
+    ),
+    "gpu": Table(
+        ("gpu",),
+        ("ms a token, in brackets of a prompt; experts in the GPU's memory", *MEMORY),
+        _gpu,
+    ),
     "scale": Table(
         ("scale", "scale_avx2"),
         ("", "ms a token", "limit, ms", "prompt, s", "prefetching ÷ on demand", "peak GB"),

@@ -1,4 +1,4 @@
-"""The pictures of README, from what notebooks and benches have left in results/: all of them by
+"""The pictures of docs/, from what notebooks and benches have left in results/: all of them by
 
 python -m moelab.viz.findings
 """

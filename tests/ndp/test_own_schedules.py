@@ -1,4 +1,4 @@
-"""Schedules of one's own: the README's, state and time, batches, what is in GPU memory, other links
+"""Schedules of one's own: the recipe's, state and time, batches, what is in GPU memory, other links
 and machines."""
 
 from __future__ import annotations
@@ -20,21 +20,17 @@ from moelab.ndp.systems import SYSTEMS, OnDemand, System
 from tests.ndp import toy
 from tests.timelines import check
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+RECIPE = (Path(__file__).parents[2] / "docs/extending/ndp_system.md").read_text(encoding="utf-8")
 
 
 def recent():
     names: dict = {}
-    block = next(
-        block
-        for block in re.findall(r"```python\n(.*?)```", README, re.S)
-        if "class Recent" in block
-    )
+    (block,) = re.findall(r"```python\n(.*?)```", RECIPE, re.S)
     exec(block.rpartition("\nprint")[0], names)
     return names["Recent"]()
 
 
-def test_the_readmes_recipe_is_what_a_loop_counts():
+def test_the_recipe_is_what_a_loop_counts():
     """Sixteen experts a layer, last used last; the prompt's hottest are its last."""
     spec = toy.spec(L=2, E=40, K=3)
     routing, machine = simulated_routing(spec, 3, prompt=12, answer=9, zipf=0.6), toy.machine(2)

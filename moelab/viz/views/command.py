@@ -22,11 +22,11 @@ from moelab import open_model, registry
 from moelab.arguments import output, whole
 from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.files import write_text
+from moelab.files import atomic
 from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
 from moelab.table import filled
-from moelab.viz import views
+from moelab.viz import theme, views
 from moelab.viz.views.recorded import TOKENS, Recorded
 
 #: the views that take an opened model
@@ -123,13 +123,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="turn a control; may be given several times",
     )
     parser.add_argument(
-        "--output", type=output, metavar="FILE", help="a .html page or a .csv table"
+        "--output", type=output, metavar="FILE", help="a .html page, a .csv table or a .png picture"
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.output is not None and args.output.suffix not in (".html", ".csv"):
-        raise ValueError(f"{args.output} must end in .html or .csv")
+    if args.output is not None and args.output.suffix not in WRITERS:
+        raise ValueError(f"{args.output} must end in {', '.join(WRITERS)}")
     make = getattr(views, args.view)
     most = 2 if args.view == "runs" else 1
     if len(args.what) > most:
@@ -191,11 +191,26 @@ def turned(view: Any, assignments: list[str]) -> Any:
     return view.set(**values) if values else view
 
 
+def _picture(view: Any) -> bytes:
+    """The view's first figure as a PNG; RuntimeError where nothing can draw it."""
+    if drawn := theme.render_png([theme.to_json(view.figure)]):
+        return drawn[0]
+    raise RuntimeError("a .png needs kaleido and Chrome or Chromium; write an .html page instead")
+
+
+#: end of a file's name → what is written there
+WRITERS: dict[str, Callable[[Any], bytes]] = {
+    ".html": lambda view: view.html().encode(),
+    ".csv": lambda view: view.csv().encode(),
+    ".png": _picture,
+}
+
+
 def _write(view: Any, output: Path | None) -> int:
     print(filled(view.words[0]))
     if output is not None:
-        print(
-            "written to "
-            f"{write_text(output, view.html() if output.suffix == '.html' else view.csv())}"
-        )
+        content = WRITERS[output.suffix](view)
+        with atomic(output) as part:
+            part.write_bytes(content)
+        print(f"written to {output}")
     return 0
