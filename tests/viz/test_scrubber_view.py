@@ -181,6 +181,6 @@ def test_tables_and_bad_controls_on_the_command_line(folder, tmp_path, capsys):
     assert main(["view", "scrubber", str(folder), "--memory", "60%", "-p", "token=much"]) == 2
     assert "like token=1" in capsys.readouterr().err
     assert (
-        main(["view", "budget", "--output", "x.png"]) == 2
-        and "html or .csv" in capsys.readouterr().err
+        main(["view", "budget", "--output", "x.txt"]) == 2
+        and ".html, .csv, .png" in capsys.readouterr().err
     )
