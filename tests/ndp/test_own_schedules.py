@@ -26,7 +26,7 @@ RECIPE = (Path(__file__).parents[2] / "docs/extending/ndp_system.md").read_text(
 def recent():
     names: dict = {}
     (block,) = re.findall(r"```python\n(.*?)```", RECIPE, re.S)
-    exec(block.rpartition("\nprint")[0], names)
+    exec(block.rpartition("\nfound")[0], names)
     return names["Recent"]()
 
 
