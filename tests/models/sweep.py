@@ -1,7 +1,7 @@
 """Every architecture of transformers with routed experts, by everything that moelab does with a
 model.
 
-    python -m tests.models.sweep            try all, write architectures.json beside this file and its page in docs
+    python -m tests.models.sweep            try all, write architectures.json beside this file and the table of the docs
     python -m tests.models.sweep NAME …     try these and say what was found
 
 A small random model of each is saved and opened by transformers alone, with its eager experts: the
@@ -291,7 +291,7 @@ def table() -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The page's table."""
+    """The table of docs/reference/architectures.md."""
     rows = [f"| architecture | {' | '.join(CHECKS)} |", "|---" * (len(CHECKS) + 1) + "|"]
     exact, left = 0, []
     for name, by_dtype in sorted(found["architectures"].items()):
