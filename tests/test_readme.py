@@ -4,6 +4,7 @@ names all that is there. `python -m tests.test_readme` writes what README's comm
 import os
 import re
 import shlex
+import sys
 from contextlib import chdir, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 import moelab
 from moelab import cards
 from moelab.__main__ import COMMANDS, main
+from moelab.bench.results import why_busy
 from moelab.experts import EXECUTORS
 from moelab.models import eager, plug
 from moelab.models.dialects import BLOCKS, ROUTING
@@ -170,6 +172,8 @@ def test_readmes_commands_run(tmp_path):
 
 
 if __name__ == "__main__":
+    if (busy := why_busy()) and "--busy" not in sys.argv:
+        sys.exit(f"what README shows would be slow: {busy}; wait, or give --busy")
     os.environ["COLUMNS"] = "100"
     text = README.read_text(encoding="utf-8")
     with TemporaryDirectory() as place:
