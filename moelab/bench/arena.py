@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moelab.bench.limits import belady_hits, request_count
+from moelab.bench.limits import belady_hits, request_count, steps
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -241,18 +241,6 @@ def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: f
         list(traces), lambda text: play(traces[text], _fresh(mine), share, judge=True), name
     )
     return _ranked("cache policy", "hit rate (%)", ceiling, others, own, wrong)
-
-
-def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
-    """(row of the trace, layer, {expert: 1}), token by token, prompt after prompt; no prefill."""
-    ids = trace.ids.tolist()
-    E = trace.spec.E
-    return [
-        (row, layer, dict.fromkeys((e for e in chosen if e != E), 1))
-        for row in torch.argsort(trace.sequence.long(), stable=True).tolist()
-        for layer, chosen in enumerate(ids[row])
-        if chosen[0] != E
-    ]
 
 
 def _capacity(trace: RoutingTrace, share: float) -> int:

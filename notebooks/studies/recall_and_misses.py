@@ -33,7 +33,7 @@ import torch
 
 from moelab import open_model
 from moelab.arguments import number, several, whole
-from moelab.bench.arena import steps
+from moelab.bench.limits import steps
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
