@@ -1,21 +1,22 @@
 """Expert parallelism: rows sent beside the formulas, and imbalance with and without EPLB.
 
 One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes; rows a
-token as counted, and as `moelab.static.volumes` expects them."""
+token as counted, and as `expected_rows` has them."""
 
 from __future__ import annotations
 
 import random
+from math import comb
 
 import torch
 
 from moelab.arguments import whole
 from moelab.bench.experts import Layers
+from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
 from moelab.parallel.sharding import ShardedExperts
 from moelab.records import Numbers, Records
-from moelab.static import volumes
 from moelab.static.eplb import balance, consecutive, imbalance
 
 KIND = "exact"
@@ -32,7 +33,7 @@ def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0) -> Re
         made = launch(on_a_rank, W, W, tokens, seed, threads=1)
         sections[f"volume on {W} ranks, {tokens} tokens (exact)"] = {
             variant: {
-                "expected rows a token": volumes.expected(variant, E, K, W, degree(variant, W)),
+                "expected rows a token": expected_rows(variant, E, K, W, degree(variant, W)),
                 "dispatched": sum(rank[variant]["dispatch"].rows for rank in made) / tokens,
                 "combined": sum(rank[variant]["combine"].rows for rank in made) / tokens,
                 "MB sent": sum(t.bytes for rank in made for t in rank[variant].values()) / 1e6,
@@ -43,6 +44,25 @@ def run(tokens: int = 512, ranks: tuple[int, ...] = (2, 4), seed: int = 0) -> Re
         f"Zipf {s}": eplb(s, seed) for s in (0.2, 0.6, 1.0, 1.4)
     }
     return sections
+
+
+def expected_rows(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
+    """Rows a token, one way, under uniform routing: to the experts (dispatch), and as many back
+    (combine). The guide ("Communication Optimization for Expert Parallelism with All-to-All-v") has
+    no formulas. An all-gather sends W − 1, all-to-all-v K·(1 − 1/W), which is more if K > W;
+    deduplicated, a token goes once to each other rank that holds any of its experts."""
+
+    def deduplicated(W: int) -> float:
+        return (1 - 1 / W) * sum(1 - comb(E - held, K) / comb(E, K) for held in share(E, W))
+
+    return {
+        "ep": W - 1.0,
+        "tp": W - 1.0,
+        "ep-a2a": K * (1 - 1 / W),
+        "ep-dedup": deduplicated(W),
+        # gathered in the row of tp ranks, each of which sends its copy to its peers
+        "tp-ep": tp - 1.0 + tp * deduplicated(W // tp),
+    }[variant]
 
 
 def on_a_rank(W: int, tokens: int, seed: int) -> Records:
