@@ -48,9 +48,8 @@ def test_a_damaged_expert_fails_instead_of_hanging(tmp_path):
         reading.timeline(store, "buffered", threads=2)
 
 
-def test_a_study_of_disks():
+def test_a_slower_disk_delivers_less():
     found = reading.Study.of(1 << 16, 2, [1], 1, 0, [5e6], "huffman")
-    assert set(found.samples) == {0.0, 5e6} and found.gain(reading.BASE)[0] == 1
     here, slow = found.rates(), found.rates(5e6)
-    assert set(found.rows) == set(here) and here[reading.BASE] > slow[reading.BASE]
-    assert slow[reading.BASE] <= 0.0055  # GB/s
+    assert set(found.rows) == set(here) and found.gain(reading.BASE)[0] == 1
+    assert here[reading.BASE] > slow[reading.BASE] <= 0.0055  # GB/s

@@ -6,11 +6,9 @@ import torch
 
 from moelab import open_model
 from moelab.evaluation.predictors import Score
-from moelab.files import small_model
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, RoutingTrace
 from notebooks.studies import recall_and_misses as bench
-from tests.depth import depth
 
 
 def scored(seed, P=5, L=3):
@@ -87,21 +85,16 @@ def test_estimators_are_taught_scored_and_executed():
 
 
 @pytest.mark.stress
-def test_the_bench_runs_on_every_model_that_is_given(tmp_path, monkeypatch):
+def test_the_bench_runs_on_a_model_and_its_control(monkeypatch):
     """With three of the policies, as most of the time is theirs."""
-    names = depth(["small"], ["small", "same"])
     monkeypatch.setattr(bench, "POLICIES", few := ("lru", "next-token", "belady"))
     monkeypatch.setattr(bench, "BY_LAYER", ("lru",))
-    (tmp_path / "same").symlink_to(small_model())
-    folders = [str(small_model()), str(tmp_path / "same")][: len(names)]
     sizes = {"train_prompts": 2, "test_prompts": 2, "prompt_tokens": 64, "new_tokens": 2}
-    sections = bench.run(model=folders, tokens=[100], budgets=[0.5], untrained=True, **sizes)
-    one, *others = (list(sections.values())[3 * i : 3 * i + 3] for i in range(len(names)))
-    assert all(other == one for other in others)
-    given = {title.partition(" (")[0] for title in sections}
-    assert given == {*names, *(f"{name}, untrained" for name in names)}
-    recalls, leads, evictions = one
+    sections = bench.run(tokens=[100], budgets=[0.5], untrained=True, **sizes)
+    recalls, leads, evictions, *control = sections.values()
     assert recalls["residual, 100 tokens"]["trainings"] == 2 and len(leads) == 2
     assert len(evictions) == len(few) + 1 and next(iter(evictions)) == "belady"
     assert evictions["lru"]["misses ÷ lru"] == evictions["next-token"]["next-token ÷ its misses"]
-    assert evictions["lru"]["misses ÷ lru"] == 1
+    assert evictions["lru"]["misses ÷ lru"] == 1 and len(control) == 2
+    with pytest.raises(ValueError, match="two have the same name"):
+        bench.run(model=["a/small", "b/small"])

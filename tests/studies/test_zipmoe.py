@@ -14,11 +14,6 @@ def qwen():
     return zipmoe.Machine.of("Qwen1.5-MoE-A2.7B", "jetson-agx-orin-32gb", 1.2, 6)
 
 
-def test_the_popularity_is_one_of_k_experts():
-    f = zipmoe.inclusion_of_ranks(128, 8)
-    assert np.isclose(f.sum(), 8) and f.max() <= 1 and (np.diff(f) <= 0).all()
-
-
 def test_rivals_read_what_they_must(qwen):
     """On demand and streaming by their bytes; with all experts in memory nobody but the latter
     reads."""
@@ -39,7 +34,9 @@ def test_compression_and_memory_help(qwen):
     steps = qwen.steps("1/rank", 1, 0)
     times = [qwen.best(round(gb * 1e9), "1/rank", steps)[1] for gb in (5, 16)]
     assert times[1] < times[0] < qwen.rivals(5 * 10**9, steps, 1)["LRU"]
-    found = zipmoe.caching(qwen, zipmoe.inclusion_of_ranks(20, 4), (4, 12), 2, 0)
+    f = zipmoe.inclusion_of_ranks(20, 4)
+    assert np.isclose(f.sum(), 4) and f.max() <= 1 and (np.diff(f) <= 0).all()
+    found = zipmoe.caching(qwen, f, (4, 12), 2, 0)
     assert all(of[12] < of[4] for of in found.values())
     assert found["planned, ZipMoE's rule"][4] < found["uncompressed, LRU"][4]
 
