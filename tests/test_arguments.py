@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from moelab.__main__ import COMMANDS, error_text, main
 from moelab.arguments import number, one_of, output, several, whole
-from moelab.bench import BENCHES, parser_of
+from moelab.bench import module_of, parser_of
+from moelab.bench import names as benches
 
 PYTHONS_OWN = (
     "invalid int",
@@ -35,7 +36,7 @@ def parsers():
             if nested
             else [((name,), parser)]
         )
-    yield from ((("bench", name), parser_of(name)) for name in BENCHES)
+    yield from ((("bench", name), parser_of(name)) for name in benches())
 
 
 OPTIONS = [
@@ -124,12 +125,12 @@ def test_errors_of_the_system_in_words():
     )
 
 
-@pytest.mark.parametrize("name", BENCHES)
+@pytest.mark.parametrize("name", benches())
 def test_a_bench_without_options_runs_on_its_own_defaults(name):
     parser = parser_of(name)
     given, run = (
         vars(parser.parse_args([])),
-        inspect.signature(importlib.import_module(BENCHES[name]).run),
+        inspect.signature(module_of(name).run),
     )
     for option in ("output", "busy"):  # of every bench
         given.pop(option)

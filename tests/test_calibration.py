@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.bench.popularity import overlap_at_k
 from moelab.calibration import Calibration, calibrate
 from moelab.specs import MoESpec
 from moelab.static.loads import capacity_needed, chunk_loads, overflow
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from moelab.zipmoe.inclusion import inclusion_probabilities
+from notebooks.studies.popularity import overlap_at_k
 
 
 def make_trace(

@@ -1,8 +1,18 @@
-"""Measurements: `moelab bench NAME` prints tables and writes results/bench/NAME.json."""
+"""Measurements: `moelab bench NAME` prints tables and writes results/bench/NAME.json.
+
+NAME is one of `BENCHES`, of the project's notebooks/studies, or a path FILE.py to your own. A bench
+is a file with `run(…)`, which returns section → row → metric → value, and a docstring that says what
+it measures. It may have
+
+    OPTIONS = {"tokens": (whole(1), "of a prompt")}  # parameter of run → (what reads it; its help)
+    KIND = "simulated"                                # of its numbers, if not measured
+    MEASURES = ("moelab/store",)                      # files whose changes make its results old
+"""
 
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import signal
 import sys
@@ -10,11 +20,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from moelab.arguments import Parser, output
 from moelab.bench.results import bench_file, measuring, write
-from moelab.files import absolute
+from moelab.files import CHECKOUT, absolute
+from moelab.registry import require
 from moelab.table import format_value, head_and_rows, text_table
 
 #: folders of the code that benches of tokens measure: their results are older once it changes
@@ -31,57 +43,77 @@ ENGINE = tuple(
         "speculate",
     )
 )
-#: name → the module whose `run()` measures; its `KIND` says of which kind its numbers are, if not measured;
-#: `MEASURES`, the files and folders whose changes make its results old
+#: benches and code of the notebooks
+STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
+#: name → the module of a bench
 BENCHES = {
     name: f"moelab.bench.{name}"
-    for name in (
-        "store",
-        "engine",
-        "prefetch",
-        "quantization",
-        "ane_accuracy",
-        "parallel",
-        "experts",
-        "recall_and_misses",
-        "popularity",
-        "plans",
-        "cache_aware",
-        "zipmoe",
-        "scale",
-        "end_to_end",
-        "gpu",
-    )
+    for name in ("store", "engine", "prefetch", "experts", "scale", "end_to_end", "gpu")
 } | {"advise": "moelab.advice.accuracy"}
 
 
+def names() -> list[str]:
+    """Benches of the package, and of the project's studies."""
+    studies = sorted(STUDIES.glob("*.py"))
+    return [*BENCHES, *(one.stem for one in studies if "\ndef run(" in one.read_text("utf-8"))]
+
+
+def path_of(name: str) -> Path | None:
+    """The file of a bench, by name or by its path; None if there is none."""
+    if name in BENCHES:
+        return Path(find_spec(BENCHES[name]).origin)
+    path = absolute(name) if name.endswith(".py") else STUDIES / f"{name}.py"
+    return path if path.is_file() else None
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a bench. ValueError: there is none, or it lacks what a bench must have."""
+    if name in BENCHES:
+        return import_module(BENCHES[name])
+    path = path_of(name)
+    if path is None:
+        require("bench", name, [*names(), "FILE.py"])
+    if (
+        str(path.parent) not in sys.path
+    ):  # as for a script; processes that it starts look there, too
+        sys.path.insert(0, str(path.parent))
+    module = import_module(path.stem)
+    if not path.samefile(module.__file__):
+        raise ValueError(f"{path.name} has the name of {module.__file__}; rename it")
+    if not hasattr(module, "run"):
+        raise ValueError(
+            f"{path} is no bench: it has no run(…); `pydoc moelab.bench` says what one is"
+        )
+    return module
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", choices=sorted(BENCHES), help="what to measure")
+    parser.add_argument("name", metavar="NAME|FILE.py", help="what to measure")
     parser.add_argument(
         "options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them"
     )
-    listed = text_table(["bench", "what it measures"], [(name, purpose(name)) for name in BENCHES])
+    listed = text_table(["bench", "what it measures"], [(name, purpose(name)) for name in names()])
     parser.epilog = f"{listed}\n\n{parser.epilog or ''}"
 
 
 def purpose(name: str) -> str:
     """The first sentence of a bench's docstring, read from its file, as importing all of them takes
     seconds."""
-    source = find_spec(BENCHES[name]).origin
-    told = (
-        Path(source).read_text(encoding="utf-8").split('"""')[1].split("\n\n")[0].replace("\n", " ")
-    )
-    return re.split(r"(?<=[.?])\s", told)[0]
+    told = ast.get_docstring(ast.parse(path_of(name).read_text(encoding="utf-8"))) or ""
+    return re.split(r"(?<=[.?])\s", told.split("\n\n")[0].replace("\n", " "))[0]
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
     """The options of a bench, from its `OPTIONS`, option → (reader, or argparse's own arguments;
     help), and with the defaults of its `run`."""
-    module = import_module(BENCHES[name])
+    module = module_of(name)
     parser = Parser(prog=f"moelab bench {name}")
     for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
         how = how if isinstance(how, dict) else {"type": how}
-        default = signature(module.run).parameters[how.get("dest", option)].default
+        known = signature(module.run).parameters
+        if (parameter := how.get("dest", option)) not in known:
+            raise ValueError(f"{module.__file__}: OPTIONS has {option}, but run() no {parameter}")
+        default = known[parameter].default
         default = list(default) if isinstance(default, tuple) else default
         shown = (
             ",".join(map(str, default))
@@ -100,9 +132,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         "--output",
         type=output,
         metavar="FILE",
-        default=bench_file(name),
+        default=bench_file(Path(name).stem),
         help="where the records go; rows there that are not measured now stay (default: "
-        f"results/bench/{name}.json)",
+        f"results/bench/{Path(name).stem}.json)",
     )
     parser.add_argument(
         "--busy", action="store_true", help="measure on a busy machine, and let the records say so"
@@ -111,11 +143,11 @@ def parser_of(name: str) -> argparse.ArgumentParser:
 
 
 def main(args: argparse.Namespace) -> int:
-    module = import_module(BENCHES[args.name])
+    module = module_of(args.name)
     options = vars(parser_of(args.name).parse_args(args.options))
     path = absolute(options.pop("output"))
     busy = options.pop("busy")
-    print(module.__doc__.split("\n\n")[0], flush=True)
+    print((module.__doc__ or "").split("\n\n")[0], flush=True)
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # what is mounted is unmounted
@@ -131,7 +163,7 @@ def main(args: argparse.Namespace) -> int:
             print(f"  {name:<40} {_text(name, value):>14}")
     if not (busy or about["quiet"]):  # nothing is lost, and nothing good is overwritten
         path = path.with_suffix(".busy.json")
-    write(path, args.name, about, found, getattr(module, "KIND", "measured"))
+    write(path, Path(args.name).stem, about, found, getattr(module, "KIND", "measured"))
     print(f"\nwrote {path}")
     return 0
 

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moelab.bench.limits import belady_hits, request_count
-from moelab.bench.recall_and_misses import steps
+from moelab.bench.limits import belady_hits, request_count, steps
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency

@@ -14,13 +14,26 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from moelab.specs import Event, ExpertKey, MoESpec
+from moelab.specs import Event, ExpertKey
+from moelab.trace import RoutingTrace
 
 Steps = Sequence[tuple[int, Mapping[int, int]]]
+
+
+def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
+    """(row of the trace, layer, {expert: 1}), token by token, prompt after prompt; no prefill."""
+    ids = trace.ids.tolist()
+    E = trace.spec.E
+    return [
+        (row, layer, dict.fromkeys((e for e in chosen if e != E), 1))
+        for row in trace.sequence.long().argsort(stable=True).tolist()
+        for layer, chosen in enumerate(ids[row])
+        if chosen[0] != E
+    ]
 
 
 def request_count(steps: Steps) -> int:
@@ -28,27 +41,10 @@ def request_count(steps: Steps) -> int:
     return sum(len(tokens) for _, tokens in steps)
 
 
-def compulsory_misses(steps: Steps) -> int:
-    """Different experts that the steps request: each must be read once."""
-    return len({(layer, expert) for layer, tokens in steps for expert in tokens})
-
-
-def static_hits(steps: Steps, capacity: int) -> int:
-    """Hits of the best fixed set: the experts used most are kept from their first use on, all
-    others never."""
-    uses = Counter(ExpertKey(layer, expert) for layer, tokens in steps for expert in tokens)
-    return sum(count - 1 for _, count in uses.most_common(_checked(capacity)))
-
-
-def _checked(capacity: int) -> int:
-    if capacity < 0:
-        raise ValueError(f"the capacity is {capacity} experts; it must be 0 or more")
-    return capacity
-
-
 def belady_hits(steps: Steps, capacity: int) -> int:
     """The most hits that any replacement decisions reach, bypass allowed."""
-    _checked(capacity)
+    if capacity < 0:
+        raise ValueError(f"the capacity is {capacity} experts; it must be 0 or more")
     following: list[
         dict[ExpertKey, int]
     ] = []  # expert → the next step that uses it; last step first
@@ -68,18 +64,6 @@ def belady_hits(steps: Steps, capacity: int) -> int:
         while len(kept) > capacity:
             del kept[heapq.heappop(furthest)[1]]
     return hits
-
-
-def lru_cliff(spec: MoESpec) -> int:
-    """A global LRU of so many experts or fewer never hits while decoding a single sequence: between
-    two visits to a layer a token demands K different experts of each of the L − 1 others."""
-    return (spec.L - 1) * spec.K
-
-
-def uniform_hit_rate(spec: MoESpec, experts: int) -> float:
-    """What a cache of `experts` experts hits if all are equally likely, whatever its policy:
-    C/(L·E)."""
-    return min(experts / (spec.L * spec.E), 1.0)
 
 
 class LayerRecord(NamedTuple):

@@ -1,10 +1,8 @@
-"""How well signals and predictors predict routing, from a trace that was recorded with
-`hidden=True`.
+"""How well predictors predict routing, from a trace that was recorded with `hidden=True`.
 
-Source: Speculating Experts §3.3: cosine similarity to the true router input (Fig. 3), recall@K
-(Fig. 4) and rank alignment (Fig. 5). Entry l of a result, [L − ahead], is about what layer l says
-of layer l + ahead; what executing a prediction does to later layers is not seen here
-(`moelab.speculate.execution`)."""
+Source: Speculating Experts §3.3: recall@K (Fig. 4) and rank alignment (Fig. 5). Entry l of a result,
+[L − ahead], is about what layer l says of layer l + ahead; what executing a prediction does to later
+layers is not seen here (`moelab.speculate.execution`)."""
 
 from __future__ import annotations
 
@@ -12,13 +10,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.evaluation.intervals import t95
 from moelab.progress import progress
 from moelab.speculate.execution import found
-from moelab.speculate.predictors import Estimate, EstimatorPredictor, Predictor, Quasi, of_model
+from moelab.speculate.predictors import Estimate, EstimatorPredictor, Predictor, Quasi
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import DECODE, RoutingTrace
 
@@ -92,30 +89,6 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
             aligned[layer] += ((ranked(*prediction, E) == by_rank) & (by_rank != E)).sum(0).cpu()
             tokens[layer] += (by_rank != E).sum(0).cpu()
     return Score(requests, hits, aligned, tokens)
-
-
-@torch.no_grad()
-def similarity(
-    trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, phase: int | None = None
-) -> dict[str, Tensor]:
-    """Mean cosine similarity of "s" and "q" of layer l to the true router input of l + 1, float64
-    [L − 1] each (§3.3, Fig. 3); NaN for layers without a target, such as an encoder's last. phase :
-    as for `score`."""
-    of_model(trace, model)
-    quasi = Quasi(model, vectors=vectors)
-    total = torch.zeros(2, trace.spec.L - 1, dtype=torch.double)
-    count = torch.zeros(trace.spec.L - 1, dtype=torch.long)
-    for _, passes in walk(trace):
-        for one in passes:
-            predicting = quasi.targets.keys() & one.layers if phase in (None, one.phase) else ()
-            for layer in predicting:
-                s, r, ids, weights = one.at(layer, quasi.device)
-                true, *_ = one.at(quasi.targets[layer].index, quasi.device)
-                signals = torch.stack([s, quasi.quasi(layer, r, ids, weights)]).float()
-                cosine = F.cosine_similarity(signals, true.float(), dim=-1)  # [2, T]
-                total[:, layer] += cosine.sum(1).double().cpu()
-                count[layer] += len(s)
-    return dict(zip(("s", "q"), total / count))
 
 
 def choose(

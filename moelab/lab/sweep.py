@@ -63,7 +63,8 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from moelab.arguments import output, whole
-from moelab.bench import BENCHES, parser_of
+from moelab.bench import names as benches
+from moelab.bench import parser_of, path_of
 from moelab.bench.results import environment, metrics_of
 from moelab.comparison import KeptMetric, MetricsFile, are_numbers
 from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
@@ -502,14 +503,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     points = grid(args.grid, split_assignments(args.parameter))
-    if args.target in BENCHES:
-        target = f"bench {args.target}"
+    if path_of(args.target):
+        target = f"bench {Path(args.target).stem}"
         work = partial(bench_point, args.target)
         points = [{name: read_literal(text) for name, text in point.items()} for point in points]
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        (path,) = notebooks([args.target], BENCHES)
+        (path,) = notebooks([args.target], benches())
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target = path.stem

@@ -13,7 +13,6 @@ from moelab.__main__ import build_parser
 from moelab.advice.answer import in_units
 from moelab.advice.model import AS_IS, FORMS, Model, find_model
 from moelab.advice.ways import Way, front, hit_rates, possible, zipf
-from moelab.bench.limits import uniform_hit_rate
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
 from moelab.specs import MoESpec
@@ -46,7 +45,7 @@ specs = st.builds(
 
 
 def ways(spec, memory, rates=RATES, others=10**7, context=64, batch=1, hits=None):
-    hits = hits or (lambda kept: uniform_hit_rate(spec, kept))
+    hits = hits or (lambda kept: min(kept / (spec.L * spec.E), 1.0))
     return possible(Model("drawn", spec, others, "drawn"), rates, memory, context, batch, hits)
 
 

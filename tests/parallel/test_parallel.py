@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import open_model
-from moelab.bench.parallel import rows_by_loop
 from moelab.experts import EXECUTORS
 from moelab.experts.sharding import on_intermediate, share
 from moelab.models import eager, plug
@@ -131,6 +130,19 @@ def test_a_layer_of_every_kind():
         assert computed == tp * int((ids < experts.num_experts).sum()), what
         to = owners(experts.num_experts, 4 // tp)[ids].tolist()
         assert rows_sent(layer, x) == 2 * [rows_by_loop(way, to, 4, tp)], what
+
+
+def rows_by_loop(variant, to, W, tp):
+    """Rows that all ranks send, one way, from the ep rank of each token's choices (W/tp: none)."""
+    total = 0
+    for t, chosen in enumerate(to):
+        owner = next(r for r in range(W) if t < (r + 1) * len(to) // W)
+        away = [r for r in chosen if r < W // tp and r != owner // tp]
+        if variant in ("ep", "tp"):
+            total += W - 1
+        else:
+            total += tp - 1 + tp * (len(away) if variant == "ep-a2a" else len(set(away)))
+    return total
 
 
 def rows_sent(layer, x):

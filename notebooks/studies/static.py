@@ -1,5 +1,5 @@
 """Costs of static shapes: padding by block size, drops by capacity, and the accuracy that dropping
-costs.
+costs; what notebook 05 measures with, and the guide's own worked examples.
 
 Padding and drops are exact counts, by formula and by running the executors; `costs` scores a model
 that drops. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", "Dropping MoE",
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moelab.bench.experts import Layers
 from moelab.calibration import Calibration
+from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
 from moelab.evaluation.accuracy import compare_dropping, paired_means
 from moelab.evaluation.calibrate import SOURCES
@@ -51,31 +52,18 @@ Ways = Mapping[str, Callable[[Saliency], Any]]  # name → what makes the execut
 def texts(tokenizer: Any, split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
     """n prompts of each of `SOURCES`, source by source, of at most so many tokens of this
     tokenizer."""
-    return [
-        prompt.text
-        for prompt in questions.prompts(
-            SOURCES, n, tokens=tokens, seed=seed, split=split, count=token_count(tokenizer)
-        )
-    ]
+    how = {"tokens": tokens, "seed": seed, "split": split, "count": token_count(tokenizer)}
+    return [prompt.text for prompt in questions.prompts(SOURCES, n, **how)]
 
 
-def chunk_texts(tokenizer: Any, n: int, tokens: int, seed: int = 0) -> list[str]:
-    """The first 2n test prompts, of n a source, that fill more than half a chunk of `tokens`."""
-    return [
-        text
-        for text in texts(tokenizer, "test", n, tokens, seed)
-        if len(tokenizer(text)["input_ids"]) > tokens // 2
-    ][: 2 * n]
+# ---- blocks
 
 
 def routing(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> Tensor:
     """ids [T, K]: K distinct experts a token, popularity of expert e falling like (e + 1)^−skew."""
     generator = torch.Generator().manual_seed(seed)
-    gumbel = -torch.log(
-        -torch.log(
-            torch.rand(T, E, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
-        )
-    )
+    uniform = torch.rand(T, E, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
+    gumbel = -torch.log(-torch.log(uniform))
     return (gumbel - skew * torch.arange(1, E + 1).double().log()).topk(K).indices
 
 
@@ -85,33 +73,25 @@ def routed(T: int, E: int, K: int, skew: float = 0.0, seed: int = 0) -> tuple[in
     return tuple(torch.bincount(routing(T, E, K, skew, seed).flatten(), minlength=E).tolist())
 
 
-def block_paddings(
-    T: int, E: int, K: int, skew: float = 0.0, seed: int = 0
-) -> dict[int, blocks.Padding]:
-    """Block size → the padding of T tokens routed to K of E experts with a Zipf exponent."""
-    return {B: blocks.padding(routed(T, E, K, skew, seed), T, K, B) for B in SIZES}
-
-
 def padded_share(
     counts: Iterable[Sequence[int]], T: int, K: int, B: int, skip: bool = True
 ) -> float:
     """Share of the slots that hold no token, over routings of T tokens; `skip`: of the filled
     blocks only."""
     found = [blocks.padding(of, T, K, B) for of in counts]
-    return 1 - sum(p.pairs for p in found) / sum(
-        B * (p.needed if skip else p.provisioned) for p in found
-    )
+    slots = sum(B * (of.needed if skip else of.provisioned) for of in found)
+    return 1 - sum(of.pairs for of in found) / slots
 
 
 def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> dict[str, Points]:
-    """Padded share by block size of `SIZES`, a series a routing: uniform, two of Zipf popularity,
-    and real loads [n, L, E] of steps of T tokens of the model `name`; the last series does not skip
-    empty blocks."""
-    real = loads.reshape(-1, loads.shape[-1]).tolist()
-    zipf = {"uniform": 0.0, "Zipf 0.6": 0.6, "Zipf 1.2": 1.2}
+    """Padded share by block size of `SIZES`, a series a routing: uniform, Zipf popularity, and real
+    loads [n, L, E] of steps of T tokens of the model `name`; the last series does not skip empty
+    blocks."""
+    E = loads.shape[-1]
+    real = loads.reshape(-1, E).tolist()
     drawn = {
-        title: [routed(T, loads.shape[-1], K, skew, seed + i) for i in range(8)]
-        for title, skew in zipf.items()
+        title: [routed(T, E, K, skew, seed + i) for i in range(8)]
+        for title, skew in {"uniform": 0.0, "Zipf 1.2": 1.2}.items()
     }
     curves = {
         title: [(B, padded_share(of, T, K, B)) for B in SIZES]
@@ -120,69 +100,25 @@ def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> d
     return curves | {ALL_BLOCKS: [(B, padded_share(real, T, K, B, skip=False)) for B in SIZES]}
 
 
-def apart(curves: Mapping[str, Points], one: str, other: str) -> tuple[float, float]:
-    """(largest distance, where) of two series over the same points."""
-    return max((abs(a - b), x) for (x, a), (_, b) in zip(curves[one], curves[other], strict=True))
-
-
-class BlockCount(NamedTuple):
-    """Blocks of B slots in one step of all layers, counted while the executor ran.
-
-    by_text, by_code : the two formulas' N of a layer. filled : blocks with a token, mean of layers.
-    padded, padded_all : share of slots without a token, of the filled and of all N blocks.
-    weights_skipped, rows_skipped : share of the loads that skipping saves.
-    as_formula : whether the slots are those of `moelab.static.blocks.padding`, without drops.
-    """
-
-    B: int
-    by_text: int
-    by_code: int
-    filled: float
-    padded: float
-    padded_all: float
-    weights_skipped: float
-    rows_skipped: float
-    as_formula: bool
-
-
-def count_blocks(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> list[BlockCount]:
-    """Run ids [T, L, K] through tiny experts in blocks of each size, with and without skipping
-    empty blocks."""
+def slots_are_the_formulas(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> bool:
+    """Whether running ids [T, L, K] through tiny experts in blocks of each size, with and without
+    skipping empty blocks, takes the slots that `moelab.static.blocks.padding` says, and drops
+    none."""
     T, L, K = ids.shape
-    x = torch.randn(T, 16)
-    weights = torch.full((T, K), 1 / K)
-    found = []
+    x, weights = torch.randn(T, 16), torch.full((T, K), 1 / K)
     experts = Layers(E, K, 16, 8, torch.float32, 0).seam[0]
-    layers = ids.long().unbind(1)
     for B in sizes:
-        skipping = Blockwise(B)
-        whole = Blockwise(B, skip_blocks=False)
-        for layer in layers:
-            skipping(x, layer, weights, experts)
-            whole(x, layer, weights, experts)
-        formula = [
-            blocks.padding(torch.bincount(layer.flatten(), minlength=E).tolist(), T, K, B)
-            for layer in layers
-        ]
-        as_formula = (
-            skipping.tally.slots == sum(B * p.needed for p in formula)
-            and whole.tally.slots == sum(p.slots for p in formula)
-            and skipping.tally.dropped == whole.tally.dropped == 0
-        )
-        found.append(
-            BlockCount(
-                B,
-                blocks.blocks_by_text(T, K, E, B),
-                blocks.blocks_by_code(T, K, E, B),
-                skipping.live / L,
-                skipping.tally.padded_fraction,
-                whole.tally.padded_fraction,
-                skipping.weight_loads.savings,
-                skipping.row_loads.savings,
-                as_formula,
-            )
-        )
-    return found
+        ways = Blockwise(B), Blockwise(B, skip_blocks=False)
+        needed = slots = 0
+        for layer in ids.long().unbind(1):
+            for way in ways:
+                way(x, layer, weights, experts)
+            counts = torch.bincount(layer.flatten(), minlength=E).tolist()
+            formula = blocks.padding(counts, T, K, B)
+            needed, slots = needed + B * formula.needed, slots + formula.slots
+        if [(way.tally.slots, way.tally.dropped) for way in ways] != [(needed, 0), (slots, 0)]:
+            return False
+    return True
 
 
 def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Points]:
@@ -198,6 +134,9 @@ def unique_experts(trace: RoutingTrace, batches: Sequence[int]) -> dict[str, Poi
         "independent, even": [(b, expected_unique(b, [K / E] * E)) for b in batches],
         "provisioned: min(bK, E)": [(b, min(b * K, E)) for b in batches],
     }
+
+
+# ---- dropping
 
 
 @contextmanager
@@ -226,18 +165,9 @@ class DropCosts(NamedTuple):
     samples: dict[str, dict[str, list[float]]]
     tallies: dict[str, dict[str, Tally]]
 
-    def only(self, ways: Iterable[str]) -> DropCosts:
-        """Of these ways."""
-        kept = [BASELINE, *ways]
-        scores, samples = (
-            {task: {way: of[way] for way in kept} for task, of in found.items()}
-            for found in (self.scores, self.samples)
-        )
-        return DropCosts(scores, samples, {way: self.tallies[way] for way in kept[1:]})
-
-    def tally(self, way: str, task: str = "loss") -> Tally:
-        """What a way routed, dropped and padded in a task."""
-        return self.tallies[way][task]
+    def tally(self, way: str) -> Tally:
+        """What a way routed, dropped and padded on the loss's windows."""
+        return self.tallies[way]["loss"]
 
     def loss(self, way: str) -> Interval:
         """Language loss, per cent more than the baseline's."""
@@ -250,25 +180,14 @@ class DropCosts(NamedTuple):
         row = self.scores[task][way]
         return 100 * row["difference"], *(100 * side for side in row["interval"])
 
-    def told(self, task: str, way: str) -> str:
-        """A task's change in points and its interval, in words."""
-        return "{:+.1f} points (95 % {:+.1f} to {:+.1f})".format(*self.points(task, way))
-
-    def against(self, other: str, way: str) -> Interval:
-        """Loss of a way less another's on the same windows, nats a token."""
-        row = paired_means(*(np.array(self.samples["loss"][name]) for name in (other, way)))
-        return row["difference"], *row["interval"]
-
     def verdict(self, way: str) -> str:
-        """Whether the loss of a way differs at 95 % from that at random, in words."""
-        _, low, high = self.against("random", way)
+        """Whether the loss of a way differs at 95 % from that at random on the same windows, in
+        words."""
+        samples = self.samples["loss"]
+        low, high = paired_means(*(np.array(samples[of]) for of in ("random", way)))["interval"]
         if high < 0:
             return "better than random"
         return "worse than random" if low > 0 else "indistinguishable from random"
-
-    def nearest(self, drop: float) -> str:
-        """The way whose drop rate on the loss's windows is nearest to `drop`."""
-        return min(self.tallies, key=lambda way: abs(self.tally(way).drop_rate - drop))
 
 
 def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> DropCosts:
@@ -281,11 +200,6 @@ def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> D
         found["samples"],
         {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()},
     )
-
-
-def capacity_factors(factors: Sequence[float]) -> Ways:
-    """A way for each capacity factor, named by it."""
-    return {f"{factor:g}": lambda _, factor=factor: CapacityFactor(factor) for factor in factors}
 
 
 def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
@@ -337,38 +251,57 @@ class TierPlan(NamedTuple):
         }
 
 
-def read_all(model: Any, texts: Iterable[str]) -> list[Tensor]:
-    """Logits [S, V], float32, of each text in a forward pass of its own: prompts share no
-    capacity."""
-    with torch.no_grad():
-        return [
-            model(**model.tokenizer(text, return_tensors="pt"), use_cache=False).logits[0].float()
-            for text in texts
-        ]
-
-
-class Ran(NamedTuple):
-    """Counts of one way; the largest change of a logit; share of positions with the same best
-    token, mean of texts."""
-
-    total: Tally
-    by_layer: list[Tally]
-    changed: float
-    agree: float
-
-
-def run_ways(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Ran]:
-    """Read the texts in every way, beside the model as it is."""
-    plain = read_all(model, texts)
+def tallies(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Tally]:
+    """What each way routes, drops and pads while the model reads texts, each in a forward pass of
+    its own: prompts share no capacity."""
     found = {}
     for name, make in ways.items():
-        with limited(model, make) as executor:
-            pairs = list(zip(plain, read_all(model, texts)))
-        agree = [float((a.argmax(-1) == b.argmax(-1)).double().mean()) for a, b in pairs]
-        found[name] = Ran(
-            executor.tally,
-            [executor.by_layer[l] for l in range(model.spec.L)],
-            max(float((a - b).abs().max()) for a, b in pairs),
-            float(np.mean(agree)),
-        )
+        with limited(model, make) as executor, torch.no_grad():
+            for text in texts:
+                model(**model.tokenizer(text, return_tensors="pt"), use_cache=False)
+        found[name] = executor.tally
     return found
+
+
+# ---- the guide's worked examples
+
+
+def intensity(T: int, weight_bytes: int) -> float:
+    """FLOPs a byte of [T, 4096] @ [4096, 12288], bf16 in and out, so many bytes a weight."""
+    return 2 * T * 4096 * 12288 / (2 * (T * 4096 + T * 12288) + weight_bytes * 4096 * 12288)
+
+
+def figures() -> dict[str, tuple[float, str]]:
+    """What AWS's guide gives as one number each, recomputed from the guide's own inputs, or from a
+    device's published rates: name → (value, unit). What it says itself is in the ledger."""
+    trn2, oss = load_device("trn2"), load_model("GPT-OSS-120B")
+    router, routers = (blocks.router_bytes(2880, 128, layers) for layers in (1, 36))
+    core = 1e9 * trn2["memory_gb"] / 4  # memory of one of four logical cores (LNC2)
+    even = blocks.padding([250] * 8, 1000, 2, 256, "text")
+    # the worst routing of 1000 tokens to distinct two of 8 experts
+    worst = blocks.padding([769, 769, 457, 1, 1, 1, 1, 1], 1000, 2, 256, "text")
+    row, expert = 2 * oss.H, 2 * 3 * oss.H * oss.I
+    return {
+        "router_mb": (router / 1e6, "MB"),
+        "routers_mb": (routers / 1e6, "MB"),
+        "router_share": (routers / core, "of memory"),
+        # 128 logits in bf16, against 8 weights and 8 ids
+        "gather_ratio_int32_ids": (128 * 2 / (8 * (2 + 4)), "×"),
+        "oss_top_k": (oss.K, ""),
+        "oss_hidden": (oss.H, ""),
+        "oss_intermediate": (oss.I, ""),
+        "blocks_provisioned": (even.provisioned, "blocks"),
+        "blocks_needed": (even.needed, "blocks"),
+        "padding_to_provisioned": (even.worst_case, "of needed slots"),
+        "padding_algorithmic": (even.algorithmic, "of routings"),
+        "worst_possible_blocks": (worst.needed, "blocks"),
+        "compute_bound_bf16": (blocks.intensity_target(trn2, "bf16"), "FLOPs/byte"),
+        "compute_bound_fp8": (blocks.intensity_target(trn2, "fp8"), "FLOPs/byte"),
+        "token_skipping_saves": (row / (4 * row + expert), "of a block's bytes"),
+        "intensity_prefill": (intensity(8192, 2), "FLOPs/byte"),
+        "intensity_decode_batch_32": (intensity(32, 2), "FLOPs/byte"),
+        "provisioned_savings_DeepSeek": (1 - 16 * 8 / 256, "of experts"),
+        "provisioned_savings_GPT-OSS": (1 - 8 * 8 / 128, "of experts"),
+        "provisioned_savings_Llama4": (1 - 8 * 1 / 16, "of experts"),
+        "experts_needed_256_8_32": (expected_unique(32, [8 / 256] * 256), "experts, even routing"),
+    }

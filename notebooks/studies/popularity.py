@@ -14,8 +14,7 @@ groups. Models differ in their number of experts, so "above chance" is (overlap 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import permutations
 from operator import add
@@ -32,22 +31,12 @@ from moelab.evaluation.questions import prompts
 from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Numbers, Records
-from moelab.static.loads import capacity_needed, chunk_loads, overflow
-from moelab.trace import DECODE, PREFILL, RoutingTrace
-from moelab.zipmoe.inclusion import inclusion_probabilities
+from moelab.static.loads import chunk_loads
+from moelab.trace import PREFILL, RoutingTrace
 
-PHASES = {"prefill": PREFILL, "decode": DECODE}
 #: two forms of one question, as different as two question-answering data sets: a buried fact, a
 #: claim about one
 RELATED = ("needle", "yesno")
-#: NPUMoE §5.8, prefill: mean overlap of the top 4 and 8; across data sets, of PhiMoE, by phase
-PAPER = {4: 0.86, 8: 0.94}
-PAPER_ACROSS = {"prefill": 0.652, "decode": 0.770}
-
-
-def fair_imbalance(tokens: int, E: int, K: int) -> float:
-    """Busiest ÷ mean load if experts were chosen uniformly: balls in bins."""
-    return 1 + math.sqrt(2 * math.log(E) * (E / K - 1) / tokens)
 
 
 def overlap(offline: Calibration, seen: Calibration, k: int, phase: int = PREFILL) -> Tensor:
@@ -96,46 +85,26 @@ class Popularity(NamedTuple):
                 f"sources {', '.join(names)} and {new_tokens} new tokens: both must be at "
                 "least two, to compare data sets and to have a decode step"
             )
-        how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
-        traces = {
-            (name, split): record(
-                model,
-                [p.text for p in prompts(name, n, split=split, **how)],
-                max_new_tokens=new_tokens,
-                batch_size=batch_size,
-            )
-            for name in dict.fromkeys((*names, *RELATED))
+        every = dict.fromkeys((*names, *RELATED))
+        how = {"tokens": tokens, "seed": seed, "max_new_tokens": new_tokens}
+        by_split = {
+            split: recorded(model, every, n, split, batch_size=batch_size, **how)
             for split in ("train", "test")
         }
-        return cls(
-            list(names),
-            traces,
-            {
-                name: calibrate(of, source=name)
-                for (name, split), of in traces.items()
-                if split == "train"
-            },
-            {
-                name: calibrate(of, source=f"{name}, unseen")
-                for (name, split), of in traces.items()
-                if split == "test"
-            },
+        offline, unseen = (
+            {name: calibrate(of, source=name) for name, of in traces.items()}
+            for traces in by_split.values()
         )
+        traces = {(name, split): of[name] for split, of in by_split.items() for name in every}
+        return cls(list(names), traces, offline, unseen)
 
     @property
     def calibration(self) -> Calibration:
         """Of all sources together: those of one model add up."""
         return reduce(add, (self.offline[name] for name in self.names))
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all sources, calibrated and unseen."""
-        return sum(
-            len(self.traces[name, split]) for name in self.names for split in ("train", "test")
-        )
-
     def pooled(self, k: int) -> Tensor:
-        """Of a source's unseen prompts together with its calibration, [sources, L]."""
+        """Overlap@K of a source's unseen prompts together with its calibration, [sources, L]."""
         return torch.stack(
             [overlap(self.offline[name], self.unseen[name], k) for name in self.names]
         )
@@ -146,11 +115,8 @@ class Popularity(NamedTuple):
         for name in self.names:
             trace = self.traces[name, "test"]
             each = [calibrate(trace.select(trace.sequence == s)) for s in range(trace.sequences)]
-            found.append(
-                torch.stack([overlap(self.offline[name], one, k) for one in each]).nanquantile(
-                    0.5, 0
-                )
-            )
+            by_prompt = torch.stack([overlap(self.offline[name], one, k) for one in each])
+            found.append(by_prompt.nanquantile(0.5, 0))
         return torch.stack(found)
 
     def across(self, k: int, phase: int) -> Tensor:
@@ -164,100 +130,33 @@ class Popularity(NamedTuple):
             ]
         )
 
-    def across_layers(self, k: int) -> dict[str, Tensor]:
-        """Mean over ordered pairs of sources by phase, [L]."""
-        pairs = [(a, b) for a in self.names for b in self.names if a != b]
-        return {
-            name: torch.stack(
-                [overlap(self.offline[a], self.unseen[b], k, phase) for a, b in pairs]
-            ).nanmean(0)
-            for name, phase in PHASES.items()
-        }
-
-    def same_domain(self, k: int) -> Numbers:
-        """Between `RELATED`, median over layers, by phase."""
-        first, second = RELATED
-        return {
-            name: torch.stack(
-                [
-                    overlap(self.offline[a], self.unseen[b], k, phase)
-                    for a, b in ((first, second), (second, first))
-                ]
-            )
-            .nanquantile(0.5, 1)
-            .mean()
-            .item()
-            for name, phase in PHASES.items()
-        }
+    def between(self, names: Sequence[str], k: int, phase: int) -> Tensor:
+        """Calibrated on one and run on another of these sources, [ordered pairs, L]."""
+        return torch.stack(
+            [overlap(self.offline[a], self.unseen[b], k, phase) for a, b in permutations(names, 2)]
+        )
 
     def loads(self, split: str, size: int) -> Tensor:
         """Tokens of each expert in chunks of prefill, [chunks, L, E]."""
         return torch.cat([chunk_loads(self.traces[name, split], size) for name in self.names])
 
-    def chunk_sizes(self, *sizes: int) -> list[int]:
-        """Those that every trace has a chunk of."""
-        least = min(
-            int((trace.phase == PREFILL).sum())
-            for (name, _), trace in self.traces.items()
-            if name in self.names
-        )
-        return sorted({size for size in sizes if size <= least})
 
-    def inclusion(self, batches: Sequence[int]) -> dict[int, Tensor]:
-        """Probability that a decode step of so many unseen sequences needs the expert of each rank,
-        [E]."""
-        return {
-            b: torch.stack(
-                [
-                    inclusion_probabilities(self.traces[name, "test"], b).mean(0)
-                    for name in self.names
-                ]
-            ).mean(0)
-            for b in batches
-        }
-
-
-class Capacities(NamedTuple):
-    """Capacities from calibration chunks, tried on unseen ones: name → [L, E], and the share that
-    overflows [L]."""
-
-    of: dict[str, Tensor]
-    lost: dict[str, Tensor]
-    busiest: Tensor  # of an unseen chunk, mean over chunks [L]
-
-    @classmethod
-    def tried(cls, found: Popularity, chunk: int) -> Capacities:
-        """What capacities from the calibration drop and pad on unseen chunks of so many tokens."""
-        calibration = found.calibration
-        seen = found.loads("train", chunk)
-        loads = found.loads("test", chunk)
-        L, E = loads.shape[1:]
-        # NPUMoE §4.1 literally; but a token visits K experts
-        busiest = calibration.imbalance(PREFILL)[:, None] * chunk / E
-        of = {
-            "B/E (paper's base)": torch.full((L, E), chunk / E),
-            "r·B/E (paper, literally)": busiest.expand(L, E),
-            "r·K·B/E (with K routings a token)": (calibration.spec.K * busiest).expand(L, E),
-            "each expert's own, 95 % of the chunks": capacity_needed(seen, 0.95),
-            "each expert's own, all chunks": capacity_needed(seen),
-        }
-        return cls(
-            of,
-            {name: overflow(loads, capacity.ceil()) for name, capacity in of.items()},
-            loads.amax(2).double().mean(0),
-        )
-
-    def rows(self, routings: int) -> list[list[str]]:
-        """Room over the `routings` of a chunk, and overflow: mean of layers and worst layer."""
-        return [
-            [
-                name,
-                f"{capacity.ceil().sum(1).double().mean() / routings:.2f}",
-                f"{self.lost[name].nanmean():.1%}",
-                f"{self.lost[name].nan_to_num().max():.1%}",
-            ]
-            for name, capacity in self.of.items()
-        ]
+def recorded(
+    model: Any,
+    names: Iterable[str],
+    n: int,
+    split: str,
+    *,
+    tokens: int,
+    seed: int,
+    **how: Any,
+) -> dict[str, RoutingTrace]:
+    """The routing of n prompts of each source."""
+    asked = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
+    return {
+        name: record(model, [p.text for p in prompts(name, n, split=split, **asked)], **how)
+        for name in names
+    }
 
 
 def by_size(
@@ -277,21 +176,15 @@ def by_size(
         groups = min(most, min(offline[name].sequences for name, _ in pairs) // n)
         if groups < 2:
             continue
-        found = []
-        tokens = 0
+        found, tokens = [], 0
         for group in range(groups):
             of = {}
             for name in dict.fromkeys(name for name, _ in pairs):
                 trace = offline[name]
-                of[name] = calibrate(
-                    trace.select((trace.sequence >= group * n) & (trace.sequence < (group + 1) * n))
-                )
+                of[name] = calibrate(trace.select(trace.sequence // n == group))
                 tokens += of[name].tokens[PREFILL]
-            found.append(
-                torch.stack([overlap(of[a], seen[b], k).nanquantile(0.5) for a, b in pairs])
-                .mean()
-                .item()
-            )
+            agreed = [overlap(of[a], seen[b], k).nanquantile(0.5) for a, b in pairs]
+            found.append(torch.stack(agreed).mean().item())
         chance = k / offline[pairs[0][0]].spec.E
         mean, low, high = interval(found)
         rows[n] = {
@@ -315,14 +208,9 @@ def run(
 ) -> Records:
     model = open_model()
     others = ("code", "prose", "lookup", RELATED[0])
-    how = {"tokens": tokens, "seed": seed, "count": token_count(model.tokenizer)}
+    how = {"tokens": tokens, "seed": seed, "batch_size": 32}
     traces = [
-        {
-            name: record(
-                model, [p.text for p in prompts(name, n, split=split, **how)], batch_size=32
-            )
-            for name in (*others, RELATED[1])
-        }
+        recorded(model, (*others, RELATED[1]), n, split, **how)
         for split, n in (("train", prompts_each), ("test", unseen))
     ]
     kinds = {

@@ -1,0 +1,120 @@
+"""Quantised experts: bytes, error of every layer, and right answers, against the model's own bf16
+experts and beside lossless forms.
+
+Errors are relative RMS, in float32, on router inputs recorded from the training split: of the
+weights, of an expert's output, and of each layer's routed output. In the tasks the whole model runs
+on the quantised experts (dequantised on use, products in bf16). Routers, attention and shared
+experts stay as they are. Bytes are of all routed experts as a store holds them, without
+alignment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+from moelab import open_model, registry
+from moelab.arguments import one_of, several, whole
+from moelab.evaluation import accuracy, questions
+from moelab.library import token_count
+from moelab.models import discover, plugged
+from moelab.recording import record
+from moelab.records import Numbers, Records
+from moelab.static.quantization import Quantized, layer_error
+from moelab.store.codecs import compress_tensor
+
+CODECS = ("raw", "bf12", "huffman")
+SOURCES = (
+    "code",
+    "prose",
+    "lookup",
+    "needle",
+)  # of the prompts on which layers' errors are measured
+MEASURES = ("moelab/static/quantization.py", "moelab/store", "moelab/kernels")
+
+
+def run(
+    model: str | None = None,
+    tasks: Sequence[str] = tuple(accuracy.TASKS),
+    prompts: int = 200,
+    tokens: int = 256,
+    calibration: int = 16,
+    seed: int = 0,
+) -> Records:
+    """{section: {row: {column: figure}}}; the sections' names say what kind of figures they are."""
+    live = open_model(model)
+    how = {"n": prompts, "windows": max(prompts // 4, 4), "tokens": tokens, "seed": seed}
+    return {
+        "relative RMS error by layer, per cent (measured)": layer_errors(
+            live, calibration, tokens, seed
+        ),
+        "as a store holds them (bytes exact, scores measured)": compare_formats(live, tasks, **how),
+    }
+
+
+def sources_of(model: Any) -> dict[str, Quantized]:
+    """Every format of a store → the model's experts in it."""
+    return {name: Quantized(discover(model), name) for name in registry.names("format")}
+
+
+def layer_errors(model: Any, prompts: int, tokens: int, seed: int) -> dict[str, Numbers]:
+    """Format and layer → errors in per cent, on the routing of `prompts` prompts; "all" is the RMS
+    over layers."""
+    how = {"tokens": tokens, "seed": seed, "split": "train", "count": token_count(model.tokenizer)}
+    texts = questions.prompts(SOURCES, -(-prompts // len(SOURCES)), **how)
+    trace = record(model, texts, hidden=True)
+    rows: dict[str, Numbers] = {}
+    with plugged(model):
+        for name, source in sources_of(model).items():
+            found = []
+            for layer in discover(model):
+                columns = (
+                    values[:, layer.index]
+                    for values in (trace.router_inputs, trace.ids, trace.weights)
+                )
+                errors = layer_error(layer.seam, source, *columns)._asdict()
+                found.append({key: 100 * error for key, error in errors.items()})
+                rows[f"{name}, layer {layer.index}"] = found[-1]
+            rows[f"{name}, all"] = {
+                key: (sum(row[key] ** 2 for row in found) / len(found)) ** 0.5 for key in found[0]
+            }
+    return rows
+
+
+def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) -> Records:
+    """Codec or format of a store → "bytes" of all experts, "bits a weight", "of raw", "TASK: score"
+    and the rest of a row of `accuracy.compare`, whose other options are `how`; a codec changes no
+    bit and so no score."""
+    with plugged(model):
+        layers = discover(model)
+        own = [w for of in layers for e in range(of.E) for w in of.seam.weights(e).values()]
+        sources = sources_of(model)
+        size = {
+            codec: sum(compress_tensor(w.contiguous(), codec).nbytes for w in own)
+            for codec in CODECS
+        }
+        size |= {name: sum(of.nbytes(*key) for key in of.kept) for name, of in sources.items()}
+        modes = {name: partial(plugged, model, source=of) for name, of in sources.items()}
+        scores = accuracy.compare(model, {"raw": nullcontext} | modes, tasks, **how)["scores"]
+    count = sum(w.numel() for w in own)
+    return {
+        name: {"bytes": n, "bits a weight": 8 * n / count, "of raw": n / size["raw"]}
+        | {
+            f"{task}: {key}": value
+            for task, by_mode in scores.items()
+            for key, value in by_mode[name if name in sources else "raw"].items()
+            if key not in ("unit", "n")
+        }
+        for name, n in size.items()
+    }
+
+
+OPTIONS = {
+    "model": (None, "a checkpoint folder, a store or a hub id; if not given, the small model"),
+    "tasks": (several(one_of(accuracy.TASKS)), f"of {', '.join(accuracy.TASKS)}"),
+    "prompts": (whole(1), "a task"),
+    "tokens": (whole(1), "length of a prompt"),
+    "calibration": (whole(1), "prompts on which layers' errors are measured"),
+    "seed": (whole(), "picks the prompts"),
+}
