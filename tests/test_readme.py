@@ -172,7 +172,7 @@ def test_its_commands_exist():
 
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"\bmake (\w+)\b", README):
-        assert target in ("reproduce", "test", "lab") and f"\n{target}:" in makefile
+        assert target in ("reproduce", "test", "lab", "docs") and f"\n{target}:" in makefile
     commands = re.findall(r"(?:`|-m )moelab ([a-z]+)", README)
     assert len(commands) > 20
     for command in commands:

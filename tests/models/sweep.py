@@ -1,7 +1,7 @@
 """Every architecture of transformers with routed experts, by everything that moelab does with a
 model.
 
-    python -m tests.models.sweep            try all, write architectures.json beside this file and the README's table
+    python -m tests.models.sweep            try all, write architectures.json beside this file and the table of the docs
     python -m tests.models.sweep NAME …     try these and say what was found
 
 A small random model of each is saved and opened by transformers alone, with its eager experts: the
@@ -36,7 +36,7 @@ from moelab.models import (
 from tests.models import tiny
 
 TABLE = Path(__file__).with_name("architectures.json")
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "architectures.md"
 MARKS = (
     "<!-- architectures: written by python -m tests.models.sweep -->",
     "<!-- end of architectures -->",
@@ -291,7 +291,7 @@ def table() -> dict[str, Any]:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The README's table."""
+    """The table of docs/reference/architectures.md."""
     rows = [f"| architecture | {' | '.join(CHECKS)} |", "|---" * (len(CHECKS) + 1) + "|"]
     exact, left = 0, []
     for name, by_dtype in sorted(found["architectures"].items()):
@@ -331,8 +331,8 @@ def main(names: list[str]) -> None:
     if not names:
         result = {"transformers": transformers.__version__, "architectures": found}
         TABLE.write_text(json.dumps(result, indent=1) + "\n")
-        before, rest = README.read_text().split(MARKS[0])
-        README.write_text(
+        before, rest = PAGE.read_text().split(MARKS[0])
+        PAGE.write_text(
             f"{before}{MARKS[0]}\n\n{markdown(result)}\n\n{MARKS[1]}{rest.split(MARKS[1])[1]}"
         )
 

@@ -34,8 +34,8 @@ def test_all_are_accounted_for_and_enough_are_exact():
     assert len(exact) >= 45
 
 
-def test_the_readme_shows_what_the_last_sweep_found():
-    text = sweep.README.read_text()
+def test_the_docs_show_what_the_last_sweep_found():
+    text = sweep.PAGE.read_text()
     assert text.split(sweep.MARKS[0])[1].split(sweep.MARKS[1])[0].strip() == sweep.markdown(
         sweep.table()
     )
