@@ -26,6 +26,7 @@ myst_enable_extensions = ["dollarmath", "amsmath", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"
 nb_merge_streams = True
+nb_render_markdown_format = "gfm"
 autodoc_member_order = "bysource"
 maximum_signature_line_length = 88
 python_use_unqualified_type_names = True

@@ -3,6 +3,7 @@ browsers show without a library from the network."""
 
 import re
 from html import escape
+from xml.etree import ElementTree
 
 from docutils.nodes import SkipNode
 from docutils.utils.math import MathError
@@ -50,10 +51,15 @@ def mathml(node, block: bool) -> str:
     # brackets grow without being told
     tex = re.sub(r"\\([bB]ig+[lrm]?|textstyle)(?![a-zA-Z])", "", node.astext())
     try:
-        return tex2mathml(tex, as_block=block)
+        written = tex2mathml(tex, as_block=block)
     except MathError as error:
         logging.getLogger(__name__).warning("mathematics: %s", error, location=node)
         return f"<code>{escape(tex)}</code>"
+    tree = ElementTree.fromstring(re.sub(r" xmlns=\S+?(?=[ >])", "", written))
+    for part in tree.iter("msub"):
+        if part[0].tag == "munder" and part[0][-1].text == "\u23df":
+            part.tag = "munder"  # what is written under a brace stands below it
+    return ElementTree.tostring(tree, encoding="unicode")
 
 
 def visit_math(translator, node) -> None:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 
-from _site import DOCS, ROOT, keep
+from _site import DOCS, ROOT, keep, keep_only
 from _site.links import rewritten
-from _site.tutorials import newest
+from _site.tutorials import newest, question
 from moelab import _HOMES, claims, registry
 from moelab.__main__ import COMMANDS, build_parser
 from moelab.comparison import KINDS as KINDS_OF_NUMBERS
@@ -88,8 +88,15 @@ def _contents() -> str:
             }
             pages += sorted(matching - listed - set(pages))
         listed |= set(pages)
-        trees += ["```{toctree}", ":hidden:", f":caption: {caption}", "", *pages, "```", ""]
+        trees += ["```{toctree}", ":hidden:", f":caption: {caption}", ""]
+        trees += [*map(_entry, pages), "```", ""]
     return "\n".join(trees)
+
+
+def _entry(page: str) -> str:
+    """A page in the table of contents; of a notebook what its title says before the colon."""
+    source = ROOT / "notebooks" / f"{Path(page).name}.ipynb"
+    return f"{question(source)[0].partition(':')[0]} <{page}>" if source.is_file() else page
 
 
 def _index(_app, page: str, content: list[str]) -> None:
@@ -123,7 +130,7 @@ def found() -> str:
     ]
     for path in sorted((ROOT / "notebooks").glob("[0-9]*.ipynb")):
         run, name = newest(path.stem), path.stem
-        lines += [f"## [{name}](tutorials/{name}.ipynb)", ""]
+        lines += [f"## {question(path)[0]}", "", f"[The notebook](tutorials/{name}.ipynb)", ""]
         if run is None:
             lines += ["No finished run here: `make reproduce` runs it.", ""]
         else:
@@ -169,8 +176,7 @@ def ledger() -> str:
     table = f'<table class="claims"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     by_source = Counter((row.claim.source, row.verdict) for row in answered)
     overview = [
-        [title, *(by_source[source, verdict] or "" for verdict in counts)]
-        for source, title in titles.items()
+        [source, *(by_source[source, verdict] or "" for verdict in counts)] for source in titles
     ]
     return "\n".join(
         [
@@ -183,7 +189,7 @@ def ledger() -> str:
             "",
             "```{raw} html",
             form,
-            table,
+            f'<div class="claims">{table}</div>',
             "```",
         ]
     )
@@ -191,6 +197,7 @@ def ledger() -> str:
 
 def commands() -> None:
     """A page a command, and their list."""
+    keep_only("reference/cli", {"index.md", *(f"{name}.md" for name in COMMANDS)})
     lines = ["# Command line", "", "`moelab COMMAND`, or `python -m moelab COMMAND`.", ""]
     for name, (_, purpose, example) in COMMANDS.items():
         parser = build_parser([name])

@@ -6,7 +6,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from _site import DOCS, ROOT, keep
+from _site import ROOT, keep, keep_only
 from _site.links import rewritten
 from moelab.comparison import RunFile, finished_runs
 from moelab.files import read_json
@@ -99,9 +99,7 @@ def question(source: Path) -> tuple[str, str]:
 def write(_app) -> None:
     """The hook `builder-inited`: all notebooks, and their list."""
     notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    for old in (DOCS / "tutorials").glob("*.ipynb"):
-        if old.name not in {path.name for path in notebooks}:
-            old.unlink()
+    keep_only("tutorials", {"index.md", *(path.name for path in notebooks)})
     lines = ["# Tutorials", "", "Each notebook asks one question; `make lab` opens them.", ""]
     for path in notebooks:
         keep(f"tutorials/{path.name}", page(path))
