@@ -2,7 +2,7 @@
 browsers show without a library from the network."""
 
 import re
-from html import escape
+from html import escape, unescape
 from xml.etree import ElementTree
 
 from docutils.nodes import SkipNode
@@ -55,6 +55,7 @@ def mathml(node, block: bool) -> str:
     except MathError as error:
         logging.getLogger(__name__).warning("mathematics: %s", error, location=node)
         return f"<code>{escape(tex)}</code>"
+    written = re.sub(r"&(?!lt;|gt;|amp;)\w+;", lambda found: unescape(found[0]), written)
     tree = ElementTree.fromstring(re.sub(r" xmlns=\S+?(?=[ >])", "", written))
     for part in tree.iter("msub"):
         if part[0].tag == "munder" and part[0][-1].text == "\u23df":
