@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
-from _site import docstrings, links, pages, tutorials  # noqa: E402
+from _site import docstrings, links, pages, tutorials, views  # noqa: E402
 
 from moelab import __version__  # noqa: E402
 
@@ -43,8 +43,6 @@ linkcode_resolve = links.of_object
 
 
 def setup(app):
-    pages.setup(app)
-    tutorials.setup(app)
-    links.setup(app)
-    docstrings.setup(app)
+    for part in (pages, tutorials, views, docstrings, links):
+        part.setup(app)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -18,6 +18,7 @@ from sphinx.util import logging
 from _site import DOCS, ROOT
 
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s#]+)(?:#([^)\s]*))?\)")
+SCRIPT = re.compile(r"(<script\b[^>]*>).*?(</script>)", re.S)  # what is in one is no HTML
 CODE = ("moelab/**/*.py", "moelab/**/*.toml", "notebooks/**/*.py", "data/**/*.toml", "data/*.py")
 #: outside of docs/ → the page that has it here
 PAGES = {"README.md": "index", "CHANGELOG.md": "changelog", "CONTRIBUTING.md": "contributing"}
@@ -90,7 +91,8 @@ def _pages(_app):
 def broken(site: Path) -> list[str]:
     """Links of the pages of a folder that lead to no file, or to no anchor of one."""
     texts = {
-        path.resolve(): path.read_text(encoding="utf-8") for path in sorted(site.rglob("*.html"))
+        path.resolve(): SCRIPT.sub(r"\1\2", path.read_text(encoding="utf-8"))
+        for path in sorted(site.rglob("*.html"))
     }
     anchors = {
         path: set(re.findall(r"""\s(?:id|name)=["']([^"']+)["']""", text))

@@ -28,7 +28,7 @@ CONTENTS = {
         "guide/*",
         "beside",
     ),
-    "Tutorials": ("tutorials/index", "tutorials/*"),
+    "Tutorials": ("tutorials/index", "tutorials/[0-9]*", "tutorials/views"),
     "Results": ("found", "findings", "results", "papers/claims", "papers/*"),
     "Extending": ("extending/*",),
     "How it works": ("how_*",),
@@ -256,3 +256,5 @@ def write(_app) -> None:
 def setup(app) -> None:
     app.connect("builder-inited", write)
     app.connect("source-read", _index)
+    # the contents may change while the text of the index does not
+    app.connect("env-get-outdated", lambda *_: ["index"])

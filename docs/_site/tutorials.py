@@ -99,7 +99,7 @@ def question(source: Path) -> tuple[str, str]:
 def write(_app) -> None:
     """The hook `builder-inited`: all notebooks, and their list."""
     notebooks = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
-    keep_only("tutorials", {"index.md", *(path.name for path in notebooks)})
+    keep_only("tutorials", {"index.md", "views.md", *(path.name for path in notebooks)})
     lines = ["# Tutorials", "", "Each notebook asks one question; `make lab` opens them.", ""]
     for path in notebooks:
         keep(f"tutorials/{path.name}", page(path))
