@@ -176,7 +176,11 @@ def ledger() -> str:
     table = f'<table class="claims"><thead><tr>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
     by_source = Counter((row.claim.source, row.verdict) for row in answered)
     overview = [
-        [source, *(by_source[source, verdict] or "" for verdict in counts)] for source in titles
+        [
+            f'<a href="?source={source}">{source}</a>',
+            *(by_source[source, verdict] or "" for verdict in counts),
+        ]
+        for source in titles
     ]
     return "\n".join(
         [
