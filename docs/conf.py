@@ -37,6 +37,7 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["figures.js", "claims.js"]
 html_copy_source = html_show_sphinx = html_show_copyright = False
+html_show_search_summary = False  # it needs a server
 html_math_renderer = "mathml"
 copybutton_exclude = ".linenos, .gp, .go"
 linkcode_resolve = links.of_object
