@@ -1,6 +1,7 @@
-# make reproduce   run every notebook and write results/report.html
+# make reproduce   run every notebook, then build the site with what they found
 # make test        run the tests
 # make lint        check layout and code with ruff
+# make docs        build the site, build/site/index.html, from docs/ and results/
 # make tables      write the tables of README and docs from results/
 # make stress      run the long sweeps in depth: architectures, interruptions, damaged and hostile files
 # make lab         open JupyterLab at notebooks/00_start
@@ -16,7 +17,7 @@ SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))
 # as many test processes as there are cores, at most four; each keeps torch to one thread
 TEST_FLAGS ?= -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: help reproduce test lint tables stress lab clean
+.PHONY: help reproduce test lint docs tables stress lab clean
 
 help:
 	@sed -n 's/^# make/make/p' Makefile
@@ -30,6 +31,9 @@ test: $(INSTALLED)
 
 lint: $(INSTALLED)
 	@$(VENV)/bin/ruff format --check --quiet . && $(VENV)/bin/ruff check --quiet .
+
+docs: $(INSTALLED)
+	@$(PYTHON) -m sphinx -W --keep-going -q docs build/site && echo build/site/index.html
 
 tables: $(INSTALLED)
 	@$(PYTHON) -m moelab tables
@@ -68,7 +72,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	fi; \
 	echo "Installing moelab and what it needs into $(VENV); the first time takes minutes"; \
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
-	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test]' || exit 1; \
+	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test,docs]' || exit 1; \
 	if git rev-parse --git-dir >/dev/null 2>&1; then \
 	  git config filter.nbstripout.clean '"$(PYTHON)" -m moelab.lab.strip'; \
 	fi; \

@@ -21,7 +21,7 @@ from moelab.table import filled
 COMMANDS = {
     "reproduce": (
         "moelab.lab.reproduce",
-        "run the notebooks and write the report",
+        "run the notebooks and build the site with what they found",
         "-p smoke=true",
     ),
     "run": ("moelab.lab.runner", "run one notebook, with parameters", "01 -p smoke=true -p seed=3"),
@@ -38,7 +38,6 @@ COMMANDS = {
         "run a notebook or a bench at every point of a grid, here or on a cluster",
         "03 --grid disk_mbs=10,20,40 seed=0,1,2",
     ),
-    "report": ("moelab.lab.report", "write the newest runs into one page, results/report.html", ""),
     "advise": (
         "moelab.advice.advise",
         "say what to do with a model in so much memory, and what it will give",

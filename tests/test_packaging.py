@@ -53,7 +53,7 @@ def test_constraints_are_exact_and_there_is_one_a_package():
     assert sorted(set(names)) == sorted(names)
 
 
-@pytest.mark.parametrize("extra", ["core", "lab", "ane", "test", "peers"])
+@pytest.mark.parametrize("extra", ["core", "lab", "ane", "test", "docs", "peers"])
 def test_constraints_satisfy_the_ranges(extra):
     pinned = {canonical(r.name): next(iter(r.specifier)).version for r in constraints()}
     for requirement in CORE if extra == "core" else EXTRAS[extra]:

@@ -301,7 +301,7 @@ def filled(text: str) -> str:
 
 def pages() -> list[Path]:
     """README.md and docs/."""
-    return [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").glob("*.md"))] if CHECKOUT else []
+    return [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))] if CHECKOUT else []
 
 
 def stale() -> list[str]:

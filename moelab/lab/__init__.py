@@ -1,4 +1,4 @@
-"""Running notebooks headlessly, keeping their results, comparing and reporting them; an arena for
+"""Running notebooks headlessly, keeping and comparing their results; an arena for
 what one writes."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""`moelab reproduce`: runs the notebooks, prints a table and writes the report.
+"""`moelab reproduce`: runs the notebooks, prints a table and builds the site with what they found.
 
 Notebooks that measure times run one after the other; those tagged `side-by-side` then two at a
 time, unless a model is given, of which there may be memory for one only. A notebook that fails does
@@ -8,14 +8,16 @@ has them."""
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from moelab.comparison import MetricsFile
-from moelab.files import read_json
-from moelab.lab.report import write_report
+from moelab.files import CHECKOUT, read_json, results_root
 from moelab.lab.runner import (
     NotebookFailed,
     add_run_options,
@@ -29,6 +31,17 @@ from moelab.lab.runner import (
 from moelab.table import format_value, text_table
 
 SHOWN_METRICS = 3
+
+
+def build_site(results: Path) -> str:
+    """Build docs/ with the newest runs of a folder of results; where the site is, or how to get it."""
+    if CHECKOUT is None or not (find_spec("sphinx") and find_spec("myst_nb")):
+        return "The site shows all of it: pip install -e '.[lab,docs]' in a clone, then make docs"
+    site = CHECKOUT / "build" / "site"
+    command = [sys.executable, "-m", "sphinx", "-q", "docs", str(site)]
+    own = os.environ | {"MOELAB_RESULTS": str(results)}
+    built = subprocess.run(command, cwd=CHECKOUT, env=own)
+    return f"Site: {site / 'found.html'}" if built.returncode == 0 else "The site was not built"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,5 +106,5 @@ def main(args: argparse.Namespace) -> int:
     for error in errors:
         print(f"\n{error}", file=sys.stderr)
     print("\n" + text_table(["notebook", "status", "time", "first metrics"], rows))
-    print(f"\nReport: {write_report(args.results)}")
+    print(f"\n{build_site(results_root(args.results))}")
     return 1 if errors else 0

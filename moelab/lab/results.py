@@ -190,7 +190,7 @@ class Run:
             table(claims.HEAD, *(row.cells for row in rows))
 
     def figure(self, name: str, fig: Any, caption: str, alt: str) -> None:
-        """Show a plotly figure in the notebook and keep it for the report.
+        """Show a plotly figure in the notebook and keep it.
 
         name : a file name without suffix. caption : what it shows, and the kind of its numbers. alt
         : it in words."""

@@ -1,0 +1,55 @@
+"""Views of the small model as pages of their own, which play without a kernel, and their list."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import moelab
+from _site import keep
+from moelab.viz import views
+
+#: view → what it shows
+SHOWN = {
+    "budget": "what another memory budget would give, by cache policy and machine",
+    "scrubber": "token by token, which experts are needed, found, prefetched and missed",
+    "theatre": "prefetching: timelines, waiting, and what executing predictions would cost",
+    "model_map": "what fills the checkpoint",
+    "claims": "what the sources claim, beside what was found here",
+}
+
+
+def made() -> Iterator[tuple[str, Any]]:
+    """Each view, by name, of one generation within half of the memory."""
+    with moelab.open_model(memory="50%", prefetch="router") as lm:
+        for name in ("budget", "scrubber", "theatre"):
+            yield name, getattr(views, name)(lm)
+    for name in ("model_map", "claims"):
+        yield name, getattr(views, name)()
+
+
+def _list(_app) -> None:
+    lines = [
+        "# Views to play with",
+        "",
+        "Each is one page that can be kept or sent. [](../guide/views.md)",
+    ]
+    if not (Path(__file__).parents[1] / "guide" / "views.md").is_file():
+        lines[-1] = "Each is one page that can be kept or sent."
+    lines += [
+        "",
+        *(f'<a href="../views/{name}.html">{name}</a>\n: {what}\n' for name, what in SHOWN.items()),
+    ]
+    keep("tutorials/views.md", "\n".join(lines))
+
+
+def _pages(app, error: Exception | None) -> None:
+    if error is None and app.builder.name == "html":
+        folder = Path(app.outdir) / "views"
+        folder.mkdir(exist_ok=True)
+        for name, view in made():
+            (folder / f"{name}.html").write_text(view.html(), encoding="utf-8")
+
+
+def setup(app) -> None:
+    app.connect("builder-inited", _list)
+    app.connect("build-finished", _pages)
