@@ -84,37 +84,59 @@ def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
 
 def test_the_table_pairs_prompts():
     def answer(hits):
-        wanted = np.ones((5, 1, 2), bool)
-        return study.Answer(np.zeros(2), None, wanted[0], wanted, hits, 10, 0)
+        return study.Answer(
+            np.zeros(2), None, np.ones((1, 2), bool), np.ones((5, 1, 2), bool), hits, 10, 0
+        )
 
-    one, two = (dict(zip(study.WAYS, map(answer, row))) for row in ((6, 4, 2), (8, 6, 8)))
+    one, two = (
+        {way: answer(hits) for way, hits in zip(study.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8))
+    )
     rows = study.table({"code": [one], "prose": [two]})
-    first, second, third = study.WAYS
-    alone = (0.2, np.nan, np.nan)  # one prompt
-    assert rows["code"][second]["lead"] == pytest.approx(alone, nan_ok=True)
-    assert rows["all"][first]["utilisation"][0] == pytest.approx(0.7)
-    ends = (0.2, 0.2 - 2.5412, 0.2 + 2.5412)
-    assert rows["all"][third]["lead"] == pytest.approx(ends, rel=1e-4)
+    assert rows["code"][study.WAYS[1]]["lead"] == pytest.approx(
+        (0.2, np.nan, np.nan), nan_ok=True
+    )  # one prompt
+    assert rows["all"][study.WAYS[0]]["utilisation"][0] == pytest.approx(0.7)
+    assert rows["all"][study.WAYS[2]]["lead"] == pytest.approx(
+        (0.2, 0.2 - 2.5412, 0.2 + 2.5412), rel=1e-4
+    )
     same = {source: np.eye(2) * [[row], [0]] for source, row in (("code", 5), ("prose", 3))}
     chosen = study.ways(same, "code", 1)
     assert set(chosen) == set(study.WAYS)
-    assert chosen[first](np.array([[0, 1], [1, 0]])).tolist() == [[False, True], [True, False]]
+    assert chosen[study.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [
+        [False, True],
+        [True, False],
+    ]
 
 
 def test_the_hit_curve_is_a_naive_loops(small):
     rng, spec = np.random.default_rng(0), small.spec
-    shape = spec.L, spec.E
-    made = [(rng.integers(0, 9, shape), rng.random((3, *shape)) < 0.2) for _ in range(2)]
-    curve = study.hit_curve([study.Answer(None, n, None, of, 0, 1, 0) for n, of in made], spec)
+    answers = [
+        study.Answer(
+            None,
+            rng.integers(0, 9, (spec.L, spec.E)),
+            None,
+            rng.random((3, spec.L, spec.E)) < 0.2,
+            0,
+            1,
+            0,
+        )
+        for _ in range(2)
+    ]
+    curve = study.hit_curve(answers, spec)
     for x, percent in curve["dataset-free"]:
         shares = []
-        for counts, wanted in made:
-            hits = 0
-            for l in range(spec.L):
-                best = sorted(range(spec.E), key=lambda e: (-counts[l, e], e))[:x]
-                hits += sum(wanted[:, l, e].sum() for e in best)
-            shares.append(hits / wanted.sum())
+        for answer in answers:
+            hits = sum(
+                sum(
+                    answer.wanted[:, l, e].sum()
+                    for e in sorted(range(spec.E), key=lambda e: (-answer.counts[l, e], e))[:x]
+                )
+                for l in range(spec.L)
+            )
+            shares.append(hits / answer.wanted.sum())
         assert percent == pytest.approx(100 * np.mean(shares))
     assert all(free <= ceiling for (_, free), (_, ceiling) in zip(*list(curve.values())[:2]))
-    chance = dict(curve["chance"])
-    assert chance[spec.K] == pytest.approx(100 * spec.K / spec.E) and chance[spec.E] == 100
+    assert (
+        dict(curve["chance"])[spec.K] == pytest.approx(100 * spec.K / spec.E)
+        and dict(curve["chance"])[spec.E] == 100
+    )
