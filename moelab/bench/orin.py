@@ -22,16 +22,13 @@ from moelab.bench.cache_planning import Curve, tpot
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request, Residency
 from moelab.cards import load_card, load_device, load_model
-from moelab.records import Rows
 from moelab.simulation.costs import RHO, Machine, delays_of
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.specs import ExpertKey, State
-from moelab.zipmoe.affinity import naive_order, order, schedule
-from moelab.zipmoe.optimal_schedule import bounds, optimum
+from moelab.zipmoe.affinity import naive_order, order
 from moelab.zipmoe.planning import CachePlan, plan
 from moelab.zipmoe.selection import sample, selection_probabilities
-from moelab.zipmoe.tasks import execute, makespan
-from moelab.zipmoe.tasks import whole as task_of
+from moelab.zipmoe.tasks import execute
 
 BOARD = "jetson-agx-orin-32gb"
 MODEL = "Qwen3-30B-A3B"
@@ -93,26 +90,6 @@ class Board:
         """Seconds of one layer's step in Algorithm 1's order."""
         asked = layer_step(states)
         return execute(asked, order(asked, self.delays, self.workers), self.delays, self.workers)[1]
-
-    def exact(self, states: str = "MSCE") -> Rows:
-        """Lower bounds (Lemma B.3), exact optimum and Algorithm 1 by the number of threads, ms.
-
-        As in the paper recovery is the GPU's, and free."""
-        delays = replace(self.delays, recover=0.0)
-        tasks = [task_of(request, delays) for request in layer_step(states)]
-        rows = []
-        for n in (1, 2, self.workers):
-            (reading, decoding, computing, longest), best = bounds(tasks, n), optimum(tasks, n)
-            found = {
-                "reading": reading,
-                "decoding": decoding,
-                "computing": computing,
-                "longest": longest,
-                "optimum": best,
-                "Algorithm 1": makespan(schedule(tasks, n), n),
-            }
-            rows.append({"threads": n} | {name: 1e3 * seconds for name, seconds in found.items()})
-        return rows
 
     def gains(self, instances: int, seed: int) -> tuple[dict[int, np.ndarray], float]:
         """(naive order ÷ Algorithm 1 on random steps of eight experts, by threads; seconds of
