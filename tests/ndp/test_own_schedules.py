@@ -1,5 +1,4 @@
-"""Schedules of one's own: the README's, state and time, batches, what is in GPU memory, other links
-and machines."""
+"""Schedules of one's own: the README's, state and time, what is in GPU memory, links."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ import pytest
 
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
-from moelab.ndp.event_simulation import event_seconds
 from moelab.ndp.plans import make_plan
-from moelab.ndp.routing import batched, simulated_routing
-from moelab.ndp.simulation import NDPRun, simulate, timeline
+from moelab.ndp.routing import simulated_routing
+from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.systems import SYSTEMS, OnDemand, System
+from notebooks.studies.ndp_events import event_seconds, timeline
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -101,39 +100,6 @@ def test_a_system_sees_time_and_keeps_state_of_its_own_run():
         [simulate(machine, OnDemand(), routing)] * 2,
     ):
         assert a.end_to_end == pytest.approx(b.end_to_end)  # twice alike, and as without situations
-
-
-@pytest.mark.parametrize(
-    "name", ["MoE-OnDemand", "MoNDE", "NDP+LB", "NDP+TP+LB+PRE", "NDP+TP+LB+PRE, improved"]
-)
-def test_a_batch_is_decoded_in_lockstep(name):
-    spec, machine, B, D = toy.spec(L=2, E=12, K=3), toy.machine(3), 4, 5
-    alone = [simulated_routing(spec, seed, prompt=6, answer=D, zipf=0.7) for seed in range(B)]
-    together = batched(alone)
-    together.decode[2, 1, 0] = spec.E
-    run, seconds = NDPRun(machine, SYSTEMS[name], together), 0.0
-    for n in range(D):
-        for layer in range(2):
-            tokens = Counter(
-                e
-                for b in range(B)
-                for e in together.decode[n * B + b, layer].tolist()
-                if e < spec.E
-            )
-            step = run.decode_step(layer, together.token(n + 1)[:, layer])
-            assert dict(zip(step.experts.tolist(), step.tokens.tolist())) == tokens
-            assert step.S == B and step.decode and (np.diff(step.tokens) <= 0).all()
-            seconds += layer_seconds(run.plan(step), run.costs)
-    found = simulate(machine, SYSTEMS[name], together)
-    assert found.moe_decode == pytest.approx(seconds)
-    ones = [simulate(machine, SYSTEMS[name], one) for one in alone]
-    assert found.dense_decode < sum(one.dense_decode for one in ones)
-    assert found.dense_prefill <= sum(one.dense_prefill for one in ones) * (1 + 1e-9)
-    assert batched(alone[:1]).decode.shape == alone[0].decode.shape
-    one = simulate(machine, SYSTEMS[name], batched(alone[:1]))
-    assert one.end_to_end == pytest.approx(ones[0].end_to_end)
-    with pytest.raises(ValueError, match="equal length"):
-        batched([alone[0], simulated_routing(spec, 0, prompt=7, answer=D)])
 
 
 class Chooses(System):
