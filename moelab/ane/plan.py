@@ -390,7 +390,7 @@ class _Placement:
         return tuple(
             self._planned(group, sum(expected[e] for e in group.experts), members is hot)
             for members in (hot, cold)
-            for group in form_groups(tiers, counts, self.size, self.fit, members)
+            for group in form_groups(tiers, counts, min(self.size, self.fit), members)
         )
 
     def _planned(self, group: Group, rows: float, hot: bool) -> PlannedGroup:

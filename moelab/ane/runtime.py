@@ -27,12 +27,9 @@ from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.static.static import (
     NEED_SALIENCY,
-    ORDERS,
     Saliency,
     StaticExecutor,
     experts_of,
-    select,
-    within_capacity,
 )
 
 
@@ -55,7 +52,7 @@ class PlannedExperts(StaticExecutor):
         saliency: Saliency | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(overflow, order, saliency, None, seed)
+        super().__init__(overflow, order, saliency, seed)
         self.plan = plan
         self.backend = backend
         self.by_layer = [Account() for _ in plan.layers]
@@ -88,12 +85,7 @@ class PlannedExperts(StaticExecutor):
                 "the model inside `with prefill_through(…)`, which cuts prompts into chunks"
             )
         group_of, slice_of, room = self._places[layer]
-        kept = routed
-        if self.overflow == "prune":
-            importance = ORDERS[self.order](
-                routed, weights, self._saliency(layer, len(x)), self._rng
-            )
-            kept = select(routed, within_capacity(routed, room, importance))
+        kept = self.admitted(routed, room, weights, layer, slice(None))
         count, expert = Account(chunks=1, routed=len(routed)), experts_of(kept)  # expert [n]
         rank, of_group = (
             torch.arange(len(kept)) - kept.offsets[expert],

@@ -2,13 +2,14 @@
 without EPLB.
 
 One layer of 64 experts, 8 of them chosen uniformly at random, on 2 and 4 gloo processes; rows a
-token as counted, and as `moelab.static.volumes` expects them. "As predicted" says whether a loop
+token as counted, and as `expected_rows` has them. "As predicted" says whether a loop
 over tokens counts as many (`rows_by_loop`). Times are medians over rounds, of the slowest rank; with fewer cores than ranks they show what
 exchange costs and not what parallelism gains."""
 
 from __future__ import annotations
 
 import random
+from math import comb
 from statistics import median
 from typing import Any
 
@@ -17,12 +18,12 @@ import torch
 from moelab.arguments import whole
 from moelab.bench.experts import Layers
 from moelab.bench.measure import seconds, torch_threads
+from moelab.experts.sharding import share
 from moelab.models import eager
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
 from moelab.parallel.sharding import ShardedExperts, owners
 from moelab.records import Numbers, Records
-from moelab.static import volumes
 from moelab.static.eplb import balance, consecutive, device_loads, imbalance
 
 E = 64
@@ -48,7 +49,7 @@ def run(
             by_loop = rows_by_loop(variant, to.tolist(), W, tp)
             sent = [rank[variant]["sent"] for rank in made]
             rows[variant] = {
-                "expected rows a token": volumes.expected(variant, E, K, W, tp),
+                "expected rows a token": expected_rows(variant, E, K, W, tp),
                 "dispatched": sum(s["dispatch"].rows for s in sent) / tokens,
                 "combined": sum(s["combine"].rows for s in sent) / tokens,
                 "MB sent": sum(t.bytes for s in sent for t in s.values()) / 1e6,
@@ -65,6 +66,25 @@ def run(
         sections["one layer (measured)"] = times
     sections["EPLB, 64 experts on 8 ranks, max/mean (exact)"] = eplb(seed)
     return sections
+
+
+def expected_rows(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
+    """Rows a token, one way, under uniform routing: to the experts (dispatch), and as many back
+    (combine). The guide ("Communication Optimization for Expert Parallelism with All-to-All-v") has
+    no formulas. An all-gather sends W − 1, all-to-all-v K·(1 − 1/W), which is more if K > W;
+    deduplicated, a token goes once to each other rank that holds any of its experts."""
+
+    def deduplicated(W: int) -> float:
+        return (1 - 1 / W) * sum(1 - comb(E - held, K) / comb(E, K) for held in share(E, W))
+
+    return {
+        "ep": W - 1.0,
+        "tp": W - 1.0,
+        "ep-a2a": K * (1 - 1 / W),
+        "ep-dedup": deduplicated(W),
+        # gathered in the row of tp ranks, each of which sends its copy to its peers
+        "tp-ep": tp - 1.0 + tp * deduplicated(W // tp),
+    }[variant]
 
 
 def rows_by_loop(variant: str, to: list[list[int]], W: int, tp: int) -> int:

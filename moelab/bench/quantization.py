@@ -58,10 +58,10 @@ def run(
     results: Records = {
         "bytes of an expert (exact)": {
             name: {
-                "bytes": (size := source.nbytes(0, 0)),
+                "bytes": (size := source.bytes[0, 0]),
                 "of the model's own": size / own,
                 "bits a weight": 8 * size / live.spec.expert_params,
-                "all experts, bytes": sum(source.nbytes(*key) for key in source.kept),
+                "all experts, bytes": sum(source.bytes.values()),
             }
             for name, source in sources.items()
         }
@@ -143,9 +143,7 @@ def _compare_formats(
     count = sum(w.numel() for w in own)
     sources = {name: Quantized(layers, name) for name in registry.names("format")}
     size = {name: sum(compress_tensor(w.contiguous(), name).nbytes for w in own) for name in CODECS}
-    size |= {
-        name: sum(source.nbytes(*key) for key in source.kept) for name, source in sources.items()
-    }
+    size |= {name: sum(source.bytes.values()) for name, source in sources.items()}
     found = accuracy.compare(
         model,
         {"raw": nullcontext}
