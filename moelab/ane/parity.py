@@ -19,7 +19,6 @@ import torch
 
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
-from moelab.ane.coreml.evaluator import Alarm
 from moelab.ane.plan import Account
 from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
@@ -42,7 +41,6 @@ class Parity:
     worst: np.ndarray  # float64 [n], the same after any token
     same: np.ndarray  # bool [n], whether the most likely next token is the same
     counts: Account
-    alarms: tuple[Alarm, ...] = ()
     limit: float = LOGITS  # of `last` in a good conversion
     least: float = SAME  # share of `same` in a good conversion
 
@@ -62,7 +60,6 @@ class Parity:
             "median of these": float(np.median(self.last)),
             "largest difference, any token": float(self.worst.max()),
             "expert graphs run": self.counts.launches,
-            "alarms": len(self.alarms),
             "passed": self.ok,
         }
 
@@ -90,7 +87,7 @@ def parity(
     )
     limit = LOGITS
     least = SAME
-    if backend.mode == "fp16" or backend.runner is not None:
+    if not backend.exact:
         limit = (
             float("inf") if rounding is None else max(LOGITS, ROUNDING * float(rounding.last.max()))
         )
@@ -110,6 +107,4 @@ def parity(
             difference = (found - expected).abs().amax(-1)  # [S]
             same = bool(found[-1].argmax() == expected[-1].argmax())
             rows.append((float(difference[-1]), float(difference.max()), same))
-    return Parity(
-        backend.name, *map(np.array, zip(*rows)), counts, tuple(backend.alarms), limit, least
-    )
+    return Parity(backend.name, *map(np.array, zip(*rows)), counts, limit, least)

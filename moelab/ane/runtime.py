@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moelab.ane.backends import Backend, TorchBackend
-from moelab.ane.plan import Account, ANEPlan
+from moelab.ane.plan import Account, ANEPlan, PlannedGroup
 from moelab.checkpoint.opening import spec_of
 from moelab.experts.executor import Dispatch, dispatch
 from moelab.models import discover, plugged
@@ -102,12 +102,10 @@ class PlannedExperts(StaticExecutor):
             for n in range(int(launch.max()) + 1 if len(mine) else 0):
                 now = mine[launch == n]
                 rows = row[launch == n]
-                C = self.backend.capacity(layer, number, int(rows.max()) + 1)
-                slot = slice_of[expert[now]] * C + rows  # row of [G·C]
-                self._launch(
-                    out, x, weights, number, C, slot, kept.tokens[now], kept.choices[now], experts
-                )
-                count += Account(launches=1, executed=len(now), slots=C * len(group.experts))
+                slot = slice_of[expert[now]] * group.capacity + rows  # row of [G·C]
+                chosen = kept.tokens[now], kept.choices[now]
+                self._launch(out, x, weights, number, group, slot, *chosen, experts)
+                count += Account(launches=1, executed=len(now), slots=group.slots)
         self.by_layer[layer] += count
         self.count(count.routed, count.executed, count.slots)
         return out
@@ -117,22 +115,22 @@ class PlannedExperts(StaticExecutor):
         out: Tensor,
         x: Tensor,
         weights: Tensor,
-        group: int,
-        C: int,
+        number: int,
+        group: PlannedGroup,
         slot: Tensor,
         tokens: Tensor,
         choices: Tensor,
         experts: Any,
     ) -> None:
         """Gather, run, weighted scatter of the valid rows (§4.2, steps 2–6)."""
-        G = len(self.plan.layers[experts.layer].groups[group].experts)
-        buffer = x.new_zeros(G * C, x.shape[1])
-        scale = weights.new_zeros(G * C)
+        shape = len(group.experts), group.capacity
+        buffer = x.new_zeros(group.slots, x.shape[1])
+        scale = weights.new_zeros(group.slots)
         buffer[slot], scale[slot] = x[tokens], weights[tokens, choices]
         y = self.backend.experts(
-            experts.layer, group, buffer.view(G, C, -1), scale.view(G, C), experts
+            experts.layer, number, buffer.view(*shape, -1), scale.view(shape), experts
         )
-        out.index_add_(0, tokens, y.reshape(G * C, -1)[slot].to(out.dtype))
+        out.index_add_(0, tokens, y.flatten(0, 1)[slot].to(out.dtype))
 
     @staticmethod
     def _on_cpu(

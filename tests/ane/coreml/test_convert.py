@@ -65,7 +65,7 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
     }
     for group in layers[1]["groups"][:2]:
         assert (
-            group["difference"] == 0.0
+            group["difference"] < 1e-12
             and group["weight_bytes"] >= 2 * 3 * len(group["experts"]) * 32 * 24
         )
     assert converted.plan == make_plan(converted.plan.spec)
@@ -88,11 +88,8 @@ def test_group_graphs_compute_the_models_experts(converted, model):
             )
         y = graph(slots)
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
-        assert graph.run.alarms == []
     with pytest.raises(ValueError, match="CPU"):
         converted.group(1, 2)
-    with pytest.raises(ValueError, match="capacity"):
-        converted.group(1, 0, capacity=48)
 
 
 def test_attention_graphs_compute_the_models_attention(converted, model):
@@ -112,7 +109,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
         hook.remove()
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
-        graph = converted.attention(layer, mode="double")
+        graph = converted.attention(layer)
         y = in_chunks(graph.run, graph.shape, x, cos, sin)
         torch.testing.assert_close(
             y.float(), expected, atol=2e-3, rtol=2e-3
@@ -122,8 +119,8 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
 def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, model, tmp_path):
     with pytest.raises(FileExistsError):
         convert_model(checkpoint, converted.folder)
-    with pytest.raises(ValueError, match="layout"):
-        ConversionSettings(layout="nhwc")
+    with pytest.raises(ValueError, match="weights"):
+        ConversionSettings(weights="int4")
     with pytest.raises(ValueError, match="32"):
         ConversionSettings(context=100)
     other = tiny.save("mixtral", tmp_path / "other")
@@ -163,12 +160,14 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
 
     def killed_at(n):
         def count(save):
-            def call(path, *args):
+            def call(path, *args, **options):
                 made.append(path.name)
                 if len(made) > n:
-                    save(path, *args)  # the package is there, the journal does not know it
+                    save(
+                        path, *args, **options
+                    )  # the package is there, the journal does not know it
                     raise KeyboardInterrupt
-                return save(path, *args)
+                return save(path, *args, **options)
 
             return call
 
@@ -203,19 +202,19 @@ def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatc
     destination, plan, told = tmp_path / "ane", make_plan(model.spec), []
     save = convert_module.save_ffn
 
-    def interrupted_by_another(*args):
+    def interrupted_by_another(*args, **options):
         with pytest.raises(
             FileExistsError, match="another process is writing .*ane.part"
         ) as raised:
             convert_model(checkpoint, destination, plan, SETTINGS)
         told.append(str(raised.value))
-        return save(*args)
+        return save(*args, **options)
 
     monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
     result = convert_model(checkpoint, destination, plan, SETTINGS)
     assert len(told) == 2
     verify(result.folder)
-    monkeypatch.setattr(convert_module, "save_ffn", lambda *args: 1 / 0)
+    monkeypatch.setattr(convert_module, "save_ffn", lambda *_, **__: 1 / 0)
     for _ in range(2):  # one that fails does not keep the folder for itself
         with pytest.raises(ZeroDivisionError):
             convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
@@ -283,16 +282,15 @@ def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
     ):
         manifest["layers"][1]["groups"][0]["file"] = name
         (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
-        with pytest.raises(ValueError, match="names packages otherwise"):
-            ConvertedModel(folder)
+        with pytest.raises((FileNotFoundError, ValueError), match="lacks|damaged"):
+            verify(folder)
 
 
-def test_every_tier(checkpoint, model, tmp_path):
-    settings = ConversionSettings(context=64, every_tier=True, layout="paper", weights="int8")
+def test_compressed_weights_are_near(checkpoint, model, tmp_path):
+    settings = ConversionSettings(context=64, weights="int8")
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
-    small, large = result.group(1, 1, capacity=16), result.group(1, 1, capacity=32)
-    slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(small(slots[:16]), large(slots)[:16])
+    found = [e["difference"] for e in result.packages if e["difference"] is not None]
+    assert len(found) == 2 and all(1e-4 < difference < 0.1 for difference in found)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +342,7 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     assert (
         result.plan.layers[0].attention == "cpu" and list(result.plan.problems) == result.problems
     )
-    assert [entry["difference"] for entry in result.packages] == [0.0]
+    assert [entry["difference"] < 1e-3 for entry in result.packages] == [True]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)
 
