@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -37,9 +37,6 @@ FORMAT = "moelab.ane.plan/2"
 MAX_GRAPH_BYTES = 1200 * 2**20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
-#: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran
-#: some 700)
-MAX_GRAPHS = 1024
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class ANEPlan:
     system: Literal[*SYSTEMS]
     layers: tuple[LayerPlan, ...]
     popularity: str = "calibrated"
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
     model_id: str = ""
 
     def require(self, model_id: str, spec: MoESpec) -> None:
@@ -222,7 +219,6 @@ def make_plan(
     cold_share: float = 0.1,
     min_rows: float = 32,
     bytes_per_weight: float = 2.0,
-    max_graphs: int = MAX_GRAPHS,
     popularity: str = "calibrated",
     model_id: str = "",
 ) -> ANEPlan:
@@ -237,8 +233,6 @@ def make_plan(
         go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
         thresholds are ours).
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
-    max_graphs : that stay loaded, unless Core ML places graphs; the least used groups beyond go to
-        the CPU.
     popularity, model_id : as in `ANEPlan`.
     """
     require("system", system, SYSTEMS)
@@ -293,12 +287,8 @@ def make_plan(
                 groups.append(PlannedGroup(group.experts, group.capacity, unit, bytes_, expected))
         return LayerPlan(of, tuple(groups), attention)
 
-    layers = list(map(planned, tiers, counts))
-    if how.managed:
-        most = max_graphs - spec.num_layers * (attention == "ane")
-        layers, left = _within(layers, max(most, 0), max_graphs)
-        problems += left
-    return ANEPlan(spec, chunk, system, tuple(layers), popularity, tuple(problems), model_id)
+    layers = tuple(map(planned, tiers, counts))
+    return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
 
 
 def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
@@ -309,36 +299,6 @@ def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
     cumulative = np.cumsum(counts[order])
     within = int((cumulative <= cold_share * cumulative[-1] * (1 + 1e-12)).sum())
     return frozenset(order[: min(within, len(order) - 1)].tolist())
-
-
-def _within(layers: list[LayerPlan], most: int, limit: int) -> tuple[list[LayerPlan], list[str]]:
-    """(layers with at most `most` groups on the ANE, those with the most expected tokens; what does
-    not fit)."""
-    wanted = sorted(
-        (
-            (group.expected, l, g)
-            for l, layer in enumerate(layers)
-            for g, group in enumerate(layer.groups)
-            if group.unit == "ane"
-        ),
-        key=lambda one: -one[0],
-    )
-    if not (away := {(l, g) for _, l, g in wanted[most:]}):
-        return layers, []
-    moved = [
-        replace(
-            layer,
-            groups=tuple(
-                replace(group, unit="cpu") if (l, g) in away else group
-                for g, group in enumerate(layer.groups)
-            ),
-        )
-        for l, layer in enumerate(layers)
-    ]
-    return moved, [
-        f"{len(away)} groups of experts stay on the CPU: all of them and attention would be more "
-        f"than {limit:,} graphs"
-    ]
 
 
 def _why_not_on_ane(
@@ -367,14 +327,13 @@ def attention_params(spec: MoESpec) -> int:
 
 @dataclass
 class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks`
-    and `on_cpu` at 0."""
+    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` at
+    0."""
 
     chunks: Any = 0
     launches: Any = 0  # expert graphs run on the ANE
     routed: Any = 0  # choices of an expert by a token
     executed: Any = 0  # those computed; the others are dropped
-    on_cpu: Any = 0  # those of the executed that run unpadded on the CPU
     slots: Any = 0  # rows computed, padding included
 
     @property

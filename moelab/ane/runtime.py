@@ -94,7 +94,7 @@ class PlannedExperts(StaticExecutor):
         for number, group in enumerate(self.plan.layers[layer].groups):
             if group.unit == "cpu":
                 ran = self._on_cpu(out, x, weights, kept, group.experts, experts)
-                count += Account(executed=ran, on_cpu=ran, slots=ran)
+                count += Account(executed=ran, slots=ran)
                 continue
             mine = torch.nonzero(of_group == number)[:, 0]
             launch = rank[mine] // group.capacity
@@ -237,12 +237,14 @@ def _forward_in_chunks(
 
     given = input_ids if input_ids is not None else inputs_embeds
     batch, S = given.shape[:2]
-    if batch > 1:
+    if batch > 1 or isinstance(past_key_values, StaticCache):
         raise ValueError(
-            f"a batch of {batch} prompts, which would compete for the same static capacities: run "
-            f"them one by one (batch_size=1)"
+            "a batch of prompts, which would compete for the same static capacities, or a static "
+            "cache, where prefill in chunks fills one that grows: run prompts one by one "
+            "(batch_size=1), without cache_implementation='static'"
         )
-    _require_unmasked(attention_mask)
+    if attention_mask is not None and not (attention_mask.dim() == 2 and attention_mask.all()):
+        raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
     wanted = use_cache
     cache = past_key_values
     parts = []
@@ -250,11 +252,6 @@ def _forward_in_chunks(
     if cache is None and chunk < S:
         cache = DynamicCache(config=config)
         use_cache = True
-    if isinstance(cache, StaticCache):
-        raise ValueError(
-            f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
-            f"cache_implementation='static'"
-        )
     past = 0 if cache is None else cache.get_seq_length()
     for start in range(0, S, chunk):
         at = slice(start, start + chunk)
@@ -270,28 +267,12 @@ def _forward_in_chunks(
         )
         parts.append(out.last_hidden_state)
     if chunk < S:
-        _require_last_only(out)
+        for name in ("hidden_states", "attentions", "router_logits"):
+            if out.get(name) is not None:
+                raise ValueError(
+                    f"{name} of a prompt in chunks: not collected, run it without output_{name}"
+                )
         out.last_hidden_state = torch.cat(parts, dim=1)
         if wanted is False:
             out.past_key_values = None
     return out
-
-
-def _require_unmasked(attention_mask: Tensor | None) -> None:
-    if attention_mask is not None and (
-        attention_mask.dim() != 2 or not bool((attention_mask != 0).all())
-    ):
-        raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
-
-
-def _require_last_only(out: Any) -> None:
-    """ValueError where a forward pass was asked for more than its last hidden states."""
-    if partial := [
-        name
-        for name in ("hidden_states", "attentions", "router_logits")
-        if out.get(name) is not None
-    ]:
-        raise ValueError(
-            f"{', '.join(partial)} of a prompt in chunks: not collected, run it without "
-            f"output_{partial[0]}"
-        )

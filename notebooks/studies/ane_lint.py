@@ -44,6 +44,15 @@ def lint_examples(
     def flexible(x):
         return ffn(mb, x, two[0])
 
+    @mb.program(
+        input_specs=[mb.TensorSpec(shape=(64, spec.H, 1, 1), dtype=types.fp16)],
+        opset_version=ct.target.iOS18,
+    )
+    def rows_first(x):
+        parts = mb.split(x=x, num_splits=2, axis=0)
+        outs = [ffn(mb, part, of, name=f"e{g}") for g, (part, of) in enumerate(zip(parts, two))]
+        return mb.concat(values=outs, axis=0, name="y")
+
     capacities = ct.TensorType(
         name="x",
         shape=ct.EnumeratedShapes([(1, spec.H, 1, C) for C in (16, 32, 64)]),
@@ -57,7 +66,7 @@ def lint_examples(
         return lint(save(made[-1], *what, **options))
 
     return saved(save_ffn, two, 32), {
-        "the paper's layout": saved(save_ffn, two, 32, layout="paper"),
+        "the paper's layout": saved(save_program, rows_first),
         "one expert, capacities 16, 32 or 64": saved(save_program, flexible, inputs=[capacities]),
         "int8 weights": saved(save_ffn, two, 32, weights="int8"),
         "capacity 40": saved(save_ffn, two, 40),

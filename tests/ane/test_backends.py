@@ -125,7 +125,7 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
     assert (
         found.ok and found.same.all() and found.last.max() < 1e-4 and found.backend == "evaluator"
     )
-    assert found.counts.drop_rate == 0 and (found.worst >= found.last).all()
+    assert found.counts.drop_rate == 0
     summary = found.summary()
     assert summary["prompts"] == 2 and summary["passed"] is True
     half = parity(folder, model, prompts, mode="fp16")

@@ -207,30 +207,6 @@ def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
     assert (why_no_graph("attention", spec.model_type) == "") == attention
 
 
-def test_more_graphs_than_stay_loaded_go_to_the_cpu():
-    """Those that the fewest tokens come to."""
-    spec = cards.load_model("DeepSeek-V3")
-    counts, tokens = assumed_counts(spec)
-    free = make_plan(spec, counts, tokens, max_graphs=10**6)
-    for limit in (1024, 100, 20):
-        plan = make_plan(spec, counts, tokens, max_graphs=limit)
-        assert plan.launches == limit < free.launches
-        assert any("groups of experts stay on the CPU" in problem for problem in plan.problems)
-        stay, go = (
-            [
-                group.expected
-                for layer, before in zip(plan.layers, free.layers)
-                for group, was in zip(layer.groups, before.groups)
-                if was.unit == "ane" and group.unit == unit
-            ]
-            for unit in ("ane", "cpu")
-        )
-        assert min(stay) >= max(go) and len(stay) + len(go) == free.launches
-        assert [[g.experts for g in layer.groups] for layer in plan.layers] == [
-            [g.experts for g in layer.groups] for layer in free.layers
-        ]
-
-
 @pytest.mark.stress
 def test_a_damaged_plan_is_refused_in_words(tmp_path):
     """One value of a saved plan changed, of any kind: the same plan again, one that can be, or a

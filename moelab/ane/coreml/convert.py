@@ -143,14 +143,10 @@ def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPla
             f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend "
             "runs its plan"
         )
-    if plan.chunk % 16:
+    if plan.chunk % 16 or settings.context < plan.chunk:
         raise ValueError(
-            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of "
-            "16: plan anew"
-        )
-    if settings.context < plan.chunk:
-        raise ValueError(
-            f"context is {settings.context}, less than a chunk of {plan.chunk}; give a longer one"
+            f"chunks of {plan.chunk} tokens and a context of {settings.context}: a chunk must be a "
+            "multiple of 16, and the context no shorter than it"
         )
     if not any(layer.attention == "ane" for layer in plan.layers):
         return plan

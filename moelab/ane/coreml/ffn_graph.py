@@ -2,12 +2,9 @@
 
 Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions)
 and §A.4. The graph splits its input into G slices, runs each through its own expert and joins them.
-Two layouts of the same G·C slots:
-
-    "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
-    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
-
-Routing weights are applied on the CPU (§4.2 step 6)."""
+Slots lie in Apple's form, (1, H, 1, G·C): channels, then a long last axis. The paper's, (G·C, H, 1,
+1), has a singleton last axis that is padded to 64 bytes, 32 times at fp16. Routing weights are
+applied on the CPU (§4.2 step 6)."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from torch import Tensor
 from moelab.ane.coreml.package import coremltools, quiet
 from moelab.registry import require
 
-LAYOUTS = ("bc1s", "paper")
 #: weight formats → bits a weight
 WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 #: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
@@ -118,44 +114,38 @@ def activation_of(experts: Any) -> str:
     )
 
 
-def pack(slots: Tensor, layout: str = "bc1s") -> Tensor:
-    """The G·C slots [G·C, H] in a graph's layout."""
-    require("layout", layout, LAYOUTS)
-    return slots.T[None, :, None].contiguous() if layout == "bc1s" else slots[:, :, None, None]
+def pack(slots: Tensor) -> Tensor:
+    """The G·C slots [G·C, H] as a graph takes them, (1, H, 1, G·C)."""
+    return slots.T[None, :, None].contiguous()
 
 
-def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
+def unpack(y: Tensor) -> Tensor:
     """The inverse of `pack`: [G·C, H]."""
-    require("layout", layout, LAYOUTS)
-    return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
+    return y[0, :, 0].T.contiguous()
 
 
-def ffn_program(
-    experts: Sequence[Expert], capacity: int, activation: str = "silu", layout: str = "bc1s"
-) -> Any:
-    """The MIL program of a group: input x and output y, fp16, in `layout`."""
+def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "silu") -> Any:
+    """The MIL program of a group: input x and output y, fp16, (1, H, 1, G·C)."""
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    require("layout", layout, LAYOUTS)
     require("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
         raise ValueError("a group needs at least one expert, and all of them of one shape")
     G = len(experts)
-    H = experts[0].up.shape[1]
-    axis = 3 if layout == "bc1s" else 0
-    shape = (1, H, 1, G * capacity) if layout == "bc1s" else (G * capacity, H, 1, 1)
-    spec = mb.TensorSpec(shape=shape, dtype=types.fp16)
+    spec = mb.TensorSpec(shape=(1, experts[0].up.shape[1], 1, G * capacity), dtype=types.fp16)
 
     @mb.program(input_specs=[spec], opset_version=ct.target.iOS18)
     def program(x):
-        slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
+        if G == 1:
+            return ffn(mb, x, experts[0], activation)
+        slices = mb.split(x=x, num_splits=G, axis=3)
         outs = [
-            ffn(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
+            ffn(mb, part, expert, activation, f"e{g}")
             for g, (part, expert) in enumerate(zip(slices, experts))
         ]
-        return mb.concat(values=outs, axis=axis, name="y") if G > 1 else outs[0]
+        return mb.concat(values=outs, axis=3, name="y")
 
     return program
 
@@ -196,14 +186,13 @@ def save_ffn(
     experts: Sequence[Expert],
     capacity: int,
     activation: str = "silu",
-    layout: str = "bc1s",
     weights: str = "fp16",
 ) -> Path:
     """Write the package of a group of experts; returns its path.
 
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a
     matrix, slow to find."""
-    return save_program(path, ffn_program(experts, capacity, activation, layout), weights)
+    return save_program(path, ffn_program(experts, capacity, activation), weights)
 
 
 @contextmanager
