@@ -53,6 +53,7 @@ COUNTS = {
 }
 WEIGHTS = (None, "NAME", "fp16", "of the experts: fp16, int8, palette4, palette6 or palette8")
 CHECKPOINT = (Path, "FOLDER", None, "if it is not where it was converted")
+CONVERTED = (Path, "a converted model")
 MODEL = "a checkpoint folder, a store or a hub id; 'small' is the shipped model"
 COMPARED = {
     "prompts": (whole(1), "N", 20, "prefills to compare"),
@@ -63,105 +64,26 @@ COMPARED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for run, add_options, purpose in (
-        (
-            plan,
-            _plan_options,
-            "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config",
-        ),
-        (convert, _convert_options, "turn a model into Core ML packages, layer by layer"),
-        (lint, _lint_options, "predict what the Neural Engine does not run of saved packages"),
-        (parity, _parity_options, "compare whole prefills through the packages with the model"),
-        (
-            doctor,
-            _doctor_options,
-            "on a Mac: check that each operation is on the Neural Engine, and computes well",
-        ),
-        (bench, _bench_options, "on a Mac: latency and energy of prefills"),
-    ):
+    for run, purpose, positional, planning, options, flags in COMMANDS:
         command = commands.add_parser(
             run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
         command.set_defaults(run=run)
-        add_options(command)
-
-
-def _options(one: Any, given_only: bool = False, /, **options: tuple) -> None:
-    """Options by name as (type, metavar, default, help); `given_only` leaves those that are not
-    given out of the namespace."""
-    for name, (kind, metavar, default, purpose) in options.items():
-        one.add_argument(
-            f"--{name.replace('_', '-')}",
-            type=kind,
-            metavar=metavar,
-            default=SUPPRESS if given_only else default,
-            help=purpose if default is None else f"{purpose} ({default})",
-        )
-
-
-def _plan_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("model", help=f"a model card (moelab.names('model') lists them), or {MODEL}")
-    _options(one, True, **PLANNING, **COUNTS)
-    _options(
-        one,
-        weights=WEIGHTS,
-        layers=(several(whole()), "N,N", None, "MoE layers to print, such as 0,1,47; else all"),
-        prompt=(whole(1), "N", None, "also what a prompt of N tokens costs, as modelled"),
-        device=(None, "NAME", "m2-ultra", "whose memory must hold the weights; or m2-max"),
-        save=(output, "FILE", None, "write the plan as JSON"),
-    )
-
-
-def _convert_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("model", help=MODEL)
-    one.add_argument(
-        "destination", type=Path, help="the new folder; until it is complete, DESTINATION.part"
-    )
-    _options(one, True, **PLANNING, **COUNTS)
-    _options(
-        one,
-        weights=WEIGHTS,
-        plan=(Path, "FILE", None, "a saved plan, instead of the options of planning"),
-        context=(whole(1), "P", 2048, "positions of the KV cache"),
-        units=(
-            None,
-            "UNITS",
-            "cpuAndNeuralEngine",
-            "what a Mac is asked for; or cpuOnly, cpuAndGPU, all",
-        ),
-    )
-    one.add_argument(
-        "--no-validation", action="store_true", help="do not evaluate each saved graph"
-    )
-
-
-def _lint_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
-        "packages", nargs="+", type=Path, help="packages, or folders of converted models"
-    )
-    one.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _parity_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("folder", type=Path, help="a converted model")
-    _options(one, **COMPARED, mode=(None, "MODE", "double", "of the evaluator, or fp16"))
-
-
-def _doctor_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument("folder", type=Path, help="a converted model")
-    _options(one, **COMPARED, timeout=(number(above=0), "S", 300.0, "for one package"))
-
-
-def _bench_options(one: argparse.ArgumentParser) -> None:
-    one.add_argument(
-        "folders", nargs="+", type=Path, help="converted models, e.g. one a chunk size"
-    )
-    _options(
-        one,
-        prompts=(several(whole(1)), "N,N", [1024], "their lengths in tokens, such as 256,1024"),
-        repeats=(whole(1), "N", 5, "of each"),
-        checkpoint=CHECKPOINT,
-    )
+        for name, (kind, told) in positional.items():
+            command.add_argument(
+                name, type=kind, nargs="+" if name.endswith("s") else None, help=told
+            )
+        for name, (kind, metavar, default, told) in (planning | options).items():
+            command.add_argument(
+                f"--{name.replace('_', '-')}",
+                type=kind,
+                metavar=metavar,
+                # what plans are made by is absent from the namespace unless it is given
+                default=SUPPRESS if name in planning else default,
+                help=told if default is None else f"{told} ({default})",
+            )
+        for name, told in flags.items():
+            command.add_argument(f"--{name}", action="store_true", help=told)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -176,13 +98,6 @@ def plan(args: argparse.Namespace) -> int:
     spec, model_id = _spec(name, "calibration" in args)
     made = _plan(spec, model_id, args)
     device.require(made)
-    if args.prompt is not None and args.model not in cards.MODELS:
-        # only what a conversion would put on the ANE
-        from moelab.ane.coreml.convert import ConversionSettings, possible
-        from moelab.checkpoint.checkpoint import Checkpoint
-
-        settings = ConversionSettings(-(-max(args.prompt, made.chunk) // 32) * 32)
-        made = possible(made, Checkpoint.at(name).config, settings)
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(
             f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}"
@@ -387,3 +302,79 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")
     return int(not found.ok), found
+
+
+#: function, purpose, positional arguments, options of planning, other options, flags
+COMMANDS = (
+    (
+        plan,
+        "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config",
+        {"model": (None, f"a model card (moelab.names('model') lists them), or {MODEL}")},
+        PLANNING | COUNTS,
+        {
+            "weights": WEIGHTS,
+            "layers": (several(whole()), "N,N", None, "MoE layers to print, as 0,1,47; else all"),
+            "prompt": (whole(1), "N", None, "also what a prompt of N tokens costs, as modelled"),
+            "device": (None, "NAME", "m2-ultra", "whose memory must hold the weights; or m2-max"),
+            "save": (output, "FILE", None, "write the plan as JSON"),
+        },
+        {},
+    ),
+    (
+        convert,
+        "turn a model into Core ML packages, layer by layer",
+        {
+            "model": (None, MODEL),
+            "destination": (Path, "the new folder; until it is complete, DESTINATION.part"),
+        },
+        PLANNING | COUNTS,
+        {
+            "weights": WEIGHTS,
+            "plan": (Path, "FILE", None, "a saved plan, instead of the options of planning"),
+            "context": (whole(1), "P", 2048, "positions of the KV cache"),
+            "units": (
+                None,
+                "UNITS",
+                "cpuAndNeuralEngine",
+                "what a Mac is asked for; or cpuOnly, cpuAndGPU, all",
+            ),
+        },
+        {"no-validation": "do not evaluate each saved graph"},
+    ),
+    (
+        lint,
+        "predict what the Neural Engine does not run of saved packages",
+        {"packages": (Path, "packages, or folders of converted models")},
+        {},
+        {},
+        {"json": "print JSON"},
+    ),
+    (
+        parity,
+        "compare whole prefills through the packages with the model",
+        {"folder": CONVERTED},
+        {},
+        COMPARED | {"mode": (None, "MODE", "double", "of the evaluator, or fp16")},
+        {},
+    ),
+    (
+        doctor,
+        "on a Mac: check that each operation is on the Neural Engine, and computes well",
+        {"folder": CONVERTED},
+        {},
+        COMPARED | {"timeout": (number(above=0), "S", 300.0, "for one package")},
+        {},
+    ),
+    (
+        bench,
+        "on a Mac: latency and energy of prefills",
+        {"folders": (Path, "converted models, e.g. one a chunk size")},
+        {},
+        {
+            "prompts": (several(whole(1)), "N,N", [1024], "their lengths in tokens, as 256,1024"),
+            "repeats": (whole(1), "N", 5, "of each"),
+            "checkpoint": CHECKPOINT,
+        },
+        {},
+    ),
+)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit, why_no_graph
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, ANESystem, Unit, why_no_graph
 from moelab.files import absolute, write_text
 from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
@@ -253,26 +253,8 @@ def make_plan(
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
     fit = max(int(max_graph_bytes // expert_bytes), 1)
-    problems, least, attention = [], min_rows if how.placement else 0.0, how.attention
-    channels = max(spec.H, spec.heads * spec.head_dim)
-    if how.experts == "cpu":
-        least = np.inf
-    elif reason := _why_not_on_ane(
-        spec, "experts", expert_bytes, max_graph_bytes, max(spec.H, spec.I)
-    ):
-        least = np.inf
-        problems.append(f"all experts stay on the CPU: {reason}")
-    elif fit < size:
-        problems.append(
-            f"groups of {fit} instead of {size} experts: one graph holds "
-            f"{max_graph_bytes / 1e6:,.0f} MB, an expert has {expert_bytes / 1e6:,.1f} MB"
-        )
-    weights = 2 * attention_params(spec)
-    if attention == "ane" and (
-        reason := _why_not_on_ane(spec, "attention", weights, max_graph_bytes, channels)
-    ):
-        attention = "cpu"
-        problems.append(f"attention stays on the CPU: {reason}")
+    experts, attention, problems = _units(spec, how, size, expert_bytes, max_graph_bytes)
+    least = np.inf if experts == "cpu" else min_rows if how.placement else 0.0
 
     def planned(of: Tiers, row: np.ndarray) -> LayerPlan:
         """A layer: groups of hot experts first, those of cold ones (always on the CPU) last."""
@@ -289,6 +271,30 @@ def make_plan(
 
     layers = tuple(map(planned, tiers, counts))
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
+
+
+def _units(
+    spec: MoESpec, how: ANESystem, size: int, expert_bytes: int, limit: float
+) -> tuple[Unit, Unit, list[str]]:
+    """(where experts may run, where attention runs, what does not fit and why)."""
+    experts, attention, problems = how.experts, how.attention, []
+    fit, widest = int(limit // expert_bytes), max(spec.H, spec.heads * spec.head_dim)
+    wide = max(spec.H, spec.I)
+    if experts == "ane" and (reason := _why_not_on_ane(spec, "experts", expert_bytes, limit, wide)):
+        experts = "cpu"
+        problems.append(f"all experts stay on the CPU: {reason}")
+    elif experts == "ane" and fit < size:
+        problems.append(
+            f"groups of {fit} instead of {size} experts: one graph holds {limit / 1e6:,.0f} MB, an "
+            f"expert has {expert_bytes / 1e6:,.1f} MB"
+        )
+    weights = 2 * attention_params(spec)
+    if attention == "ane" and (
+        reason := _why_not_on_ane(spec, "attention", weights, limit, widest)
+    ):
+        attention = "cpu"
+        problems.append(f"attention stays on the CPU: {reason}")
+    return experts, attention, problems
 
 
 def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:

@@ -69,14 +69,6 @@ def test_dense_part_and_experts_make_the_published_total(name):
     )
 
 
-def test_a_prompt_is_bound_by_arithmetic():
-    costs, S = toy.costs(), 2000
-    head = 1000 * 512
-    attention = 2 * 4 * 64 * S * S  # QKᵀ and PV, causal: half of 4·S²·heads·head_dim, 2 layers
-    flops = 2 * S * (costs.dense_params - head) + 2 * head + 2 * attention
-    assert costs.dense_prefill(S) == pytest.approx(flops / 1e13)
-
-
 def test_what_does_not_fit_is_not_supported():
     costs = toy.costs(L=4, E=64)  # 64 × 4 × 3.1 MB = 805 MB on two units of 1 GB
     costs.check(100, "units")

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.plans import make_plan, problem
@@ -22,7 +21,6 @@ from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import metrics
 from moelab.trace import RoutingTrace
 from notebooks.studies.ndp_events import event_seconds, timeline
-from notebooks.studies.ndp_sweep import MODELS, modules_needed
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -61,30 +59,6 @@ def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
     assert result.moe_decode == pytest.approx(tokens.sum())
     assert result.end_to_end == pytest.approx(result.prefill + result.decode + result.intermediate)
     assert result.intermediate == result.prefetched * 2 * Costs(spec, machine).transfer()
-
-
-def test_steps_are_ordered_as_experts_would_leave():
-    """A prompt's hottest first, equal ones by popularity elsewhere; a token's by popularity; none
-    left out."""
-    routing = toy.routing(
-        [[[0, 1]], [[1, 2]], [[4, 1]]], [[[2, 5]], [[8, 3]]], history=[[1, 2, 9, 4, 5, 6, 7, 8]]
-    )
-    run = NDPRun(toy.machine(3), SYSTEMS["NDP+TP+PRE"], routing)  # prefetches 1 and, of the rest, 0
-    prefill = run.prefill_step(0, routing.counts()[0])
-    assert (prefill.experts.tolist(), prefill.tokens.tolist(), prefill.S) == (
-        [1, 2, 4, 0],
-        [3, 1, 1, 1],
-        3,
-    )
-    assert prefill.home.tolist() == [1, 2, 1, 0] and not prefill.resident.any()
-    first, second = (run.decode_step(0, ids[0]) for ids in routing.decode)
-    assert (first.experts.tolist(), second.experts.tolist()) == ([2, 5], [3]) and first.S == 1
-    hit = run.decode_step(0, np.array([1, 7]))
-    assert hit.experts.tolist() == [7, 1] and hit.resident.tolist() == [False, True]
-    assert run.decode_step(0, np.array([1, 7]), np.array([False, True])).resident.tolist() == [
-        True,
-        False,
-    ]
 
 
 @pytest.mark.parametrize("name", PAPER)
@@ -165,22 +139,6 @@ def test_what_is_prefetched_pays():
         toy.costs().gpu(1)
     )  # seconds saved; loading is twice unit(1)/2
     assert found.index(2) + 1 == pytest.approx(toy.costs().transfer() / a_hit, abs=1.5)
-
-
-@pytest.mark.parametrize("prompt, answer", [(8, 4), (8, 12)])
-def test_improved_is_as_fast_as_literal_end_to_end(prompt, answer):
-    """Loading included, with short prompts that predict little and short answers that repay
-    nothing."""
-    a = Assumptions()
-    for model in MODELS:
-        routing = a.routing(model, 0, prompt, answer)
-        for N in (modules_needed(model), 6):
-            for name in ("NDP+TP+PRE", "NDP+TP+LB+PRE")[N == 6 :]:
-                literal, improved = (
-                    simulate(a.hardware(N), a.system(name + version), routing)
-                    for version in ("", ", improved")
-                )
-                assert improved.end_to_end <= literal.end_to_end * (1 + 1e-9), (model, N, name)
 
 
 def make_trace(sequences=3, S=6, D=4):

@@ -139,21 +139,6 @@ def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
 
 
 @pytest.mark.parametrize(
-    "T, K, E, factor, C",
-    [
-        (1000, 2, 8, 1.0, 250),
-        (1000, 2, 8, 1.25, 313),
-        (1000, 2, 8, 4.0, 1000),
-        (1000, 2, 8, 3.999, 1000),
-        (1, 1, 256, 0.01, 1),
-        (7, 2, 4, 1.0, 4),
-    ],
-)
-def test_capacities_by_factor(T, K, E, factor, C):
-    assert capacity_of(T, K, E, factor) == C
-
-
-@pytest.mark.parametrize(
     "make, message",
     [
         (lambda: Tiered([[1]], "spill"), "'prune' or 'pad'"),

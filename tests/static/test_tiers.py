@@ -37,27 +37,6 @@ def test_every_expert_gets_the_smallest_level_that_holds_its_expected_load(
     assert max(tiers.levels) <= -(-chunk // 16) * 16
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    counts_strategy,
-    st.sampled_from([64, 256, 1024]),
-    st.integers(2, 4),
-    st.sampled_from(["topk", "paper"]),
-    st.sampled_from([0.5, 1.0, 1.7]),
-)
-def test_levels_lie_in_a_geometric_sequence_up_to_the_imbalance(counts, chunk, levels, rule, slack):
-    """§4.1: from slack · B/E, times K as our rule has it, to r times that; rounded up to 16, none
-    above the chunk."""
-    tokens, E = max(counts), len(counts)
-    (tiers,) = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
-    r, K = max(counts) * E / sum(counts), sum(counts) / tokens
-    low = slack * chunk / E * (K if rule == "topk" else 1)
-    wanted = {
-        min(-(-(low * r ** (j / (levels - 1)) - 1e-6) // 16) * 16, chunk) for j in range(levels)
-    }
-    assert list(tiers.levels) == sorted((max(level, 16) for level in wanted), reverse=True)
-
-
 def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
     """§4.1: B = 256, E = 8, r = 2 gives 2 · 256/8 = 64 tokens; with top-2 the busiest expert really
     gets 128."""

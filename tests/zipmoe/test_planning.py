@@ -164,8 +164,3 @@ def test_errors_say_what_to_do(changes, words):
     }
     with pytest.raises(ValueError, match=words):
         plan(**{**arguments, **changes})
-
-
-def test_experts_without_sm_chunks_can_be_planned_without_those_pools():
-    assert plan(F, 36, (12, 0, 8), K, Seconds(), 2, "C").pools == Pools(C=4)
-    assert plan(F, 36, (12, 0, 8), K, Seconds(), 2, "FC").pools.capacity in (3, 4)

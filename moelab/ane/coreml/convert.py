@@ -257,16 +257,9 @@ class Work:
         wanted = json.dumps(about, sort_keys=True)
         written = folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.building, self.journal = (
-            folder,
-            folder / "building",
-            Journal(folder / "journal.jsonl"),
-        )
+        self.folder, self.building = folder, folder / "building"
+        self.journal = Journal(folder / "journal.jsonl")
         try:
-            if not self.journal.path.exists():
-                raise FileExistsError(
-                    f"another process has just finished the conversion into {folder}"
-                )
             if written.exists() and written.read_text(encoding="utf-8") != wanted:
                 raise FileExistsError(
                     f"{folder} holds an unfinished conversion of another model, plan or settings; "

@@ -102,10 +102,7 @@ class ConvertedModel:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
         it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        if place.identity != self.manifest["fingerprint"]:
-            raise ValueError(
-                f"{place.folder} is not the checkpoint that {self.folder} was converted from"
-            )
+        self._require_identity(place.identity, place.folder)
         return place.folder
 
     def require(self, model: Any) -> None:
@@ -114,14 +111,16 @@ class ConvertedModel:
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
             raise ValueError(
-                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this "
-                "model was not opened from a checkpoint folder, so nothing tells whether it "
-                "is the same; open it with moelab.open_model"
+                f"this model was not opened from a checkpoint folder, so nothing tells whether "
+                f"{self.folder} was converted from it; open it with moelab.open_model"
             )
-        if (mine := opened_from(model)) != self.manifest["fingerprint"]:
+        self._require_identity(opened_from(model), opened)
+
+    def _require_identity(self, found: str, where: str | Path) -> None:
+        if found != (wanted := self.manifest["fingerprint"]):
             raise ValueError(
-                f"{opened} is not the checkpoint that {self.folder} was converted from "
-                f"(identity {mine}, not {self.manifest['fingerprint']})"
+                f"{where} is not the checkpoint that {self.folder} was converted from (identity "
+                f"{found}, not {wanted})"
             )
 
     def group(self, layer: int, index: int, runner: Runner = Evaluator) -> GroupGraph:

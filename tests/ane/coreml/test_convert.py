@@ -3,11 +3,9 @@ leaves."""
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -17,14 +15,13 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
-from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.ffn_graph import expert_of
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.models import plug
 from moelab.static.tiers import Tiers
 from tests.ane.coreml.test_graphs import in_chunks
-from tests.depth import depth
 from tests.models import tiny
 
 SETTINGS = ConversionSettings(context=64)
@@ -197,29 +194,6 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
 
 
-def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatch):
-    """The second is refused with words, and the first is none the worse for it."""
-    destination, plan, told = tmp_path / "ane", make_plan(model.spec), []
-    save = convert_module.save_ffn
-
-    def interrupted_by_another(*args, **options):
-        with pytest.raises(
-            FileExistsError, match="another process is writing .*ane.part"
-        ) as raised:
-            convert_model(checkpoint, destination, plan, SETTINGS)
-        told.append(str(raised.value))
-        return save(*args, **options)
-
-    monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
-    result = convert_model(checkpoint, destination, plan, SETTINGS)
-    assert len(told) == 2
-    verify(result.folder)
-    monkeypatch.setattr(convert_module, "save_ffn", lambda *_, **__: 1 / 0)
-    for _ in range(2):  # one that fails does not keep the folder for itself
-        with pytest.raises(ZeroDivisionError):
-            convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
-
-
 KILLED = """
 import os, signal, sys, tempfile
 from moelab.ane.coreml.convert import convert_model
@@ -243,33 +217,6 @@ def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(checkpoi
     convert_model(checkpoint, tmp_path / "ane")
     assert {path.name for path in tmp_path.iterdir()} == {"temporary", "ane"}
     assert {path.name for path in (tmp_path / "ane").iterdir()} == {"layers", "manifest.json"}
-
-
-@pytest.mark.stress
-def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
-    """Bytes of the manifest changed, deleted or repeated: a ValueError that names the file, or
-    nothing that counts."""
-    folder, rng = tmp_path / "copy", random.Random(0)
-    folder.mkdir()
-    (folder / "layers").symlink_to(converted.folder / "layers")
-    text = (converted.folder / "manifest.json").read_bytes()
-    deep = b'{"format": ' + b"[" * 100_000
-    for n in range(depth(20, 500)):
-        at, kind = rng.randrange(len(text)), rng.randrange(3)
-        changed = (
-            (
-                text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :],
-                text[:at] + text[at + rng.randrange(1, 40) :],
-                text[:at] + text[at - rng.randrange(1, min(40, at + 1) + 1) :],
-            )[kind]
-            if n
-            else deep
-        )
-        (folder / "manifest.json").write_bytes(changed)
-        try:
-            assert ConvertedModel(folder).manifest == converted.manifest
-        except ValueError as error:
-            assert "manifest.json" in str(error)
 
 
 def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
@@ -345,27 +292,3 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     assert [entry["difference"] < 1e-3 for entry in result.packages] == [True]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]",
-        "{}",
-        '"x"',
-        "null",
-        "[" * 100_000,
-        '{"file": 7}',
-        '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}',
-    ],
-)
-def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
-    with closing(Work(tmp_path / "a.part", {})) as work:
-        with open(work.journal.path, "a") as journal:
-            journal.write(line + "\n")
-    (tmp_path / "model").mkdir()
-    with (
-        pytest.warns(UserWarning, match="1 records in"),
-        closing(Work(tmp_path / "a.part", {})) as work,
-    ):
-        assert work.done == {}

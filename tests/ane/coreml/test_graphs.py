@@ -14,7 +14,6 @@ pytest.importorskip("coremltools")
 from coremltools.converters.mil import Builder as mb
 from coremltools.converters.mil.mil import types
 
-import moelab
 from moelab.ane.coreml import attention_graph
 from moelab.ane.coreml.attention_graph import (
     attention_inputs,
@@ -37,7 +36,6 @@ from moelab.ane.coreml.ffn_graph import (
     unpack,
 )
 from moelab.ane.coreml.package import coremltools, read_package
-from moelab.evaluation.questions import prompts
 from moelab.models import compat
 from tests.experts import toy
 from tests.models import tiny
@@ -284,38 +282,6 @@ def test_attention_over_four_chunks(name, changes, tmp_path):
     assert relative_rms(in_chunks(fp16, shape, x, cos, sin), expected) < 1e-3
 
 
-def saved_and_expected(name, folder, seed, chunk=16, T=60, scale=1.0, **changes):
-    """(package, shape, (x, cos, sin), expected [T, H]) of a random model's attention of T random
-    tokens."""
-    config, attention, model = attention_case(name, seed, **changes)
-    shape, weights = attention_shape(config, chunk, 64), dict(attention.named_parameters())
-    x = (scale * torch.randn(T, shape.hidden)).half().double()
-    with torch.no_grad():
-        cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
-        expected = plain_attention(weights, x, cos, sin, shape)
-    return (
-        read_package(save_attention(folder / "a.mlpackage", shape, weights)),
-        shape,
-        (x, cos, sin),
-        expected,
-    )
-
-
-@pytest.mark.parametrize(
-    "name, seed, chunk, changes",
-    [
-        ("qwen3_moe", 1, 16, {"head_dim": 64, "hidden_size": 128}),
-        ("qwen3_moe", 2, 32, {"head_dim": 24}),
-        ("olmoe", 3, 8, {"hidden_size": 128}),
-        ("qwen2_moe", 4, 16, {"num_key_value_heads": 1}),
-        ("mixtral", 5, 32, {"hidden_size": 256, "num_attention_heads": 8}),
-    ],
-)
-def test_attention_in_fp16_is_near_whatever_the_weights(name, seed, chunk, changes, tmp_path):
-    package, shape, tokens, expected = saved_and_expected(name, tmp_path, seed, chunk, **changes)
-    assert relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected) < 8e-4
-
-
 def test_shares_of_large_scores(tmp_path):
     """q and k are fp16 numbers, so rounding the scores, at their own size or near 0, is all that
     differs."""
@@ -335,37 +301,6 @@ def test_shares_of_large_scores(tmp_path):
     assert scores.abs().max() > 50
     assert relative_rms(evaluate({"q": q, "k": k})["shares"], expected) < 5e-4
     assert relative_rms(scores.half().double().softmax(-1), expected) > 2e-3
-
-
-def test_attention_of_the_shipped_model_in_fp16(tmp_path):
-    """Each layer, with the hidden states of a text, over four chunks."""
-    model, seen = moelab.open_model(None, dtype=torch.float32), {}
-    for number, layer in enumerate(model.model.layers):
-        layer.self_attn.register_forward_pre_hook(
-            lambda module, args, given, number=number: seen.update({number: given}),
-            with_kwargs=True,
-        )
-    with torch.no_grad():
-        model(
-            torch.tensor([model.tokenizer(prompts("needle", 1, tokens=250)[0].text)["input_ids"]])
-        )
-    for number, inputs in seen.items():
-        attention = model.model.layers[number].self_attn
-        shape = attention_shape(model.config, 64, 256)
-        package = read_package(
-            save_attention(
-                tmp_path / f"{number}.mlpackage", shape, dict(attention.named_parameters())
-            )
-        )
-        tokens = (
-            inputs["hidden_states"][0].half().double(),
-            *(t[0].double() for t in inputs["position_embeddings"]),
-        )
-        expected = in_chunks(Evaluator(package), shape, *tokens)
-        assert (
-            relative_rms(in_chunks(Evaluator(package, mode="fp16"), shape, *tokens), expected)
-            < 1.5e-3
-        )
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 9)), st.data())

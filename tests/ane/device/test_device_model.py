@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.ane.device import published
 from moelab.ane.device.device_model import DeviceModel
 from moelab.ane.device.published import TABLE_4, TABLE_5
 from moelab.ane.device.rates import Rates, fit, leave_one_out, rms
@@ -130,37 +129,6 @@ def test_padding_is_what_rows_without_a_token_take(seed, system, overlap):
     if not overlap or system == "base":
         assert cost.padding.ms == pytest.approx(2 * empty * slope)
     assert cost.padding.cpu_ms < cost.padding.ms and cost.padding.mj > 0
-
-
-@pytest.mark.parametrize("system", ["npumoe", "naive", "base", "cpu"])
-def test_shared_experts_and_dense_layers_cost_the_cpu_too(system):
-    """Where a conversion leaves them, whatever the system; shared experts while the ANE runs
-    graphs."""
-    small = dict(E=8, K=2, H=1024, I=512, heads=8, kv_heads=8, head_dim=128)
-    plain = MoESpec("plain", "mixtral", 2, (0, 1), **small)
-    shared = MoESpec("shared", "mixtral", 2, (0, 1), shared_I=512, **small)
-    dense = MoESpec("dense", "mixtral", 3, (1, 2), dense_I=2048, **small)
-    for overlap in (False, True):
-        device, costs = DeviceModel.of(overlap=overlap), {}
-        for spec in (plain, shared, dense):
-            costs[spec.name] = device.prefill(
-                make_plan(spec, np.full((2, 8), 64), 256, system=system), 256
-            )
-        one = (
-            3 * 512 * 1024 / published.REFERENCE_PARAMS * (device.cpu.expert + 256 * device.cpu.row)
-        )
-        more = costs["shared"].experts.ms - costs["plain"].experts.ms
-        assert (
-            costs["shared"].experts.ane_ms
-            == costs["plain"].experts.ane_ms
-            == costs["dense"].experts.ane_ms
-        )
-        assert 0 <= more <= 2 * one + 1e-9 and (
-            more == pytest.approx(2 * one) or overlap and system != "cpu"
-        )
-        assert costs["shared"].total.cpu_ms > costs["plain"].total.cpu_ms
-        assert costs["dense"].attention.ms == pytest.approx(1.5 * costs["plain"].attention.ms)
-        assert costs["dense"].experts.ms - costs["plain"].experts.ms == pytest.approx(4 * one)
 
 
 @settings(max_examples=60, deadline=None)
