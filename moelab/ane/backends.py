@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
+from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, Runner
 from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
 from moelab.experts.executor import names, plain
 from moelab.experts.located import banks
@@ -102,7 +103,7 @@ class ConvertedBackend(Backend):
         self.runner = runner or partial(Evaluator, mode=mode)
         self._decoder_layer = {entry["moe"]: entry["layer"] for entry in converted.layers}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._groups: dict[tuple[int, int], GroupGraph] = {}
+        self._groups: dict[tuple[int, int], Any] = {}
         self._attention: dict[int, AttentionGraph] = {}
 
     def experts(
@@ -113,7 +114,8 @@ class ConvertedBackend(Backend):
         at = self._decoder_layer[layer], group
         if at not in self._groups:
             self._groups[at] = self.converted.group(*at, self.runner)
-        return self._groups[at](buffer.flatten(0, 1)).view(buffer.shape) * scale[..., None]
+        y = unpack(self._groups[at]({"x": pack(buffer.flatten(0, 1))})["y"])
+        return y.view(buffer.shape) * scale[..., None]
 
     def attention(self, model: Any) -> AbstractContextManager:
         """Within the block, attention runs by the saved packages where there are any. ValueError:

@@ -1,7 +1,7 @@
 """A converted model: the manifest of the folder that `convert` writes, and its graphs as functions
 of hidden states.
 
-Both kinds of graph hide layouts and names of inputs, so a Mac needs only another `Evaluator`.
+A Mac needs only another `Evaluator`.
 Everything is checked: the manifest by its seal when it is read, a package by its checksum before it
 is first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come
 from by its identity."""
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.files import absolute
@@ -123,35 +122,20 @@ class ConvertedModel:
                 f"{found}, not {wanted})"
             )
 
-    def group(self, layer: int, index: int, runner: Runner = Evaluator) -> GroupGraph:
-        """A group's graph of decoder layer `layer`, as `runner` runs it. ValueError: it has none."""
-        entry = self._on_ane(self.layers[layer]["groups"][index], f"group {index}", layer)
-        return GroupGraph(tuple(entry["experts"]), entry["capacity"], runner(self.package(entry)))
+    def group(self, layer: int, index: int, runner: Runner = Evaluator) -> Any:
+        """What runs a group's graph of decoder layer `layer`. ValueError: it has none."""
+        return runner(self._on_ane(self.layers[layer]["groups"][index], f"group {index}", layer))
 
     def attention(self, layer: int, runner: Runner = Evaluator) -> AttentionGraph:
         """The attention graph of decoder layer `layer`. ValueError: it has none."""
-        entry = self._on_ane(self.layers[layer]["attention"], "the attention", layer)
-        shape = AttentionShape(**self.layers[layer]["attention_shape"])
-        return AttentionGraph(shape, runner(self.package(entry)))
+        of = self.layers[layer]
+        path = self._on_ane(of["attention"], "the attention", layer)
+        return AttentionGraph(AttentionShape(**of["attention_shape"]), runner(path))
 
-    @staticmethod
-    def _on_ane(entry: Record, what: str, layer: int) -> Record:
+    def _on_ane(self, entry: Record, what: str, layer: int) -> Path:
         if "file" not in entry:
             raise ValueError(f"{what} of layer {layer} runs on the CPU, from the checkpoint")
-        return entry
-
-
-@dataclass(eq=False)
-class GroupGraph:
-    """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g +
-    1)·C."""
-
-    experts: tuple[int, ...]
-    capacity: int
-    run: Any
-
-    def __call__(self, slots: Tensor) -> Tensor:
-        return unpack(self.run({"x": pack(slots)})["y"])
+        return self.package(entry)
 
 
 @dataclass(eq=False)

@@ -17,7 +17,7 @@ import moelab
 from moelab.ane.coreml import convert as convert_module
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
-from moelab.ane.coreml.ffn_graph import expert_of
+from moelab.ane.coreml.ffn_graph import expert_of, pack, unpack
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.models import plug
 from moelab.static.tiers import Tiers
@@ -71,19 +71,14 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
 
 def test_group_graphs_compute_the_models_experts(converted, model):
     experts = plug(model)[0].seam
-    for index in (0, 1):
-        graph = converted.group(1, index)
-        slots = torch.randn(
-            len(graph.experts) * graph.capacity, 32, generator=torch.Generator().manual_seed(0)
-        )
+    for index, entry in enumerate(converted.layers[1]["groups"][:2]):
+        members, C = entry["experts"], entry["capacity"]
+        slots = torch.randn(len(members) * C, 32, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             expected = torch.cat(
-                [
-                    experts.ffn(rows, experts.weights(e))
-                    for e, rows in zip(graph.experts, slots.split(graph.capacity))
-                ]
+                [experts.ffn(rows, experts.weights(e)) for e, rows in zip(members, slots.split(C))]
             )
-        y = graph(slots)
+        y = unpack(converted.group(1, index)({"x": pack(slots)})["y"])
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
     with pytest.raises(ValueError, match="CPU"):
         converted.group(1, 2)
@@ -190,8 +185,8 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     assert not part.exists() and [e["file"] for e in result.packages] == [
         e["file"] for e in converted.packages
     ]
-    slots = torch.randn(96, 32)
-    assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
+    inputs = {"x": pack(torch.randn(96, 32))}
+    assert torch.equal(result.group(1, 0)(inputs)["y"], converted.group(1, 0)(inputs)["y"])
 
 
 KILLED = """
