@@ -10,7 +10,8 @@ on the same KV cache. Batch size 1: prompts of a batch would compete for the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -29,7 +30,6 @@ from moelab.static.static import (
     NEED_SALIENCY,
     Saliency,
     StaticExecutor,
-    experts_of,
 )
 
 
@@ -56,7 +56,7 @@ class PlannedExperts(StaticExecutor):
         self.plan = plan
         self.backend = backend
         self.by_layer = [Account() for _ in plan.layers]
-        self._places = [_places(layer.groups, plan) for layer in plan.layers]
+        self._room = [_room(layer.groups, plan) for layer in plan.layers]
 
     @property
     def total(self) -> Account:
@@ -65,7 +65,7 @@ class PlannedExperts(StaticExecutor):
 
     def capacities(self, layer: int, T: int, K: int, E: int) -> Tensor:
         """Capacities of a layer's experts, [E], whatever the chunk's tokens are."""
-        return self._places[layer][2]
+        return self._room[layer]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """A chunk's tokens [T, H] through the plan's graphs, and through the CPU what the plan
@@ -84,25 +84,14 @@ class PlannedExperts(StaticExecutor):
                 f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run "
                 "the model inside `with prefill_through(…)`, which cuts prompts into chunks"
             )
-        group_of, slice_of, room = self._places[layer]
-        kept = self.admitted(routed, room, weights, layer, slice(None))
-        count, expert = Account(chunks=1, routed=len(routed)), experts_of(kept)  # expert [n]
-        rank, of_group = (
-            torch.arange(len(kept)) - kept.offsets[expert],
-            group_of[expert],
-        )  # rank within its expert
+        kept = self.admitted(routed, self._room[layer], weights, layer, slice(None))
+        count = Account(chunks=1, routed=len(routed))
         for number, group in enumerate(self.plan.layers[layer].groups):
             if group.unit == "cpu":
                 ran = self._on_cpu(out, x, weights, kept, group.experts, experts)
                 count += Account(executed=ran, slots=ran)
                 continue
-            mine = torch.nonzero(of_group == number)[:, 0]
-            launch = rank[mine] // group.capacity
-            row = rank[mine] % group.capacity
-            for n in range(int(launch.max()) + 1 if len(mine) else 0):
-                now = mine[launch == n]
-                rows = row[launch == n]
-                slot = slice_of[expert[now]] * group.capacity + rows  # row of [G·C]
+            for now, slot in _launches(group, kept.offsets.tolist()):
                 chosen = kept.tokens[now], kept.choices[now]
                 self._launch(out, x, weights, number, group, slot, *chosen, experts)
                 count += Account(launches=1, executed=len(now), slots=group.slots)
@@ -117,7 +106,7 @@ class PlannedExperts(StaticExecutor):
         weights: Tensor,
         number: int,
         group: PlannedGroup,
-        slot: Tensor,
+        slot: list[int],
         tokens: Tensor,
         choices: Tensor,
         experts: Any,
@@ -136,31 +125,40 @@ class PlannedExperts(StaticExecutor):
     def _on_cpu(
         out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any
     ) -> int:
-        ran = 0
-        offsets = chosen.offsets.tolist()
+        ran, offsets = 0, chosen.offsets.tolist()
         for e in members:
             at = slice(offsets[e], offsets[e + 1])
-            if at.start == at.stop:
-                continue
             tokens = chosen.tokens[at]
-            w = weights[chosen.tokens[at], chosen.choices[at]]
-            out.index_add_(
-                0, tokens, experts.weighted(x[tokens], w, experts.weights(e)).to(out.dtype)
-            )
-            ran += len(tokens)
+            if len(tokens):
+                w = weights[tokens, chosen.choices[at]]
+                y = experts.weighted(x[tokens], w, experts.weights(e))
+                out.index_add_(0, tokens, y.to(out.dtype))
+                ran += len(tokens)
         return ran
 
 
-def _places(groups: Any, plan: ANEPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each expert of a layer: its group, its slice within the group, and how many tokens it
-    takes at most; [E]."""
-    group_of, slice_of, room = (torch.full((plan.spec.E,), n) for n in (-1, 0, plan.chunk))
-    for number, group in enumerate(groups):
-        members = torch.tensor(group.experts)
-        group_of[members], slice_of[members] = number, torch.arange(len(members))
+def _launches(group: PlannedGroup, offsets: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """(choices of a dispatch, their rows of the buffer [G·C]) of each launch of a group."""
+    C = group.capacity
+    for n in itertools.count():
+        now, slot = [], []
+        for g, e in enumerate(group.experts):
+            first = offsets[e] + n * C
+            more = range(first, min(first + C, offsets[e + 1]))
+            now += more
+            slot += range(g * C, g * C + len(more))
+        if not now:
+            return
+        yield now, slot
+
+
+def _room(groups: Sequence[PlannedGroup], plan: ANEPlan) -> Tensor:
+    """How many tokens each expert of a layer takes at most, [E]."""
+    room = torch.full((plan.spec.E,), plan.chunk)
+    for group in groups:
         if group.unit == "ane":
-            room[members] = group.capacity
-    return group_of, slice_of, room
+            room[list(group.experts)] = group.capacity
+    return room
 
 
 @contextmanager
