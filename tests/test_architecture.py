@@ -126,7 +126,6 @@ ONLY_IN = {
     "kaleido": {"viz"},
     "ipywidgets": {"viz"},
     "anywidget": {"viz"},
-    "simpy": {"ndp"},
     "pyarrow": {"lab"},
     "distributed": {"lab"},
 }

@@ -22,8 +22,6 @@ from safetensors.torch import save_file
 from moelab import claims
 from moelab.__main__ import main
 from moelab.advice.verify import sensible
-from moelab.ane.device.published import TABLE_5
-from moelab.ane.device.timing import load_samples, save_samples
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
@@ -125,16 +123,6 @@ def as_plan(path, model):
     assert plan.describe() and plan.weight_bytes >= 0
 
 
-def samples_file(path, model):
-    save_samples(path, TABLE_5[:3], "a Mac")
-
-
-def as_samples(path, model):
-    samples, device = load_samples(path)
-    finite(s.ms for s in samples)
-    assert all(s.ms > 0 and s.G > 0 for s in samples) and isinstance(device, str)
-
-
 def metrics_file(path, model):
     (path.parent / "figures").mkdir(exist_ok=True)
     figure = {"caption": "c", "alt": "a", "figure": {"data": [], "layout": {}}}
@@ -210,7 +198,6 @@ TENSORS = {
 }
 OBJECTS = {
     "plan.json": (plan_file, as_plan),
-    "samples.json": (samples_file, as_samples),
     "metrics.json": (metrics_file, as_metrics),
     "n.ipynb": (notebook_file, as_notebook),
 }

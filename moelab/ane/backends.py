@@ -10,8 +10,7 @@
     launch: buffer [G, C, H], weights [G, C] → [G, C, H] weighted
     attention: x [n, H] of a chunk → [n, H]
 
-C is a group's capacity; where its package has a function for each tier, the smallest that has room
-for a launch's fullest expert. The KV cache stays transformers' own; a graph gets it as its
+C is a group's capacity. The KV cache stays transformers' own; a graph gets it as its
 fixed-shape input."""
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, GroupGraph, Runner
-from moelab.ane.coreml.evaluator import Alarm
+from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, Runner
+from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
 from moelab.experts.executor import names, plain
 from moelab.experts.located import banks
@@ -46,10 +46,6 @@ class Backend(ABC):
     ) -> Tensor:
         """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G,
         C, H]."""
-
-    def capacity(self, layer: int, group: int, fullest: int) -> int:
-        """C of a launch whose fullest expert has that many tokens."""
-        return self.plan.layers[layer].groups[group].capacity
 
     def attention(self, model: Any) -> AbstractContextManager:
         """Within the block, chunks' attention runs here where the plan says "ane"."""
@@ -90,8 +86,8 @@ class TorchBackend(Backend):
 class ConvertedBackend(Backend):
     """The packages of a converted model, each loaded when it is first needed.
 
-    mode : of the evaluator, "double" or "fp16". runner : makes what runs a package instead of it;
-    `name` says what."""
+    mode : of the evaluator, "double" or "fp16". runner : what runs a package instead of it; `name`
+    says what."""
 
     def __init__(
         self,
@@ -100,39 +96,26 @@ class ConvertedBackend(Backend):
         runner: Runner | None = None,
         name: str = "evaluator",
     ) -> None:
-        self.converted = (
-            converted if isinstance(converted, ConvertedModel) else ConvertedModel(converted)
-        )
-        self.name, self.mode, self.runner, self.plan = name, mode, runner, self.converted.plan
-        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in self.converted.layers}
+        if not isinstance(converted, ConvertedModel):
+            converted = ConvertedModel(converted)
+        self.converted, self.name, self.plan = converted, name, converted.plan
+        self.exact = mode == "double" and runner is None
+        self.runner = runner or partial(Evaluator, mode=mode)
+        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in converted.layers}
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._groups: dict[tuple[int, int, int], GroupGraph] = {}
+        self._groups: dict[tuple[int, int], Any] = {}
         self._attention: dict[int, AttentionGraph] = {}
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        """What the evaluator's fp16 mode has met in any graph, the worst of each operation and
-        kind."""
-        return [
-            alarm
-            for graph in (*self._groups.values(), *self._attention.values())
-            for alarm in getattr(graph.run, "alarms", ())
-        ]
 
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
         """As of `TorchBackend`, by the group's saved package, which is opened when it is first
         needed."""
-        at = self._decoder_layer[layer], group, buffer.shape[1]
+        at = self._decoder_layer[layer], group
         if at not in self._groups:
-            self._groups[at] = self.converted.group(*at[:2], self.mode, at[2], self.runner)
-        return self._groups[at](buffer.flatten(0, 1)).view(buffer.shape) * scale[..., None]
-
-    def capacity(self, layer: int, group: int, fullest: int) -> int:
-        """The smallest capacity of a group's package that holds its fullest expert."""
-        entry = self.converted.layers[self._decoder_layer[layer]]["groups"][group]
-        return min(C for C in entry["capacities"] if fullest <= C)
+            self._groups[at] = self.converted.group(*at, self.runner)
+        y = unpack(self._groups[at]({"x": pack(buffer.flatten(0, 1))})["y"])
+        return y.view(buffer.shape) * scale[..., None]
 
     def attention(self, model: Any) -> AbstractContextManager:
         """Within the block, attention runs by the saved packages where there are any. ValueError:
@@ -170,7 +153,7 @@ class ConvertedBackend(Backend):
                     **options,
                 )
             if layer not in self._attention:
-                self._attention[layer] = self.converted.attention(layer, self.mode, self.runner)
+                self._attention[layer] = self.converted.attention(layer, self.runner)
             graph, (cos, sin) = self._attention[layer], position_embeddings
             y, *new = graph(
                 hidden_states[0],

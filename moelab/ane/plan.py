@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,8 +27,8 @@ from moelab.files import absolute, write_text
 from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.specs import MoESpec
-from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups, round_up
-from moelab.table import text_table
+from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
+from moelab.table import head_and_rows, text_table
 
 FORMAT = "moelab.ane.plan/2"
 #: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of
@@ -37,9 +37,6 @@ FORMAT = "moelab.ane.plan/2"
 MAX_GRAPH_BYTES = 1200 * 2**20
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
-#: graphs that a plan keeps loaded, attention's included; our limit, no source has one (NPUMoE ran
-#: some 700)
-MAX_GRAPHS = 1024
 
 
 @dataclass(frozen=True)
@@ -85,7 +82,7 @@ class ANEPlan:
     system: Literal[*SYSTEMS]
     layers: tuple[LayerPlan, ...]
     popularity: str = "calibrated"
-    problems: tuple[str, ...] = field(default=())
+    problems: tuple[str, ...] = ()
     model_id: str = ""
 
     def require(self, model_id: str, spec: MoESpec) -> None:
@@ -118,19 +115,10 @@ class ANEPlan:
         return sum(group.slots for group in self.graphs)
 
     @property
-    def cpu_experts(self) -> int:
-        """Experts left on the CPU, over all layers."""
-        return sum(len(group.experts) for layer in self.layers for group in layer.on("cpu"))
-
-    @property
     def cpu_share(self) -> float:
         """Share of all experts that are placed on the CPU."""
-        return self.cpu_experts / (self.spec.L * self.spec.E)
-
-    @property
-    def ane_bytes(self) -> int:
-        """Weights of the expert graphs that stay resident on the ANE."""
-        return sum(group.weight_bytes for group in self.graphs)
+        placed = sum(len(g.experts) for layer in self.layers for g in layer.on("cpu"))
+        return placed / (self.spec.L * self.spec.E)
 
     @property
     def weight_bytes(self) -> int:
@@ -146,11 +134,6 @@ class ANEPlan:
             spec.num_layers * attention + dense + spec.vocab * spec.H
         )
 
-    @property
-    def largest_graph_bytes(self) -> int:
-        """Bytes of weights in the largest graph on the ANE; 0 without any."""
-        return max((group.weight_bytes for group in self.graphs), default=0)
-
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON has it, with its format."""
         return {"format": FORMAT} | asdict(self)
@@ -159,28 +142,21 @@ class ANEPlan:
     def from_dict(cls, fields: dict[str, Any]) -> ANEPlan:
         """The plan of `to_dict`, also after JSON; ValueError if it is incomplete, damaged or of
         another version."""
-        if not isinstance(fields, dict) or fields.get("format") != FORMAT:
-            found = (
-                repr(fields.get("format"))
-                if isinstance(fields, dict)
-                else f"a {type(fields).__name__}"
-            )
+        found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
+        if found != FORMAT:
             raise ValueError(
-                f"this is not a plan of format {FORMAT}, but {found}; make it again with make_plan"
+                f"this is not a plan of format {FORMAT}, but {found!r}; make it again with make_plan"
             )
         try:
             plan = typed({name: value for name, value in fields.items() if name != "format"}, cls)
-            if len(plan.layers) != plan.spec.L:
-                raise ValueError(f"it has {len(plan.layers)} layers for a model of {plan.spec.L}")
-            for layer in plan.layers:
-                if sorted(e for g in layer.groups for e in g.experts) != list(
-                    range(len(layer.tiers.capacity))
-                ):
-                    raise ValueError("an expert is in no group, or in two, or in no tier")
-                if len(layer.tiers.capacity) != plan.spec.E or not {*layer.tiers.capacity} <= {
-                    *layer.tiers.levels
-                }:
-                    raise ValueError("its tiers are of another model")
+            every = list(range(plan.spec.E))
+            if len(plan.layers) != plan.spec.L or any(
+                sorted(e for group in layer.groups for e in group.experts) != every
+                or len(layer.tiers.capacity) != plan.spec.E
+                or not {*layer.tiers.capacity} <= {*layer.tiers.levels}
+                for layer in plan.layers
+            ):
+                raise ValueError("its layers, groups or tiers are not those of its model")
         except ValueError as error:
             raise ValueError(
                 f"this plan is damaged: {error}; make it again with make_plan"
@@ -203,36 +179,27 @@ class ANEPlan:
         rows = []
         for number in range(len(self.layers)) if layers is None else layers:
             layer = self.layers[number]
-            graphs = layer.on("ane")
+            graphs, capacity = layer.on("ane"), layer.tiers.capacity
+            tiers = (f"{capacity.count(level)}×{level}" for level in layer.tiers.levels)
             rows.append(
-                [
-                    str(number),
-                    layer.attention,
-                    " ".join(
-                        f"{layer.tiers.capacity.count(level)}×{level}"
-                        for level in layer.tiers.levels
-                    ),
-                    " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs) or "–",
-                    sum(len(g.experts) for g in layer.on("cpu")),
-                    sum(g.slots for g in graphs),
-                    max((g.weight_bytes for g in graphs), default=0) / 1e6,
-                ]
+                {
+                    "layer": str(number),
+                    "attention": layer.attention,
+                    "experts × tier": " ".join(tiers),
+                    "ANE graphs (G×C)": " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs)
+                    or "–",
+                    "CPU experts": sum(len(g.experts) for g in layer.on("cpu")),
+                    "ANE rows": sum(g.slots for g in graphs),
+                    "largest graph, MB": max((g.weight_bytes for g in graphs), default=0) / 1e6,
+                }
             )
-        head = [
-            "layer",
-            "attention",
-            "experts × tier",
-            "ANE graphs (G×C)",
-            "CPU experts",
-            "ANE rows",
-            "largest graph, MB",
-        ]
+        stay = sum(group.weight_bytes for group in self.graphs)
         lines = [
             f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
             f"popularity {self.popularity}",
-            text_table(head, rows),
+            text_table(*head_and_rows(rows)),
             f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the "
-            f"ANE, where {self.ane_bytes / 1e9:.1f} GB of expert weights stay.",
+            f"ANE, where {stay / 1e9:.1f} GB of expert weights stay.",
         ]
         return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
 
@@ -249,11 +216,9 @@ def make_plan(
     *,
     rule: str = "topk",
     slack: float = 1.0,
-    tiers: Sequence[Tiers] | None = None,
     cold_share: float = 0.1,
     min_rows: float = 32,
     bytes_per_weight: float = 2.0,
-    max_graphs: int = MAX_GRAPHS,
     popularity: str = "calibrated",
     model_id: str = "",
 ) -> ANEPlan:
@@ -262,102 +227,74 @@ def make_plan(
     counts, tokens : [L, E] routings to each expert of so many tokens (`Calibration`,
         `popularity.assumed_counts`).
     chunk, group_size : B, and G for systems that group.
-    levels, rule, slack : of `capacity_tiers`; tiers : [L] instead.
+    levels, rule, slack : of `capacity_tiers`.
     max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
     cold_share, min_rows : the rarest experts that together get at most this share of the routings
         go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
         thresholds are ours).
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
-    max_graphs : that stay loaded, unless Core ML places graphs; the least used groups beyond go to
-        the CPU.
     popularity, model_id : as in `ANEPlan`.
     """
     require("system", system, SYSTEMS)
-    _require_positive(tokens=tokens, chunk=chunk, group_size=group_size, slack=slack)
-    _require_positive(max_graph_bytes=max_graph_bytes, max_graphs=max_graphs)
-    _require_positive(bytes_per_weight=bytes_per_weight)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
-    _require_layers(spec, counts)
-    given = tiers or capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
-    tiers = _tiers_of_system(spec, how, given, chunk)
-    expert_bytes = round(spec.expert_params * bytes_per_weight)
-    fit, allowed, problems = _experts_of_graph(spec, how, group_size, expert_bytes, max_graph_bytes)
-    attention, more = _attention_unit(spec, how, max_graph_bytes)
-    where = _Placement(
-        group_size if how.grouped else 1,
-        fit,
-        cold_share if how.placement else -1.0,  # no expert is cold
-        (min_rows if how.placement else 0.0) if allowed else np.inf,
-        expert_bytes,
-    )
-    layers = [
-        LayerPlan(of, where.groups(of, row, (row * (chunk / tokens)).tolist()), attention)
-        for of, row in zip(tiers, counts)
-    ]
-    layers, left = _within(layers, spec.num_layers, max_graphs) if how.managed else (layers, [])
-    problems = (*problems, *more, *left)
-    return ANEPlan(spec, chunk, system, tuple(layers), popularity, problems, model_id)
-
-
-def _require_positive(**values: float) -> None:
-    for name, value in values.items():
+    for name, value in (("group_size", group_size), ("bytes_per_weight", bytes_per_weight)):
         if not 0 < value < float("inf"):  # also nan
             raise ValueError(f"{name} is {value}; it must be positive and finite")
-
-
-def _require_layers(spec: MoESpec, counts: np.ndarray) -> None:
     if counts.shape != (spec.L, spec.E):
         raise ValueError(
             f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
             f"experts"
         )
+    tiers = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    if not how.tiers:  # one capacity for all; on the CPU any expert may get all tokens
+        largest = max(layer.levels[0] for layer in tiers)
+        capacity = largest if how.experts == "ane" else round_up(chunk, 16)
+        tiers = [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
+    expert_bytes = round(spec.expert_params * bytes_per_weight)
+    size = group_size if how.grouped else 1
+    fit = max(int(max_graph_bytes // expert_bytes), 1)
+    experts, attention, problems = _units(spec, how, size, expert_bytes, max_graph_bytes)
+    least = np.inf if experts == "cpu" else min_rows if how.placement else 0.0
+
+    def planned(of: Tiers, row: np.ndarray) -> LayerPlan:
+        """A layer: groups of hot experts first, those of cold ones (always on the CPU) last."""
+        cold = cold_experts(row, cold_share) if how.placement else frozenset()
+        hot = frozenset(range(spec.E)) - cold
+        groups = []
+        for members in (hot, cold):
+            for group in form_groups(of, row, min(size, fit), members):
+                expected = float(row[list(group.experts)].sum() * chunk / tokens)
+                unit: Unit = "ane" if members is hot and expected >= least else "cpu"
+                bytes_ = expert_bytes * len(group.experts)
+                groups.append(PlannedGroup(group.experts, group.capacity, unit, bytes_, expected))
+        return LayerPlan(of, tuple(groups), attention)
+
+    layers = tuple(map(planned, tiers, counts))
+    return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
 
 
-def _tiers_of_system(
-    spec: MoESpec, how: ANESystem, tiers: Sequence[Tiers], chunk: int
-) -> Sequence[Tiers]:
-    """The capacities [L] that a system uses: the given ones, or one for all experts."""
-    if len(tiers) != spec.L or any(len(layer.capacity) != spec.E for layer in tiers):
-        raise ValueError(f"tiers are not those of {spec.L} MoE layers of {spec.E} experts")
-    if how.experts == "cpu":  # where any expert may get all tokens
-        capacity = round_up(chunk, 16)
-    elif how.tiers:
-        return tiers
-    else:
-        capacity = max(layer.levels[0] for layer in tiers)
-    return [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
-
-
-def _experts_of_graph(
+def _units(
     spec: MoESpec, how: ANESystem, size: int, expert_bytes: int, limit: float
-) -> tuple[int, bool, list[str]]:
-    """(experts that one graph holds, whether experts may run on the ANE, what does not fit)."""
-    fit = max(int(limit // expert_bytes), 1)
-    if how.experts == "cpu":
-        return fit, False, []
-    if reason := _why_not_on_ane(spec, "experts", expert_bytes, limit, max(spec.H, spec.I)):
-        return fit, False, [f"all experts stay on the CPU: {reason}"]
-    size = size if how.grouped else 1
-    if fit >= size:
-        return fit, True, []
-    return (
-        fit,
-        True,
-        [
-            f"groups of {fit} instead of {size} experts: one graph holds {limit / 1e6:,.0f} MB, "
-            f"an expert has {expert_bytes / 1e6:,.1f} MB"
-        ],
-    )
-
-
-def _attention_unit(spec: MoESpec, how: ANESystem, limit: float) -> tuple[Unit, list[str]]:
-    """(where attention runs, why it does not run where the system wants it)."""
-    channels = max(spec.H, spec.heads * spec.head_dim)
-    if how.attention == "ane" and (
-        reason := _why_not_on_ane(spec, "attention", 2 * attention_params(spec), limit, channels)
+) -> tuple[Unit, Unit, list[str]]:
+    """(where experts may run, where attention runs, what does not fit and why)."""
+    experts, attention, problems = how.experts, how.attention, []
+    fit, widest = int(limit // expert_bytes), max(spec.H, spec.heads * spec.head_dim)
+    wide = max(spec.H, spec.I)
+    if experts == "ane" and (reason := _why_not_on_ane(spec, "experts", expert_bytes, limit, wide)):
+        experts = "cpu"
+        problems.append(f"all experts stay on the CPU: {reason}")
+    elif experts == "ane" and fit < size:
+        problems.append(
+            f"groups of {fit} instead of {size} experts: one graph holds {limit / 1e6:,.0f} MB, an "
+            f"expert has {expert_bytes / 1e6:,.1f} MB"
+        )
+    weights = 2 * attention_params(spec)
+    if attention == "ane" and (
+        reason := _why_not_on_ane(spec, "attention", weights, limit, widest)
     ):
-        return "cpu", [f"attention stays on the CPU: {reason}"]
-    return how.attention, []
+        attention = "cpu"
+        problems.append(f"attention stays on the CPU: {reason}")
+    return experts, attention, problems
 
 
 def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
@@ -368,67 +305,6 @@ def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
     cumulative = np.cumsum(counts[order])
     within = int((cumulative <= cold_share * cumulative[-1] * (1 + 1e-12)).sum())
     return frozenset(order[: min(within, len(order) - 1)].tolist())
-
-
-@dataclass(frozen=True)
-class _Placement:
-    """How the experts of a layer are grouped and placed; `fit` experts a graph at most, groups that
-    expect fewer than `min_rows` tokens on the CPU."""
-
-    size: int
-    fit: int
-    cold_share: float
-    min_rows: float
-    expert_bytes: int
-
-    def groups(
-        self, tiers: Tiers, counts: Sequence[float], expected: Sequence[float]
-    ) -> tuple[PlannedGroup, ...]:
-        """A layer's groups: hot ones first, those of cold experts (always on the CPU) last."""
-        cold = cold_experts(counts, self.cold_share)
-        hot = [e for e in range(len(tiers.capacity)) if e not in cold]
-        return tuple(
-            self._planned(group, sum(expected[e] for e in group.experts), members is hot)
-            for members in (hot, cold)
-            for group in form_groups(tiers, counts, self.size, self.fit, members)
-        )
-
-    def _planned(self, group: Group, rows: float, hot: bool) -> PlannedGroup:
-        unit: Unit = "ane" if hot and rows >= self.min_rows else "cpu"
-        weight_bytes = self.expert_bytes * len(group.experts)
-        return PlannedGroup(group.experts, group.capacity, unit, weight_bytes, rows)
-
-
-def _within(
-    layers: list[LayerPlan], attentions: int, most: int
-) -> tuple[list[LayerPlan], list[str]]:
-    """(layers with at most `most` graphs on the ANE, attention first, then the groups with the most
-    expected tokens; what does not fit)."""
-    left = max(most - attentions * (layers[0].attention == "ane"), 0)
-    wanted = sorted(
-        (
-            (l, g)
-            for l, layer in enumerate(layers)
-            for g, group in enumerate(layer.groups)
-            if group.unit == "ane"
-        ),
-        key=lambda at: -layers[at[0]].groups[at[1]].expected,
-    )
-    if not (away := set(wanted[left:])):
-        return layers, []
-    return [
-        replace(
-            layer,
-            groups=tuple(
-                replace(group, unit="cpu") if (l, g) in away else group
-                for g, group in enumerate(layer.groups)
-            ),
-        )
-        for l, layer in enumerate(layers)
-    ], [
-        f"{len(away)} groups of experts stay on the CPU: all of them and attention would be more "
-        f"than {most:,} graphs"
-    ]
 
 
 def _why_not_on_ane(
@@ -457,14 +333,13 @@ def attention_params(spec: MoESpec) -> int:
 
 @dataclass
 class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks`
-    and `on_cpu` at 0."""
+    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` at
+    0."""
 
     chunks: Any = 0
     launches: Any = 0  # expert graphs run on the ANE
     routed: Any = 0  # choices of an expert by a token
     executed: Any = 0  # those computed; the others are dropped
-    on_cpu: Any = 0  # those of the executed that run unpadded on the CPU
     slots: Any = 0  # rows computed, padding included
 
     @property

@@ -10,7 +10,8 @@ on the same KV cache. Batch size 1: prompts of a batch would compete for the sam
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moelab.ane.backends import Backend, TorchBackend
-from moelab.ane.plan import Account, ANEPlan
+from moelab.ane.plan import Account, ANEPlan, PlannedGroup
 from moelab.checkpoint.opening import spec_of
 from moelab.experts.executor import Dispatch, dispatch
 from moelab.models import discover, plugged
@@ -27,12 +28,8 @@ from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.static.static import (
     NEED_SALIENCY,
-    ORDERS,
     Saliency,
     StaticExecutor,
-    experts_of,
-    select,
-    within_capacity,
 )
 
 
@@ -55,11 +52,11 @@ class PlannedExperts(StaticExecutor):
         saliency: Saliency | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(overflow, order, saliency, None, seed)
+        super().__init__(overflow, order, saliency, seed)
         self.plan = plan
         self.backend = backend
         self.by_layer = [Account() for _ in plan.layers]
-        self._places = [_places(layer.groups, plan) for layer in plan.layers]
+        self._room = [_room(layer.groups, plan) for layer in plan.layers]
 
     @property
     def total(self) -> Account:
@@ -68,7 +65,7 @@ class PlannedExperts(StaticExecutor):
 
     def capacities(self, layer: int, T: int, K: int, E: int) -> Tensor:
         """Capacities of a layer's experts, [E], whatever the chunk's tokens are."""
-        return self._places[layer][2]
+        return self._room[layer]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """A chunk's tokens [T, H] through the plan's graphs, and through the CPU what the plan
@@ -87,35 +84,17 @@ class PlannedExperts(StaticExecutor):
                 f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run "
                 "the model inside `with prefill_through(…)`, which cuts prompts into chunks"
             )
-        group_of, slice_of, room = self._places[layer]
-        kept = routed
-        if self.overflow == "prune":
-            importance = ORDERS[self.order](
-                routed, weights, self._saliency(layer, len(x)), self._rng
-            )
-            kept = select(routed, within_capacity(routed, room, importance))
-        count, expert = Account(chunks=1, routed=len(routed)), experts_of(kept)  # expert [n]
-        rank, of_group = (
-            torch.arange(len(kept)) - kept.offsets[expert],
-            group_of[expert],
-        )  # rank within its expert
+        kept = self.admitted(routed, self._room[layer], weights, layer, slice(None))
+        count = Account(chunks=1, routed=len(routed))
         for number, group in enumerate(self.plan.layers[layer].groups):
             if group.unit == "cpu":
                 ran = self._on_cpu(out, x, weights, kept, group.experts, experts)
-                count += Account(executed=ran, on_cpu=ran, slots=ran)
+                count += Account(executed=ran, slots=ran)
                 continue
-            mine = torch.nonzero(of_group == number)[:, 0]
-            launch = rank[mine] // group.capacity
-            row = rank[mine] % group.capacity
-            for n in range(int(launch.max()) + 1 if len(mine) else 0):
-                now = mine[launch == n]
-                rows = row[launch == n]
-                C = self.backend.capacity(layer, number, int(rows.max()) + 1)
-                slot = slice_of[expert[now]] * C + rows  # row of [G·C]
-                self._launch(
-                    out, x, weights, number, C, slot, kept.tokens[now], kept.choices[now], experts
-                )
-                count += Account(launches=1, executed=len(now), slots=C * len(group.experts))
+            for now, slot in _launches(group, kept.offsets.tolist()):
+                chosen = kept.tokens[now], kept.choices[now]
+                self._launch(out, x, weights, number, group, slot, *chosen, experts)
+                count += Account(launches=1, executed=len(now), slots=group.slots)
         self.by_layer[layer] += count
         self.count(count.routed, count.executed, count.slots)
         return out
@@ -125,52 +104,61 @@ class PlannedExperts(StaticExecutor):
         out: Tensor,
         x: Tensor,
         weights: Tensor,
-        group: int,
-        C: int,
-        slot: Tensor,
+        number: int,
+        group: PlannedGroup,
+        slot: list[int],
         tokens: Tensor,
         choices: Tensor,
         experts: Any,
     ) -> None:
         """Gather, run, weighted scatter of the valid rows (§4.2, steps 2–6)."""
-        G = len(self.plan.layers[experts.layer].groups[group].experts)
-        buffer = x.new_zeros(G * C, x.shape[1])
-        scale = weights.new_zeros(G * C)
+        shape = len(group.experts), group.capacity
+        buffer = x.new_zeros(group.slots, x.shape[1])
+        scale = weights.new_zeros(group.slots)
         buffer[slot], scale[slot] = x[tokens], weights[tokens, choices]
         y = self.backend.experts(
-            experts.layer, group, buffer.view(G, C, -1), scale.view(G, C), experts
+            experts.layer, number, buffer.view(*shape, -1), scale.view(shape), experts
         )
-        out.index_add_(0, tokens, y.reshape(G * C, -1)[slot].to(out.dtype))
+        out.index_add_(0, tokens, y.flatten(0, 1)[slot].to(out.dtype))
 
     @staticmethod
     def _on_cpu(
         out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any
     ) -> int:
-        ran = 0
-        offsets = chosen.offsets.tolist()
+        ran, offsets = 0, chosen.offsets.tolist()
         for e in members:
             at = slice(offsets[e], offsets[e + 1])
-            if at.start == at.stop:
-                continue
             tokens = chosen.tokens[at]
-            w = weights[chosen.tokens[at], chosen.choices[at]]
-            out.index_add_(
-                0, tokens, experts.weighted(x[tokens], w, experts.weights(e)).to(out.dtype)
-            )
-            ran += len(tokens)
+            if len(tokens):
+                w = weights[tokens, chosen.choices[at]]
+                y = experts.weighted(x[tokens], w, experts.weights(e))
+                out.index_add_(0, tokens, y.to(out.dtype))
+                ran += len(tokens)
         return ran
 
 
-def _places(groups: Any, plan: ANEPlan) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each expert of a layer: its group, its slice within the group, and how many tokens it
-    takes at most; [E]."""
-    group_of, slice_of, room = (torch.full((plan.spec.E,), n) for n in (-1, 0, plan.chunk))
-    for number, group in enumerate(groups):
-        members = torch.tensor(group.experts)
-        group_of[members], slice_of[members] = number, torch.arange(len(members))
+def _launches(group: PlannedGroup, offsets: list[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """(choices of a dispatch, their rows of the buffer [G·C]) of each launch of a group."""
+    C = group.capacity
+    for n in itertools.count():
+        now, slot = [], []
+        for g, e in enumerate(group.experts):
+            first = offsets[e] + n * C
+            more = range(first, min(first + C, offsets[e + 1]))
+            now += more
+            slot += range(g * C, g * C + len(more))
+        if not now:
+            return
+        yield now, slot
+
+
+def _room(groups: Sequence[PlannedGroup], plan: ANEPlan) -> Tensor:
+    """How many tokens each expert of a layer takes at most, [E]."""
+    room = torch.full((plan.spec.E,), plan.chunk)
+    for group in groups:
         if group.unit == "ane":
-            room[members] = group.capacity
-    return group_of, slice_of, room
+            room[list(group.experts)] = group.capacity
+    return room
 
 
 @contextmanager
@@ -247,12 +235,14 @@ def _forward_in_chunks(
 
     given = input_ids if input_ids is not None else inputs_embeds
     batch, S = given.shape[:2]
-    if batch > 1:
+    if batch > 1 or isinstance(past_key_values, StaticCache):
         raise ValueError(
-            f"a batch of {batch} prompts, which would compete for the same static capacities: run "
-            f"them one by one (batch_size=1)"
+            "a batch of prompts, which would compete for the same static capacities, or a static "
+            "cache, where prefill in chunks fills one that grows: run prompts one by one "
+            "(batch_size=1), without cache_implementation='static'"
         )
-    _require_unmasked(attention_mask)
+    if attention_mask is not None and not (attention_mask.dim() == 2 and attention_mask.all()):
+        raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
     wanted = use_cache
     cache = past_key_values
     parts = []
@@ -260,11 +250,6 @@ def _forward_in_chunks(
     if cache is None and chunk < S:
         cache = DynamicCache(config=config)
         use_cache = True
-    if isinstance(cache, StaticCache):
-        raise ValueError(
-            f"a {type(cache).__name__}: prefill in chunks fills a cache that grows; leave out "
-            f"cache_implementation='static'"
-        )
     past = 0 if cache is None else cache.get_seq_length()
     for start in range(0, S, chunk):
         at = slice(start, start + chunk)
@@ -280,28 +265,12 @@ def _forward_in_chunks(
         )
         parts.append(out.last_hidden_state)
     if chunk < S:
-        _require_last_only(out)
+        for name in ("hidden_states", "attentions", "router_logits"):
+            if out.get(name) is not None:
+                raise ValueError(
+                    f"{name} of a prompt in chunks: not collected, run it without output_{name}"
+                )
         out.last_hidden_state = torch.cat(parts, dim=1)
         if wanted is False:
             out.past_key_values = None
     return out
-
-
-def _require_unmasked(attention_mask: Tensor | None) -> None:
-    if attention_mask is not None and (
-        attention_mask.dim() != 2 or not bool((attention_mask != 0).all())
-    ):
-        raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
-
-
-def _require_last_only(out: Any) -> None:
-    """ValueError where a forward pass was asked for more than its last hidden states."""
-    if partial := [
-        name
-        for name in ("hidden_states", "attentions", "router_logits")
-        if out.get(name) is not None
-    ]:
-        raise ValueError(
-            f"{', '.join(partial)} of a prompt in chunks: not collected, run it without "
-            f"output_{partial[0]}"
-        )

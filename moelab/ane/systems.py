@@ -8,123 +8,82 @@ that are known only at run time stays on the CPU (NPUMoE §3.2 "Operator Partiti
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 UNITS = ("ane", "cpu")
 Unit = Literal[UNITS]
 
 
-@dataclass(frozen=True)
-class Operator:
-    """One operator of a layer and the best unit that can run it."""
+class Operator(NamedTuple):
+    """One operator of a layer, the best unit that can run it, and why, with its source."""
 
     name: str
-    block: str  # "attention", "router", "dispatch", "experts", "combine" or "norm"
     unit: Unit
     reason: str
-    source: str
 
 
 OPERATORS = (
     Operator(
         "input and post-attention norm",
-        "norm",
         "cpu",
-        "LayerNorm is not supported on the ANE",
-        "§3.2; Fig. 4: Layernorm ×",
+        "LayerNorm is not supported on the ANE [§3.2; Fig. 4: Layernorm ×]",
     ),
     Operator(
         "Q, K, V and output projection",
-        "attention",
         "ane",
-        "dense, static once the prompt is cut into chunks; written as 1×1 convolutions",
-        "§3.2; Fig. 4: nn.Linear (as Conv2d) ✓",
+        "dense, static once the prompt is cut into chunks; written as 1×1 convolutions [§3.2; Fig. 4: nn.Linear (as Conv2d) ✓]",
     ),
     Operator(
         "rotary embedding",
-        "attention",
         "ane",
-        "element-wise, positions come in as tensors",
-        "Fig. 4: Element-wise ✓",
+        "element-wise, positions come in as tensors [Fig. 4: Element-wise ✓]",
     ),
     Operator(
         "KV cache update",
-        "attention",
         "ane",
-        "the cache has a fixed shape, so no index is dynamic",
-        "§3.2 (stateful KV cache update; fixed-shape KV caches)",
+        "the cache has a fixed shape, so no index is dynamic [§3.2 (stateful KV cache update; fixed-shape KV caches)]",
     ),
     Operator(
         "attention scores and values",
-        "attention",
         "ane",
-        "batched matrix products of static shape",
-        "§3.2; Fig. 4: Batched MatMul ✓",
+        "batched matrix products of static shape [§3.2; Fig. 4: Batched MatMul ✓]",
     ),
-    Operator(
-        "softmax",
-        "attention",
-        "ane",
-        "runs where the scores are",
-        "§3.2 (Q/K/V projections, softmax)",
-    ),
+    Operator("softmax", "ane", "runs where the scores are [§3.2 (Q/K/V projections, softmax)]"),
     Operator(
         "attention mask",
-        "attention",
         "cpu",
-        "made by comparing positions; the graph only adds it",
-        "§3.2; Fig. 4: Comparison Ops ×",
+        "made by comparing positions; the graph only adds it [§3.2; Fig. 4: Comparison Ops ×]",
     ),
     Operator(
         "router projection",
-        "router",
         "cpu",
-        "too small to launch, and its result is needed on the CPU",
-        "§3.2",
+        "too small to launch, and its result is needed on the CPU [§3.2]",
     ),
     Operator(
         "top-k of the router",
-        "router",
         "cpu",
-        "TopK and argmax are not supported",
-        "§3.2; Fig. 4: TopK sampling ×",
+        "TopK and argmax are not supported [§3.2; Fig. 4: TopK sampling ×]",
     ),
-    Operator(
-        "overflow ranking and pruning",
-        "dispatch",
-        "cpu",
-        "sorts by saliency",
-        "§3.2 (performed on CPU)",
-    ),
+    Operator("overflow ranking and pruning", "cpu", "sorts by saliency [§3.2 (performed on CPU)]"),
     Operator(
         "gather into expert buffers",
-        "dispatch",
         "cpu",
-        "indices are known at run time only",
-        "§3.2; Fig. 4: Scatter/Gather ×, Indexing ×",
+        "indices are known at run time only [§3.2; Fig. 4: Scatter/Gather ×, Indexing ×]",
     ),
     Operator(
-        "padding of expert buffers",
-        "dispatch",
-        "cpu",
-        "fills what the gather leaves empty",
-        "§4.2, step 4",
+        "padding of expert buffers", "cpu", "fills what the gather leaves empty [§4.2, step 4]"
     ),
     Operator(
         "expert FFN",
-        "experts",
         "ane",
-        "dense and of static capacity; one graph a group of experts",
-        "§3.2, §4.2; Fig. 4: Standard Convolution ✓, Activations ✓, Element-wise ✓",
+        "dense and of static capacity; one graph a group of experts [§3.2, §4.2; Fig. 4: Standard Convolution ✓, Activations ✓, Element-wise ✓]",
     ),
     Operator(
         "scatter with routing weights",
-        "combine",
         "cpu",
-        "indices are known at run time only",
-        "§3.2 (weighted combine); Fig. 4: Scatter/Gather ×",
+        "indices are known at run time only [§3.2 (weighted combine); Fig. 4: Scatter/Gather ×]",
     ),
-    Operator("residual addition", "combine", "cpu", "follows the scatter", "Table 4"),
+    Operator("residual addition", "cpu", "follows the scatter [Table 4]"),
 )
 
 #: architectures whose attention `moelab.ane.coreml.attention_graph` computes, each checked by a

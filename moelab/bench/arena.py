@@ -35,10 +35,10 @@ from moelab.evaluation.predictors import Score, score
 from moelab.evaluation.questions import prompts
 from moelab.library import token_count
 from moelab.models.identity import identity
+from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.bound import prompt_bound
 from moelab.ndp.costs import NotSupported
 from moelab.ndp.simulation import simulate
-from moelab.ndp.sweep import Assumptions
 from moelab.ndp.systems import SYSTEMS, System
 from moelab.progress import progress
 from moelab.recording import record

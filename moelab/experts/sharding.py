@@ -1,7 +1,5 @@
-"""Cutting experts along H or I (AWS Neuron MoE guide, "LNC2 sharding strategies").
-
-Along I, gate and up are cut by columns and down by rows: the parts' results are added. Along H,
-gate and up are cut by rows and down by columns: sums are completed before the activation.
+"""Cutting experts along I (AWS Neuron MoE guide, "LNC2 sharding strategies"): gate and up by
+columns, down by rows, so that the parts' results are added.
 
     gate_up_proj [2I, H] (transposed [H, 2I]; gate and up one after the other, or interleaved)    down_proj [H, I]
 """
@@ -25,9 +23,9 @@ def share(n: int, parts: int) -> list[int]:
     return [(part + 1) * n // parts - part * n // parts for part in range(parts)]
 
 
-def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weights:
-    """One of `parts` parts of an expert along "H" or "I"; a bias that cannot be cut is with part 0,
-    and else zero."""
+def _part(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
+    """One of `parts` parts of an expert; a bias that cannot be cut is with part 0, and else
+    zero."""
     transposed = experts.is_transposed
     made = {}
     for name, tensor in weights.items():
@@ -37,9 +35,9 @@ def cut(weights: Weights, on: str, part: int, parts: int, experts: Any) -> Weigh
                 f"no rule how to cut the experts' tensor {name!r}; known are {', '.join(UP + DOWN)} and "
                 f"their biases. Expert parallelism needs none"
             )
-        if (matrix in UP) == (on == "I"):  # along its outputs
+        if matrix in UP:  # along its outputs
             dim = tensor.dim() - 1 if transposed else 0
-            if matrix in UP and experts.has_gate:  # the same part of gate and of up
+            if experts.has_gate:  # the same part of gate and of up
                 concatenated = experts.is_concatenated is not False
                 apart = tensor.unflatten(dim, (2, -1) if concatenated else (-1, 2))
                 made[name] = _cut(apart, dim + 1 if concatenated else dim, part, parts).flatten(
@@ -60,11 +58,11 @@ def _cut(tensor: Tensor, dim: int, part: int, parts: int) -> Tensor:
 
 
 def on_intermediate(weights: Weights, part: int, parts: int, experts: Any) -> Weights:
-    """`cut` along I, so that the parts' `experts.ffn` add up; ValueError for experts behind which
-    there is a norm."""
+    """One of `parts` parts of an expert, so that the parts' `experts.ffn` add up; ValueError for
+    experts behind which there is a norm."""
     if experts.has_post_expert_norm:
         raise ValueError(
             f"{type(experts.module).__name__} normalises each expert's output, which needs the whole of it: "
             f"spread its experts (ep) instead of cutting them (tp)"
         )
-    return cut(weights, "I", part, parts, experts)
+    return _part(weights, part, parts, experts)

@@ -4,7 +4,7 @@ Source: "A Scheduling Framework for Efficient MoE Inference on Edge GPU-NDP Syst
 `System` plans a layer's experts, the closed form or the event simulation times the plan, `simulate`
 runs a prompt and its answer.
 
->>> from moelab.ndp.sweep import Assumptions
+>>> from moelab.ndp.assumptions import Assumptions
 >>> from moelab.ndp.simulation import simulate
 >>> a = Assumptions()
 >>> routing = a.routing("Qwen3-30B-A3B", seed=0)

@@ -19,18 +19,7 @@ looked for there."""
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
-
-
-def unhidden(E_g: float, N: int) -> float:
-    """E_g', the expert times on the GPU that the transfer does not hide (§III-C); 0 where nothing
-    is sent."""
-    fraction = E_g - math.floor(E_g)
-    if fraction > 0:
-        return fraction / N
-    return 1 / N if E_g > 0 and E_g % N == 0 else 0.0
 
 
 def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
@@ -38,14 +27,10 @@ def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: i
 
     0 where the GPU's side is the longer one without any expert, K where it is the shorter one with
     all of them. Each argument may be an array; the answer then is one."""
-    if min(np.min(K), np.min(N), np.min(S)) < 1:
+    if min(map(np.min, (K, N, S))) < 1 or min(map(np.min, (T_w, T_g, T_n))) <= 0:
         raise ValueError(
-            f"K = {K}, N = {N} and S = {S}, but experts, units and tokens are at least 1"
-        )
-    if min(np.min(T_w), np.min(T_g), np.min(T_n)) <= 0 or np.min(T_a) < 0:
-        raise ValueError(
-            f"T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s must be above 0, and T_a = {T_a} s not "
-            "below it"
+            f"no layer has K = {K}, N = {N}, S = {S}, T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s: the "
+            "numbers are at least 1, the times above 0"
         )
     right = np.asarray(
         (N + 1) * T_a + T_n * K - (S - 1) * T_a * N
@@ -58,14 +43,6 @@ def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: i
         fraction = (right - whole * (T_w + T_n)) / tooth
         found = np.where((right > 0) & (whole < K) & (fraction < 1), whole + fraction, found)
     return found[()]
-
-
-def residual(
-    E_g: float, T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1
-) -> float:
-    """Left minus right side of Eq. 2 (Eq. 1 at S = 1) in seconds; 0 at a solution."""
-    left = T_w * E_g + T_g * unhidden(E_g, N) + (S - 1) * T_a * N
-    return left - (N + 1) * T_a - T_n * (K - E_g)
 
 
 def most_on_gpu(T_g: float, T_n: float, T_a: float, K: int, N: int) -> float:

@@ -104,36 +104,26 @@ class Costs:
             2.0, DTYPE_BYTES[self.spec.dtype]
         )
 
-    def kv_bytes(self, positions: np.ndarray | float) -> np.ndarray:
+    def kv_bytes(self, positions: int) -> int:
         """Bytes of keys and values of that many tokens, of all layers."""
         s = self.spec
-        return (
-            np.asarray(positions, float)
-            * 2
-            * ACTIVATION_BYTES
-            * s.num_layers
-            * s.kv_heads
-            * s.head_dim
-        )
+        return positions * 2 * ACTIVATION_BYTES * s.num_layers * s.kv_heads * s.head_dim
 
-    def dense_prefill(self, S: int, prompts: int = 1) -> float:
-        """Seconds of everything but the routed experts for equally long prompts of S tokens
-        together; the LM head runs once for each."""
+    def dense_prefill(self, S: int) -> float:
+        """Seconds of everything but the routed experts for a prompt of S tokens; the LM head runs
+        once."""
         s = self.spec
         h = self.hardware
         head = self.spec.vocab * self.spec.H
-        attention = 2 * s.num_layers * s.heads * s.head_dim * S * S / prompts
-        flops = 2 * S * (self.dense_params - head) + 2 * head * prompts + attention
-        return max(
-            flops / h.gpu_flops, (self.dense_bytes + float(self.kv_bytes(S))) / h.gpu_bandwidth
-        )
+        attention = 2 * s.num_layers * s.heads * s.head_dim * S * S
+        flops = 2 * S * (self.dense_params - head) + 2 * head + attention
+        return max(flops / h.gpu_flops, (self.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth)
 
-    def dense_decode(self, positions: np.ndarray, batch: int = 1) -> np.ndarray:
-        """Seconds of everything but the routed experts for a token of each sequence, with so many
-        tokens before it."""
+    def dense_decode(self, positions: int) -> float:
+        """Seconds of everything but the routed experts for a token with so many before it."""
         weights = self.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
-        read = (weights + batch * self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
-        return np.maximum(read, 2 * batch * self.dense_params / self.hardware.gpu_flops)
+        read = (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
+        return max(read, 2 * self.dense_params / self.hardware.gpu_flops)
 
     def free_gpu_bytes(self, tokens: int) -> float:
         """Left beside weights, keys and values of that many tokens, and two experts' buffers for
@@ -141,7 +131,7 @@ class Costs:
         return (
             self.hardware.gpu_memory
             - self.dense_bytes
-            - float(self.kv_bytes(tokens))
+            - self.kv_bytes(tokens)
             - 2 * self.spec.expert_bytes
         )
 
@@ -151,25 +141,17 @@ class Costs:
 
         fullest : whole experts of all layers on the fullest unit; 0 where each expert is spread
         over all units."""
-        s = self.spec
         h = self.hardware
         room = h.units * h.unit_memory if home == "units" else h.host_memory
-        if s.experts_bytes > room:
-            raise NotSupported(
-                f"{s.name}: {s.experts_bytes / 1e9:.1f} GB of experts, but the {home} of "
-                f"{h.name} hold {room / 1e9:.1f} GB"
-                + ("; use more units" if home == "units" else "")
-            )
-        if home == "units" and fullest * s.expert_bytes > h.unit_memory:
-            raise NotSupported(
-                f"{s.name}: one unit would hold {fullest * s.expert_bytes / 1e9:.1f} GB of "
-                f"whole experts, but a unit of {h.name} has {h.unit_memory / 1e9:.1f} GB; use "
-                "more units, or a system with tensor parallelism, which spreads every expert "
-                "over all of them"
-            )
-        if self.free_gpu_bytes(tokens) < 0:
-            raise NotSupported(
-                f"{s.name}: {self.dense_bytes / 1e9:.1f} GB of attention, embeddings and "
-                "shared experts do not leave room to work in the GPU's "
-                f"{h.gpu_memory / 1e9:.0f} GB"
-            )
+        on_one = fullest * self.spec.expert_bytes if home == "units" else 0
+        for what, where, needed, there in (
+            ("experts", f"the {home}", self.spec.experts_bytes, room),
+            ("whole experts", "the fullest unit", on_one, h.unit_memory),
+            ("attention, embeddings, shared experts", "the GPU", -self.free_gpu_bytes(tokens), 0),
+        ):
+            if needed > there:
+                raise NotSupported(
+                    f"{self.spec.name}: {what} are {(needed - there) / 1e9:.2f} GB too large for "
+                    f"{where} of {h.name}; use more units, a larger GPU, or a system with tensor "
+                    "parallelism, which spreads every expert over all units"
+                )

@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moelab.cards import load_device
-from moelab.specs import DeviceSpec
 
 GB = 1e9
 #: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs),
@@ -54,12 +53,6 @@ class Hardware:
     shared_dram: bool = False
     latency: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.units != int(self.units) or self.units < 1:
-            raise ValueError(
-                f"{self.name}: {self.units} units; their number is a whole number, at least one"
-            )
-
 
 def hardware(
     units: int = 6,
@@ -94,14 +87,34 @@ def hardware(
         does not share it.
     """
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
-    _require_cards(g, h, u)
-    if clock_ghz is not None and clock_ghz <= 0:
-        raise ValueError(f"a clock of {clock_ghz} GHz multiplies nothing; it must be above 0")
-    if not all(0 < share <= 1 for share in efficiency):
-        raise ValueError(
-            f"efficiency {efficiency} must be two shares above 0 and at most 1, as 1 is the peak"
-        )
-    link = _link_gbs(u, units, pcie, link_gbs, latency_us, host_channels)
+    rates = ("memory_gb", "memory_bandwidth_gbs")
+    for card, needed in (
+        (g, (*rates, "bf16_tflops")),
+        (h, (*rates, "fp32_tflops")),
+        (u, (*rates, "multipliers_count", "clock_ghz")),
+    ):
+        if missing := [figure for figure in needed if figure not in card.figures]:
+            raise ValueError(
+                f"{card.name} has no {', '.join(missing)}, which a GPU (bf16), a host (fp32) or a "
+                "unit (multipliers) needs here; add it to its card or choose another one"
+            )
+    clock = u["clock_ghz"] if clock_ghz is None else clock_ghz
+    peak = PCIE.get(pcie, 0) if link_gbs is None else link_gbs
+    for option, value, fine, wanted in (
+        ("units", units, units == int(units) >= 1, "a whole number, at least one"),
+        ("link_gbs", link_gbs or pcie, peak > 0, f"above 0, or PCIe {', '.join(map(str, PCIE))}"),
+        ("mapping", mapping, mapping in (*MAPPINGS, STATED), ", ".join((*MAPPINGS, STATED))),
+        ("clock_ghz", clock_ghz, clock > 0, "above 0"),
+        ("efficiency", efficiency, all(0 < of <= 1 for of in efficiency), "above 0, at most 1"),
+        ("host_channels", host_channels, host_channels is None or host_channels > 0, "one or more"),
+        ("latency_us", latency_us, latency_us >= 0, "0 or more"),
+    ):
+        if not fine:
+            raise ValueError(f"no machine has {option} = {value}; it must be {wanted}")
+    if host_channels and "channel_bandwidth_gbs" in u.figures:
+        peak = min(peak, u["channel_bandwidth_gbs"] * min(host_channels, units))
+    stream = mapping.lower() + "_gbs"  # what a stream of weights gets of a rank's bandwidth
+    inside = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
     linked = f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"
     return Hardware(
@@ -110,70 +123,16 @@ def hardware(
         (gpu_gb or g["memory_gb"]) * GB,
         g["memory_bandwidth_gbs"] * rate,
         g["bf16_tflops"] * flops,
-        link * rate,
+        peak * rate,
         h["memory_gb"] * GB,
         h["memory_bandwidth_gbs"] * rate,
         h["fp32_tflops"] * flops,
         u["memory_gb"] * GB,
-        _stream_gbs(u, mapping) * GB,
-        u["multipliers_count"] * (u["clock_ghz"] if clock_ghz is None else clock_ghz) * 1e9,
+        inside * GB,
+        u["multipliers_count"] * clock * 1e9,
         shared_dram,
         1e-6 * latency_us,
     )
-
-
-def _require_cards(g: DeviceSpec, h: DeviceSpec, u: DeviceSpec) -> None:
-    if "multipliers_count" not in u.figures:
-        raise ValueError(
-            f"{u.name} computes nothing in its memory; units are cards with multipliers, such as "
-            "ndp-dimm-ddr4, lpddr-ndp and hbm-pim"
-        )
-    rates = ("memory_gb", "memory_bandwidth_gbs")
-    for card, needed in ((g, (*rates, "bf16_tflops")), (h, (*rates, "fp32_tflops"))):
-        if missing := [figure for figure in needed if figure not in card.figures]:
-            raise ValueError(
-                f"{card.name} has no {', '.join(missing)}, which a GPU or host needs here; "
-                "add it to its card or choose another one"
-            )
-
-
-def _stream_gbs(unit: DeviceSpec, mapping: str) -> float:
-    """What a stream of weights gets of a unit's internal bandwidth."""
-    if mapping not in (*MAPPINGS, STATED):
-        raise ValueError(
-            f"unknown address mapping {mapping!r}; measured are {', '.join(MAPPINGS)}; "
-            f"{STATED!r} is none"
-        )
-    stream = mapping.lower() + "_gbs"
-    if stream in unit.figures:
-        return unit[stream] * unit["ranks_count"]
-    return unit["memory_bandwidth_gbs"]
-
-
-def _link_gbs(
-    unit: DeviceSpec,
-    units: int,
-    pcie: int,
-    link_gbs: float | None,
-    latency_us: float,
-    host_channels: int | None,
-) -> float:
-    """The peak of the link, or of the memory channels before it where they are fewer."""
-    if pcie not in PCIE:
-        raise ValueError(
-            f"there is no PCIe {pcie} here; known generations are {', '.join(map(str, PCIE))}"
-        )
-    if latency_us < 0 or link_gbs is not None and link_gbs <= 0:
-        raise ValueError(
-            f"a link of {link_gbs} GB/s with {latency_us} µs a message: the rate must be "
-            "above 0 (None: PCIe's), the latency not below it"
-        )
-    if host_channels is not None and host_channels < 1:
-        raise ValueError(f"{host_channels} memory channels; there is at least one (None: no limit)")
-    link = link_gbs or PCIE[pcie]
-    if host_channels and "channel_bandwidth_gbs" in unit.figures:
-        return min(link, unit["channel_bandwidth_gbs"] * min(host_channels, units))
-    return link
 
 
 #: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units

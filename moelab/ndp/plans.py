@@ -12,6 +12,7 @@ expert, 1/N on each of N units is tensor parallelism; every row adds up to 1.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -121,86 +122,50 @@ def make_plan(
     return Plan(step, rest[:, None] * where, resident, moved, host, split, pieces)
 
 
-def problems(
+def problem(
     plan: Plan,
-    asked: LayerStep | None = None,
-    N: int | None = None,
-    held: tuple[np.ndarray | float, float] = (1.0, 1.0),
-) -> list[str]:
-    """What is wrong with a plan, in words; nothing if every expert is computed exactly once, from
-    where it is.
+    asked: LayerStep,
+    N: int,
+    held: Callable[[LayerStep, int], tuple[np.ndarray | float, float]],
+) -> str:
+    """What is wrong with a plan, in words; "" if every expert is computed exactly once, from where
+    it is.
 
     asked : the step that was to be planned, in any order of its experts. N : units.
-    held : the share of each of the plan's experts that each unit ([A, N] or one for all) and the
-    host has."""
+    held : (step, N) → the share of each of its experts that each unit ([A, N] or one for all) and
+    the host has."""
     if not isinstance(plan, Plan):
-        return [f"it is no plan but {plan!r}"]
-    if wrong := _wrong_shapes(plan, N):
-        return [wrong]
-    found = []
-    step = plan.step
-    if asked is not None and asked is not step and not _same(asked, step):
-        found.append(
-            "it is of "
-            + ", and asked was for ".join(
-                f"experts {one.experts.tolist()} with {one.tokens.tolist()} of {one.S} "
-                f"tokens, at {one.home.tolist()}, resident {one.resident.tolist()}"
-                for one in (step, asked)
-            )
-        )
+        return f"it is no plan but {plan!r}"
+    step, A = plan.step, len(asked)
+    if not _same(asked, step):
+        return f"it is of another step, {step}, and asked was for {asked}"
+    columns = (plan.resident, plan.moved, plan.host)
+    shapes = [np.shape(plan.units), *map(np.shape, columns)]
+    if shapes != [(A, N), (A,), (A,), (A,)]:
+        return f"its shapes are {shapes} for {A} experts on {N} units"
     if not isinstance(plan.pieces, int) or plan.pieces < 1:
-        found.append(
-            f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1"
+        return f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1"
+    on_units, on_host = held(step, N)
+    shares = np.column_stack([plan.units, *columns])
+    most = np.column_stack(
+        [
+            np.broadcast_to(on_units, (A, N)),
+            step.resident,
+            np.ones(A),
+            np.full(A, on_host),
+        ]
+    )
+    places = [*(f"unit {u}" for u in range(N)), "the GPU, from its memory,", "the GPU", "the host"]
+    for a, p in np.argwhere(~((shares >= -1e-12) & (shares <= most + 1e-9))):
+        return (
+            f"{places[p]} computes {shares[a, p]:.6g} of expert {step.experts[a]}, and it can "
+            f"compute 0 to {most[a, p]:.6g}"
         )
-    return found + _wrong_shares(plan, *held)
-
-
-def _columns(plan: Plan) -> dict[str, np.ndarray]:
-    return {name: getattr(plan, name) for name in ("units", "resident", "moved", "host")}
-
-
-def _wrong_shapes(plan: Plan, N: int | None) -> str:
-    A = len(plan.step)
-    wrong = [
-        f"{name} has the shape {np.shape(column)}"
-        for name, column in _columns(plan).items()
-        if np.shape(column)[:1] != (A,) or np.ndim(column) != 1 + (name == "units")
-    ]
-    if not wrong and (N is None or plan.units.shape[1] == N):
-        return ""
-    where = "" if N is None else f" on {N} units"
-    said = ", ".join(wrong) or f"units has the shape {plan.units.shape}"
-    return f"{said} for {A} experts{where}"
-
-
-def _wrong_shares(plan: Plan, units: np.ndarray | float, host: float) -> list[str]:
-    """Experts that are not computed exactly once, or where they are not."""
-    step = plan.step
-    found = [
-        f"a share of {name} is negative or no number"
-        for name, column in _columns(plan).items()
-        if not column.min(initial=0) >= -1e-12
-    ]
-    once = plan.units.sum(1) + plan.resident + plan.moved + plan.host
-    found += [
+    once = shares.sum(1)
+    return "; ".join(
         f"expert {step.experts[a]} is computed {once[a]:.6g} times"
-        for a in (~(abs(once - 1) <= 1e-9)).nonzero()[0]
-    ]
-    found += [
-        f"expert {e} runs from GPU memory without being there"
-        for e in step.experts[(plan.resident > 0) & ~step.resident]
-    ]
-    found += [
-        f"unit {u} computes {plan.units[a, u]:.6g} of expert {step.experts[a]} and does not "
-        "have so much of it"
-        for a, u in zip(*(plan.units > units + 1e-9).nonzero())
-    ]
-    found += [
-        f"the host computes {plan.host[a]:.6g} of expert {step.experts[a]} and does not have "
-        "so much of it"
-        for a in (plan.host > host + 1e-9).nonzero()[0]
-    ]
-    return found
+        for a in np.flatnonzero(abs(once - 1) > 1e-9)[:3]
+    )
 
 
 def _same(one: LayerStep, other: LayerStep) -> bool:

@@ -16,12 +16,10 @@ import numpy as np
 from moelab.ndp.costs import Costs
 
 
-def experts_that_fit(costs: Costs, tokens: int, limit: int | None = None) -> int:
-    """x, the most experts of each layer, at most `limit`, that fit beside keys and values of prompt
-    and answer."""
-    E = costs.spec.E
+def experts_that_fit(costs: Costs, tokens: int) -> int:
+    """x, the most experts of each layer that fit beside keys and values of prompt and answer."""
     fit = int(costs.free_gpu_bytes(tokens) // (costs.spec.L * costs.spec.expert_bytes))
-    return max(0, min(fit, E if limit is None else limit, E))
+    return max(0, min(fit, costs.spec.E))
 
 
 def most_used(counts: np.ndarray, x: int) -> np.ndarray:
@@ -54,10 +52,3 @@ def hits(resident: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Which choices [D, L, K] are resident experts: bool [D, L, K]; "no expert" is not."""
     padded = np.pad(resident, ((0, 0), (0, 1)))
     return padded[np.arange(len(resident))[:, None], ids]
-
-
-def hit_rate(resident: np.ndarray, ids: np.ndarray) -> float:
-    """Share of a decode step's experts that are resident; if x = K, also of resident ones that are
-    used (Fig. 6)."""
-    routed = (ids < resident.shape[1]).sum()
-    return float(hits(resident, ids).sum() / routed) if routed else float("nan")

@@ -12,7 +12,6 @@ neighbouring tokens and layers choose alike.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -28,19 +27,12 @@ class PromptRouting:
     """The choices of one prompt and its answer.
 
     prefill, decode : int16 [S, L, K] and [D, L, K], expert ids; E where none ran.
-    history : float [L, E], expert popularity on other prompts, as calibration knows it.
-    batch : B sequences in lockstep: so many rows of `decode` are one forward, and `prefill` has all
-    prompts."""
+    history : float [L, E], expert popularity on other prompts, as calibration knows it."""
 
     spec: MoESpec
     prefill: np.ndarray
     decode: np.ndarray
     history: np.ndarray
-    batch: int = 1
-
-    def token(self, number: int) -> np.ndarray:
-        """What decode step 1, 2 … chooses: [B, L, K]."""
-        return self.decode[(number - 1) * self.batch : number * self.batch]
 
     def counts(self) -> np.ndarray:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
@@ -84,16 +76,13 @@ def simulated_routing(
 
     zipf : exponent of the popularity; 0 is uniform. bias : standard deviation of a prompt's
     log-weights; 0 is none."""
-    if min(zipf, bias) < 0:
-        raise ValueError(f"zipf is {zipf} and bias {bias}; both are 0 or more")
-    if min(prompt, answer) < 1:
+    if min(zipf, bias) < 0 or min(prompt, answer) < 1:
         raise ValueError(
-            f"a prompt of {prompt} and an answer of {answer} tokens; both have at least one"
+            f"zipf is {zipf}, bias {bias}, the prompt {prompt} and the answer {answer} tokens; the "
+            "first two are 0 or more, the others at least 1"
         )
     rng = np.random.default_rng(seed)
-    L = spec.L
-    E = spec.E
-    K = spec.K
+    L, E, K = spec.L, spec.E, spec.K
     popularity = -zipf * np.log1p(rng.permuted(np.tile(np.arange(E), (L, 1)), axis=1))  # [L, E]
     weights = (popularity + bias * rng.standard_normal((L, E))).astype(np.float32)
     ids = np.empty((prompt + answer, L, K), np.int16)
@@ -101,26 +90,6 @@ def simulated_routing(
         gumbel = rng.gumbel(size=(prompt + answer, E)).astype(np.float32)
         ids[:, layer] = np.argpartition(-(weights[layer] + gumbel), K - 1, axis=1)[:, :K]
     return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
-
-
-def batched(routings: Sequence[PromptRouting]) -> PromptRouting:
-    """Prompts that run together, a token of each in every decode step. ValueError: no, other models
-    or lengths."""
-    if (
-        len({(of.spec, len(of.prefill), of.decode.shape, of.batch) for of in routings}) != 1
-        or routings[0].batch != 1
-    ):
-        raise ValueError(
-            "a batch is of at least one prompt, all of one model, prompts and answers of "
-            "equal length"
-        )
-    return PromptRouting(
-        routings[0].spec,
-        np.concatenate([of.prefill for of in routings]),
-        np.stack([of.decode for of in routings], 1).reshape(-1, *routings[0].decode.shape[1:]),
-        np.mean([of.history for of in routings], 0),
-        len(routings),
-    )
 
 
 def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:

@@ -1,14 +1,14 @@
 """A prompt and its answer on one machine under one system: prefill, the intermediate step and
 decode, layer by layer.
 
-A system plans each layer of each forward, and the closed form or the event simulation times the
-plan; everything else runs on the GPU before it. Between prefill and decode, and after each plan, a
-system may load experts. Tokenizer and sampling are not modelled; layers do not overlap, as each
-needs the one before."""
+A system plans each layer of each forward, and the closed form (or another clock, as
+`notebooks/studies/ndp_events.py`) times the plan; everything else runs on the GPU before it.
+Between prefill and decode, and after each plan, a system may load experts. Tokenizer and sampling
+are not modelled; layers do not overlap, as each needs the one before."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +17,9 @@ import numpy as np
 
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
-from moelab.ndp.event_simulation import simulate_layer
 from moelab.ndp.hardware import Hardware
-from moelab.ndp.plans import LayerStep, Plan, problems
-from moelab.ndp.prefetch import experts_that_fit, hit_rate, hits
+from moelab.ndp.plans import LayerStep, Plan, problem
+from moelab.ndp.prefetch import experts_that_fit, hits
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import System
 from moelab.registry import require
@@ -109,25 +108,24 @@ class NDPRun:
     def _fitting(self, mask: np.ndarray) -> np.ndarray:
         """A copy of a mask of experts in GPU memory; ValueError unless it is [L, E] and they
         fit."""
-        L, E = self.home.shape
-        if np.shape(mask) != (L, E) or np.asarray(mask).dtype != bool or np.sum(mask) > self.room:
+        mask = np.array(mask)
+        if mask.shape != self.home.shape or mask.dtype != bool or mask.sum() > self.room:
             raise ValueError(
-                f"{type(self.system).__name__} has {np.sum(mask)} experts in GPU memory, as "
-                f"{np.asarray(mask).dtype} {list(np.shape(mask))}; it must be a mask, "
-                f"bool [{L}, {E}], and {self.room} fit beside everything else"
+                f"{type(self.system).__name__} has {mask.sum()} experts in GPU memory, as "
+                f"{mask.dtype} {list(mask.shape)}; it must be a mask, bool {list(self.home.shape)}, "
+                f"and {self.room} fit beside everything else"
             )
-        return np.array(mask)
+        return mask
 
     def plan(self, step: LayerStep) -> Plan:
         """The system's plan of a step. ValueError, saying what is wrong, unless it computes every
         expert once."""
         plan = self.system.plan(step, self.costs)
         N = self.costs.hardware.units
-        if found := problems(plan, step, N, self.system.held(getattr(plan, "step", step), N)):
-            more = f"; and {len(found) - 3} more" if found[3:] else ""
+        if wrong := problem(plan, step, N, self.system.held):
             raise ValueError(
                 f"{type(self.system).__name__}.plan of a step of {len(step)} experts and "
-                f"{step.S} tokens is wrong: {'; '.join(found[:3])}{more}"
+                f"{step.S} tokens is wrong: {wrong}"
             )
         return plan
 
@@ -149,22 +147,19 @@ class NDPRun:
     def decode_step(
         self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None
     ) -> LayerStep:
-        """Of one token, or one of each sequence, with experts ids [K] or [B, K], E for none.
+        """Of one token with experts ids [K], E for none.
 
-        resident : bool [K], which of one token's are on the GPU; None: those that it has now.
+        resident : bool [K], which are on the GPU; None: those that it has now.
         """
-        there = np.flatnonzero(ids.ravel() < self.costs.spec.E)
-        experts, first, tokens = np.unique(
-            ids.ravel()[there].astype(int), return_index=True, return_counts=True
-        )
-        by = np.lexsort((first, -self.routing.history[layer, experts], -tokens))
-        held = self.resident[layer, experts] if resident is None else resident[there[first]]
+        held = np.pad(self.resident, ((0, 0), (0, 1)))[layer, ids] if resident is None else resident
+        there = np.flatnonzero(ids < self.costs.spec.E)
+        by = there[np.argsort(-self.routing.history[layer, ids[there]], kind="stable")]
         return LayerStep(
-            experts[by],
-            tokens[by],
-            self.home[layer, experts[by]],
+            ids[by].astype(int),
+            np.ones(len(by), int),
+            self.home[layer, ids[by]],
             held[by],
-            ids.size // ids.shape[-1],
+            1,
             True,
             layer,
             self.now,
@@ -174,13 +169,12 @@ class NDPRun:
         """Seconds of the experts of a forward, 0 being the prompt, by `seconds` of each plan; `now`
         moves on."""
         counts = self.routing.counts() if not number else None
-        ids = self.routing.token(number) if number else None
         dense = self.dense(number) / self.costs.spec.L
         took = 0.0
         for layer in range(self.costs.spec.L):
             self.now += dense
             plan = self.plan(
-                self.decode_step(layer, ids[:, layer])
+                self.decode_step(layer, self.routing.decode[number - 1, layer])
                 if number
                 else self.prefill_step(layer, counts[layer])
             )
@@ -195,49 +189,33 @@ class NDPRun:
     def dense(self, number: int) -> float:
         """Seconds of everything but the experts in a forward, 0 being the prompt."""
         S = len(self.routing.prefill)
-        B = self.routing.batch
-        return float(
-            self.costs.dense_decode(np.array(S // B + number - 1), B)
-            if number
-            else self.costs.dense_prefill(S, B)
-        )
+        costs = self.costs
+        return float(costs.dense_decode(S + number - 1) if number else costs.dense_prefill(S))
 
     def _keep(self, plan: Plan) -> float:
         """Seconds of loading what the system wants in GPU memory after a plan, and did not send
         there in it."""
         step = plan.step
-        held = self.resident if plan.step.decode else self.cached
+        held = self.resident if step.decode else self.cached
         if (stays := self.system.after(plan, self.costs)) is None:
             return 0.0
         new = stays & ~held[step.layer]
         new[step.experts[plan.moved > 1 - 1e-9]] = False
         held[step.layer] = stays
         self._fitting(held)
-        return self._load(step.layer, np.flatnonzero(new))
+        return self._load(step.layer, new)
 
-    def _load(self, layer: int, experts: np.ndarray) -> float:
-        for expert in experts.tolist():
-            before = self.now
-            self.now = self.now + self.costs.transfer()
-            self.loads.append(
-                Event(
-                    "link",
-                    "read weights",
-                    layer,
-                    expert,
-                    before,
-                    self.now,
-                    self.costs.spec.expert_bytes,
-                )
-            )
-        return len(experts) * self.costs.transfer()
+    def _load(self, layer: int, new: np.ndarray) -> float:
+        took, size = self.costs.transfer(), self.costs.spec.expert_bytes
+        for expert in np.flatnonzero(new).tolist():
+            end = self.now + took
+            self.loads.append(Event("link", "read weights", layer, expert, self.now, end, size))
+            self.now = end
+        return int(new.sum()) * took
 
     def begin_decode(self) -> float:
         """Seconds of loading what the system prefetches."""
-        new = self.resident & ~self.cached
-        for layer, mask in enumerate(new):
-            self._load(layer, np.flatnonzero(mask))
-        return int(new.sum()) * self.costs.transfer()
+        return sum(map(self._load, range(len(self.home)), self.resident & ~self.cached))
 
     def decode_seconds(
         self,
@@ -253,7 +231,7 @@ class NDPRun:
         T, L, K = ids.shape
         homes = np.pad(self.home, ((0, 0), (0, 1)), constant_values=-1)[np.arange(L)[:, None], ids]
         rows = self.system.situations(homes.reshape(-1, K), resident.reshape(-1, K), self.costs)
-        _, first, which = np.unique(numbered(rows), return_index=True, return_inverse=True)
+        _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         times = []
         for i in first.tolist():
             at = divmod(i, L)
@@ -273,7 +251,6 @@ class NDPRun:
 
         Each of the prompt's S tokens is decoded with those experts resident that its others use
         most; D such tokens gain D times the mean, less two standard errors of that prediction.
-        Tokens of a batch count one by one.
 
         Raises ValueError: the system is not timeless.
         """
@@ -304,29 +281,27 @@ def simulate(
     placement: str = "id",
     seconds: Callable[[Plan, Costs], float] = layer_seconds,
 ) -> Result:
-    """Time a prompt and its answer, or several in a batch (`routing.batched`), by the model that
-    the routing is of.
+    """Time a prompt and its answer by the model that the routing is of.
 
-    placement : see `place`. seconds : `closed_form.layer_seconds` or
-        `event_simulation.event_seconds`.
+    placement : see `place`. seconds : the clock, of a plan.
 
     Raises NotSupported: the experts do not fit where the system keeps them, or the rest not the
     GPU. ValueError: the system plans a step wrongly, or keeps more than fits."""
     run = NDPRun(hardware, system, routing, placement)
-    forwards = range(1, len(routing.decode) // routing.batch + 1)
+    forwards = range(1, len(routing.decode) + 1)
     prefill = run.forward(0, lambda plan: seconds(plan, run.costs))
     x = run.x
     loading = run.begin_decode()
-    if run.timeless and routing.batch == 1:
+    if run.timeless:
         ids = routing.decode_by_popularity
-        decode = float(run.decode_seconds(ids, hits(run.resident, ids), seconds).sum())
-        found = hit_rate(run.resident, routing.decode)
+        found = hits(run.resident, ids)
+        decode = float(run.decode_seconds(ids, found, seconds).sum())
+        run.hits, run.asked = int(found.sum()), int((ids < routing.spec.E).sum())
     else:
         decode = sum(
             run.forward(number, lambda plan: seconds(plan, run.costs)) for number in forwards
         )
-        found = run.hits / run.asked if run.asked else float("nan")
-    kept = x or run.hits
+    used = run.asked and (x or run.hits)
     return Result(
         prefill,
         decode,
@@ -334,78 +309,8 @@ def simulate(
         sum(map(run.dense, forwards)),
         loading,
         x,
-        found if kept else float("nan"),
+        run.hits / run.asked if used else float("nan"),
     )
-
-
-def numbered(rows: np.ndarray) -> np.ndarray:
-    """Rows of small integers [n, c] as one integer each, int64 [n], equal for equal rows only: they
-    sort fast."""
-    names = np.zeros(len(rows), np.int64)
-    size = 1
-    for column in rows.T:
-        width = int(column.max(initial=0)) + 1
-        if size * width >= 2**63:  # so many columns that it would not fit: renumber
-            names = np.unique(names, return_inverse=True)[1]
-            size = int(names.max(initial=0)) + 1
-        names = names * width + column
-        size = size * width
-    return names
-
-
-def timeline(
-    hardware: Hardware, system: System, routing: PromptRouting, forwards: Iterable[int] = (1,)
-) -> tuple[list[Event], list[tuple[float, float, int, str]]]:
-    """(events, forwards) of chosen forwards by the event simulation, one after the other from time
-    0.
-
-    forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode
-        steps; shown in this order. Returned as (start, end, tokens, "prefill" or "decode"), which
-        `metrics` takes.
-
-    Raises ValueError: a forward that the answer does not have. Others as `simulate`.
-    """
-    chosen = sorted(set(forwards))
-    D = len(routing.decode) // routing.batch
-    if any(not 0 <= number <= D for number in chosen):
-        raise ValueError(f"forwards are {chosen}; there are 0, the prefill, and 1 to {D}, decode")
-    run = NDPRun(hardware, system, routing)
-    events = []
-    done = []
-    left_out = 0.0
-    for number in chosen if run.timeless else range(max(chosen, default=-1) + 1):
-        began = run.now
-        first = len(run.loads)
-        dense = run.dense(number) / routing.spec.L
-        shown = []
-
-        def seconds(plan: Plan) -> float:
-            now = run.now - left_out
-            shown.append(Event("gpu", "other", plan.step.layer, -1, now - dense, now))
-            took, new = simulate_layer(plan, run.costs, plan.step.layer, now)
-            shown.extend(new)
-            return took
-
-        run.forward(number, seconds)
-        ended = run.now
-        if not number:
-            run.begin_decode()
-        if number not in chosen:
-            left_out += run.now - began
-            continue
-        events += shown + [
-            load._replace(start=load.start - left_out, end=load.end - left_out)
-            for load in run.loads[first:]
-        ]
-        done.append(
-            (
-                began - left_out,
-                ended - left_out,
-                routing.batch if number else len(routing.prefill),
-                "decode" if number else "prefill",
-            )
-        )
-    return events, done
 
 
 def place(history: np.ndarray, N: int, placement: str = "id") -> np.ndarray:

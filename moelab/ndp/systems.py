@@ -14,8 +14,7 @@ two versions:
               are predicted to pay (`simulation.experts_that_pay`). The split ends both sides at
               once, by bisection on the closed form.
 
-Without tensor parallelism (not in the paper) experts stay whole on their home unit, and what moves
-is taken from the busiest unit. Not modelled: MoNDE's periodic correction of its share from history.
+Not modelled: MoNDE's periodic correction of its share from history.
 
 `cached`: a system may hold the most popular experts, as other prompts know them, in GPU memory all
 along, as many as fit; it computes them there. The paper's text gives that to none, Fiddler's own
@@ -26,7 +25,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,24 +34,10 @@ from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_secon
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
 from moelab.ndp.prefetch import most_used
-from moelab.ndp.routing import PromptRouting
 from moelab.registry import require
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
 SHARES = ROUND | {"none": np.positive}  # of an expert
-
-
-class Run(Protocol):
-    """What a system may ask of the run that it plans (`moelab.ndp.simulation.NDPRun`)."""
-
-    routing: PromptRouting
-    costs: Costs
-    most: int
-    cached: np.ndarray
-
-    def experts_that_pay(self, usual: int) -> int:
-        """How many experts of each layer to prefetch so that loading them pays; `usual` where none
-        is better for sure."""
 
 
 class System(ABC):
@@ -62,6 +47,8 @@ class System(ABC):
     cached : whether popular experts stay in GPU memory, see above. home : where all experts are,
         "host" or "units".
     whole : each is on one unit; otherwise a part of each on all units.
+    `run` is the `moelab.ndp.simulation.NDPRun` that a system plans; its `routing`, `costs`, `most`
+    and `cached` are what it may ask for.
     prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those
     as many as "pay"."""
 
@@ -74,12 +61,12 @@ class System(ABC):
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         """Who computes which share of each expert that a layer's step needs."""
 
-    def resident(self, run: Run) -> np.ndarray:
+    def resident(self, run: Any) -> np.ndarray:
         """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most
         popular ones."""
         return most_used(run.routing.history, run.most * self.cached)
 
-    def prefetched(self, run: Run) -> np.ndarray:
+    def prefetched(self, run: Any) -> np.ndarray:
         """Which it has when decoding begins, bool [L, E]; what it had not is loaded before. Here,
         if the system `prefetches`, the ones that the prompt used most, and else those that it
         has."""
@@ -214,9 +201,9 @@ class MoNDE(System):
 
 @dataclass(frozen=True)
 class GPUNDP(System):
-    """The paper's framework, each technique switched on or off.
+    """The paper's framework: every expert cut into all units, the other techniques on or off.
 
-    tensor_parallel, load_balance, prefetch : +TP, +LB, +PRE. version : "literal" or "improved", see
+    load_balance, prefetch : +LB, +PRE, beside +TP. version : "literal" or "improved", see
         above.
     rounding : of E_g in the literal version: "floor", "round", "ceil" or "none".
     eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as
@@ -224,7 +211,6 @@ class GPUNDP(System):
     limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or
     what of it will "pay"."""
 
-    tensor_parallel: bool = True
     load_balance: bool = True
     prefetch: bool = True
     version: str = "literal"
@@ -232,6 +218,7 @@ class GPUNDP(System):
     eq2_tokens: str = "mean"
     limit: str = "K"
     cached: bool = False
+    whole = False
 
     def __post_init__(self) -> None:
         for name, known in (
@@ -241,11 +228,6 @@ class GPUNDP(System):
             ("limit", ("K", "memory", "pay")),
         ):
             require(name, getattr(self, name), known)
-
-    @property
-    def whole(self) -> bool:
-        """Whether each expert lies whole in one unit rather than cut into all of them."""
-        return not self.tensor_parallel
 
     @property
     def looks(self) -> bool:
@@ -259,10 +241,7 @@ class GPUNDP(System):
         return self.limit if self.prefetch else "none"
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        here = step.resident & self.looks
-        step = step.take(
-            np.argsort(~here, kind="stable") if self.tensor_parallel else _busiest_first(step, here)
-        )
+        step = step.take(np.argsort(~(step.resident & self.looks), kind="stable"))
         here = step.resident & self.looks
         literal = self._literal(step, here, costs)
         if self.version == "literal" or not (self.load_balance or self.looks):
@@ -280,14 +259,13 @@ class GPUNDP(System):
             N,
             resident=share * here,
             moved=share * ~here,
-            split=self.tensor_parallel,
-            pieces=N if self.tensor_parallel else 1,
+            split=True,
+            pieces=N,
         )
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
         n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
-        pieces = costs.hardware.units if self.tensor_parallel else 1
-        terms = costs.balance_terms(n, pieces) | {"K": min(costs.spec.K, len(step))}
+        terms = costs.balance_terms(n, costs.hardware.units) | {"K": min(costs.spec.K, len(step))}
         E_g = 0
         if here.any():  # §III-D, step 3, Eq. 3
             del terms["T_w"]
@@ -313,14 +291,7 @@ class GPUNDP(System):
         ]
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        held = resident & self.looks
-        if self.tensor_parallel:
-            return np.column_stack([(homes >= 0).sum(1), held.sum(1)])
-        at = homes[:, :, None] == np.arange(costs.hardware.units)
-        pairs = (at & ~held[:, :, None]).sum(1) * (homes.shape[1] + 1) + (
-            at & held[:, :, None]
-        ).sum(1)
-        return np.sort(pairs, axis=1)
+        return np.column_stack([(homes >= 0).sum(1), (resident & self.looks).sum(1)])
 
 
 def _busiest_first(step: LayerStep, here: np.ndarray) -> np.ndarray:
@@ -350,13 +321,12 @@ SYSTEMS: dict[str, System] = {
     "Fiddler": Fiddler(),
     "MoNDE": MoNDE(),
     **{
-        "NDP" + "+TP" * tp + "+LB" * lb + "+PRE" * pre + ", improved" * better: GPUNDP(
-            bool(tp), bool(lb), bool(pre), *(("improved", "floor", "mean", "pay") if better else ())
+        "NDP+TP" + "+LB" * lb + "+PRE" * pre + ", improved" * better: GPUNDP(
+            lb, pre, *(("improved", "floor", "mean", "pay") if better else ())
         )
-        for tp in (1, 0)
-        for lb in (0, 1)
-        for pre in (0, 1)
-        for better in (0, 1)
+        for lb in (False, True)
+        for pre in (False, True)
+        for better in (False, True)
         if lb or pre or not better
     },
 }

@@ -17,7 +17,7 @@ from moelab.models import discover, plug
 from moelab.parallel import VARIANTS, degree
 from moelab.parallel.exchange import Exchange, Grid
 from moelab.parallel.sharding import ShardedExperts
-from moelab.static.advice import Advice, advise
+from moelab.static.parallelism import Parallelism, choose
 
 #: the default of a run on several ranks: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -34,7 +34,7 @@ def open_parallel(
     """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every
     rank must call it.
 
-    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.static.advice` says
+    parallel : a key of `moelab.parallel.VARIANTS`, or "auto": what `moelab.static.parallelism` says
         for these ranks. The model's `.parallel` is the key.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank; None computes as transformers does.
@@ -52,7 +52,7 @@ def open_parallel(
         )
     model = open_checkpoint(name_or_path, experts="external", dtype=dtype, device=device)
     if parallel == "auto":
-        parallel, tp = _variant(advise(model.spec, W), inner)
+        parallel, tp = _variant(choose(model.spec, W), inner)
     grid = Grid(degree(parallel, W, tp))
     layers = [layer.seam for layer in discover(model)]
     model.grid = grid
@@ -64,7 +64,7 @@ def open_parallel(
     return model
 
 
-def _variant(advice: Advice, inner: Executor | None) -> tuple[str, int]:
+def _variant(advice: Parallelism, inner: Executor | None) -> tuple[str, int]:
     """What does as advised, and its tp; of the ways of spreading whole experts the exact one, or
     else the one that sends the fewest rows."""
     if advice.tp == 1:

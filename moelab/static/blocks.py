@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moelab.registry import require
 from moelab.specs import DeviceSpec
@@ -89,10 +90,7 @@ class Padding:
 def padding(counts: Sequence[int], T: int, K: int, B: int, provision: str = "code") -> Padding:
     """The padding of a routing with `counts` [E] tokens an expert; ValueError for more than T·K of
     them."""
-    if provision not in PROVISION or B < 1:
-        raise ValueError(
-            f"provision={provision!r} must be one of {', '.join(PROVISION)}, and B={B} at least 1"
-        )
+    require("provision", provision, PROVISION)
     counts = [int(n) for n in counts]
     if not counts or min(counts) < 0 or sum(counts) > T * K:
         raise ValueError(
@@ -117,15 +115,11 @@ def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
     return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
 
 
-@dataclass(frozen=True)
-class BlockSizeAdvice:
+class BlockSize(NamedTuple):
     block_size: int
-    compute_bound: bool
-    target: float
-    table: tuple[
-        tuple[int, int, float, float], ...
-    ]  # B, N, FLOPs/byte, share of the N·B slots that are padding
-    explanation: str
+    intensity: float  # FLOPs/byte of its N blocks
+    target: float  # FLOPs/byte from which on the device is compute-bound
+    padding: float  # share of the N·B slots, in the worst case
 
 
 def advise_block_size(
@@ -137,7 +131,7 @@ def advise_block_size(
     dtype: str = "bf16",
     reuse: bool = True,
     sizes: Sequence[int] = (64, 128, 256, 512, 1024),
-) -> BlockSizeAdvice:
+) -> BlockSize:
     """The smallest block size that makes the experts compute-bound on a device (the guide's
     principle); modelled.
 
@@ -151,37 +145,13 @@ def advise_block_size(
         )
     target = intensity_target(device, dtype)
     size = RATES[dtype][1]
-    table = []
+    found = []
     for B in sorted(sizes):
         N = blocks_by_code(T, K, E, B)
         intensity = intensity_factor(B, N, E, size) if reuse else 2 * B / size
-        table.append((B, N, intensity, 1 - T * K / (N * B)))
-    bound = [row for row in table if row[2] >= target]
-    B, N, intensity, padded = bound[0] if bound else min(table, key=lambda row: (row[3], -row[0]))
-    useful = 2 * T * K / (size * E)
-    text = (
-        f"{device.name} computes {target:.0f} {dtype} FLOPs in the time of reading a byte. "
-        + (
-            f"B = {B} is the smallest block that reaches this: {intensity:.0f} FLOPs/byte. "
-            if bound
-            else f"No block of {min(sizes)} to {max(sizes)} reaches this; B = {B} pads least, at {intensity:.0f} "
-            f"FLOPs/byte. "
-        )
-        + f"Its {N} blocks are {100 * padded:.0f} % padding for {T} tokens in the worst case. "
-        + (
-            f"Of the work on real tokens there are {useful:.0f} FLOPs for every byte of weights, whatever B is: "
-            + (
-                "they are compute-bound without the padding."
-                if useful >= target
-                else "only padding makes it look compute-bound; more tokens a step would help."
-                if bound
-                else "more tokens a step would help."
-            )
-            if reuse
-            else "Each block reads its expert's weights again."
-        )
-    )
-    return BlockSizeAdvice(B, bool(bound), target, tuple(table), text)
+        found.append(BlockSize(B, intensity, target, 1 - T * K / (N * B)))
+    bound = [of for of in found if of.intensity >= target]
+    return bound[0] if bound else min(found, key=lambda of: (of.padding, -of.block_size))
 
 
 def router_bytes(H: int, E: int, layers: int = 1) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch, zeros
 from moelab.static.blocks import blocks_by_code
-from moelab.static.sharding import Sharding
 
 
 @dataclass
@@ -70,25 +69,19 @@ class Blockwise(Executor):
     """Experts in blocks of fixed size; lossless.
 
     block_size : B. The SDK's is 512; a CPU needs tens of rows a weight.
-    sharding : how virtual cores share the work; None is one core.
+    skip_blocks : whether blocks without a token are left out.
 
     Attributes, summed over calls:
-    blocks, live, computed : blocks provisioned (N), those of them with a token, those computed.
+    live : blocks with a token.
     row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each
         block computed.
-    reduced : values that cores exchanged to add up their partial results.
     """
 
-    def __init__(
-        self, block_size: int = 64, *, skip_blocks: bool = True, sharding: Sharding | None = None
-    ) -> None:
+    def __init__(self, block_size: int = 64, *, skip_blocks: bool = True) -> None:
         super().__init__()
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be at least 1")
-        self.block_size = block_size
-        self.skip_blocks = skip_blocks
-        self.sharding = sharding
-        self.blocks = self.live = self.computed = self.reduced = 0
+        self.block_size, self.skip_blocks, self.live = block_size, skip_blocks, 0
         self.row_loads, self.weight_loads = Loads(), Loads()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
@@ -96,38 +89,19 @@ class Blockwise(Executor):
         live = m.live
         todo = (live.nonzero().flatten() if self.skip_blocks else torch.arange(len(live))).tolist()
         executed = int((m.tokens >= 0).sum())
-        self.blocks += len(live)
         self.live += int(live.sum())
-        self.computed += len(todo)
         self.count(executed, executed, len(todo) * self.block_size)
-        if self.sharding is None or self.sharding.on != "block":
-            return self._core(todo, m, x, weights, experts)
-        outputs = [self._core(mine, m, x, weights, experts) for mine in self.sharding.split(todo)]
-        self.reduced += (len(outputs) - 1) * x.numel()
-        return sum(outputs[1:], outputs[0])
-
-    def _core(
-        self, blocks: list[int], m: BlockMap, x: Tensor, weights: Tensor, experts: Any
-    ) -> Tensor:
-        """What one core contributes by computing some blocks: [T, H]."""
         out = zeros(x, weights, experts)
-        of = m.block_to_expert.tolist()
-        for expert, group in groupby(blocks, key=of.__getitem__):
+        for expert, group in groupby(todo, key=m.block_to_expert.tolist().__getitem__):
             run = list(group)
-            expert_weights = experts.weights(expert)
             tokens = m.tokens[run].flatten()
-            choices = m.choices[run].flatten()
             used = (tokens >= 0).nonzero().flatten()
             t = tokens[used]
             w = weights.new_zeros(len(tokens))
-            w[used] = weights[t, choices[used]]
+            w[used] = weights[t, m.choices[run].flatten()[used]]
             rows = x.new_zeros(len(tokens), x.shape[1])
             rows[used] = x[t]
-            if self.sharding is None or self.sharding.on == "block":
-                y = experts.weighted(rows, w, expert_weights)
-            else:
-                y, exchanged = self.sharding.weighted(rows, w, expert_weights, experts)
-                self.reduced += exchanged
+            y = experts.weighted(rows, w, experts.weights(expert))
             out.index_add_(0, t, y[used].to(out.dtype))
             self.row_loads.add(len(used), len(tokens) - len(used))
             self.weight_loads.add(1, len(run) - 1)

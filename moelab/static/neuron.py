@@ -61,12 +61,6 @@ class Selective(Sorted):
         return out
 
 
-def provisioned_savings(batch: int, K: int, E: int) -> float:
-    """Share of the loads that a static graph for min(batch · K, E) experts ("max unique experts")
-    saves."""
-    return 1 - min(batch * K, E) / E
-
-
 def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
     """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
 

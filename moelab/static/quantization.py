@@ -1,8 +1,7 @@
 """Experts in fewer bits: what each format costs in accuracy.
 
 Source: Neuron MoE guide, "MoE Quantization Support". The formats are those of a store,
-`moelab.store.fewbit`, and "bf16"; a weight is dequantised to its dtype before it is used. Biases,
-and matrices that a format does not fit, stay as they are."""
+`moelab.store.fewbit`, and "bf16"; products are those of the dequantised weights in their dtype."""
 
 from __future__ import annotations
 
@@ -16,67 +15,53 @@ from moelab.experts.executor import dispatch
 from moelab.progress import progress
 from moelab.registry import require
 from moelab.store import fewbit
-from moelab.store.codec import Codec
 
 #: in which `Quantized` can hold experts
 FORMATS = ("bf16", *fewbit.FORMATS)
 
 
 class Quantized:
-    """Every routed expert of a model in one format, as a source for the seam that dequantises on
-    use.
+    """Every routed expert of a model as one format rounds it, as a source for the seam.
 
         plug(model, source=Quantized(plug(model), "mxfp4"))
 
     layers : MoE layers behind the seam, whose experts' present weights are quantised; own
-    parameters stay in memory."""
+    parameters stay in memory. bytes : (layer, expert) → its size in the format, biases included.
+    """
 
     def __init__(self, layers: Sequence[Any], format: str) -> None:
         require("format", format, FORMATS)
-        for layer in layers:
+        self.kept: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self.bytes: dict[tuple[int, int], int] = {}
+        for layer in progress(layers, f"quantising to {format}", unit="layers"):
             if not layer.plugged:
                 raise ValueError(
                     f"{layer.name}: these experts are not behind the seam; give moelab.models.plug(model)"
                 )
-        #: (layer, expert) → parameter name → the format of a blob, None for a tensor; and it
-        self.kept: dict[tuple[int, int], dict[str, tuple[Codec | None, Tensor]]] = {}
-        #: parameter name → an empty tensor of its shape and dtype
-        self.like: dict[str, Tensor] = {}
-        for layer in progress(layers, f"quantising to {format}", unit="layers"):
-            experts = layer.seam
-            for e in range(experts.num_experts):
-                weights = experts.weights(e)
-                self.like |= {
-                    name: torch.empty_like(w, device="meta") for name, w in weights.items()
+            for e in range(layer.seam.num_experts):
+                found = {
+                    name: _rounded(w.detach(), format, bool(layer.seam.is_transposed))
+                    for name, w in layer.seam.weights(e).items()
                 }
-                self.kept[layer.index, e] = {
-                    name: _quantized(w.detach(), format, bool(experts.is_transposed))
-                    for name, w in weights.items()
-                }
+                self.kept[layer.index, e] = {name: w for name, (w, _) in found.items()}
+                self.bytes[layer.index, e] = sum(size for _, size in found.values())
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        found = {}
-        for name, (codec, kept) in self.kept[layer, expert].items():
-            found[name] = torch.empty_like(self.like[name], device="cpu")
-            if codec is None:
-                found[name].copy_(kept)
-            else:
-                codec.decompress(kept.numpy(), found[name])
-        return found
-
-    def nbytes(self, layer: int, expert: int) -> int:
-        """Bytes of one expert, biases included."""
-        return sum(kept.nbytes for _, kept in self.kept[layer, expert].values())
+        return self.kept[layer, expert]
 
 
-def _quantized(w: Tensor, format: str, transposed: bool) -> tuple[Codec | None, Tensor]:
-    """A matrix's format and blob, or None and a tensor; `transposed` if inputs are its first
-    axis."""
-    if format == "bf16" and w.dim() > 1:
-        return None, w.to(torch.bfloat16, copy=True)
-    codec = None if format == "bf16" else fewbit.find_format(format + ".T" * transposed)
-    blob = codec.compress(w) if codec else None
-    return (None, w.clone()) if blob is None else (codec, torch.from_numpy(blob))
+def _rounded(w: Tensor, format: str, transposed: bool) -> tuple[Tensor, int]:
+    """A tensor as a format holds it, in its own dtype, and its bytes there; `transposed` if inputs
+    are its first axis. Biases, and matrices that the format does not fit, stay as they are."""
+    if format == "bf16":
+        kept = w.to(torch.bfloat16) if w.dim() > 1 else w
+        return kept.to(w.dtype, copy=True), kept.nbytes
+    codec = fewbit.find_format(format + ".T" * transposed)
+    if (blob := codec.compress(w)) is None:
+        return w.clone(), w.nbytes
+    out = torch.empty_like(w, device="cpu")
+    codec.decompress(blob, out)
+    return out, len(blob)
 
 
 class LayerError(NamedTuple):

@@ -11,7 +11,7 @@ attention output.
 
     capacity [E]    a launch: experts of equal capacity, C rows of each, zero-padded; the valid ones are scattered
 
-Launches are counted as a static graph would have them; here an expert computes the rows of all its
+Rows are counted as a static graph would have them; here an expert computes those of all its
 launches of a chunk at once.
 
 All tokens of a chunk, padding included, compete for the same places, so the cost of dropping is
@@ -93,18 +93,13 @@ class Saliency:
 
 
 def _attention_beside(model: nn.Module, name: str) -> nn.Module:
-    parent = model.get_submodule(name.rpartition(".")[0])
-    found = next(
-        (getattr(parent, n) for n in ATTENTION if isinstance(getattr(parent, n, None), nn.Module)),
-        None,
+    beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
+    if found := [beside[n] for n in ATTENTION if n in beside]:
+        return found[0]
+    raise ValueError(
+        f"beside the MoE block {name} there is no attention module named {', '.join(ATTENTION)} (there "
+        f"are: {', '.join(beside)}), so this model has no saliency; choose another order, such as 'router'"
     )
-    if found is None:
-        have = ", ".join(child for child, _ in parent.named_children())
-        raise ValueError(
-            f"beside the MoE block {name} there is no attention module named {', '.join(ATTENTION)} "
-            f"(there are: {have}), so this model has no saliency; choose another order, such as 'router'"
-        )
-    return found
 
 
 def experts_of(d: Dispatch) -> Tensor:
@@ -143,7 +138,7 @@ def rows_for(count: int, capacity: int) -> int:
 
 class StaticExecutor(Executor):
     """Base of executors whose experts have static capacities: subclasses have `capacities`, and
-    perhaps `launches`.
+    perhaps `rows`.
 
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
     order : which tokens "prune" drops first, a name in `ORDERS`; `saliency` and `seed` are what
@@ -152,13 +147,13 @@ class StaticExecutor(Executor):
     takes each call."""
 
     lossless = False
+    chunk: int | None = None
 
     def __init__(
         self,
         overflow: str = "prune",
         order: str = "saliency",
         saliency: Saliency | None = None,
-        chunk: int | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -170,12 +165,9 @@ class StaticExecutor(Executor):
                 f"order={order!r} needs the tokens' saliency: pass saliency=Saliency(model, layers) and "
                 f"run the model inside `with saliency:`, or choose order='router', 'token' or 'random'"
             )
-        if chunk is not None and chunk < 1:
-            raise ValueError(f"chunk is {chunk}; it must be at least 1, or None")
         self.overflow = overflow
         self.order = order
         self.saliency = saliency
-        self.chunk = chunk
         self.lossless = overflow == "pad"
         self.by_layer: dict[int, Tally] = {}
         self._rng = torch.Generator().manual_seed(seed)
@@ -184,71 +176,59 @@ class StaticExecutor(Executor):
     def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
         """Capacity of each expert of a layer for a chunk of T tokens: [E]."""
 
-    def launches(
-        self, layer: int, counts: list[int], capacity: Sequence[int]
-    ) -> Iterable[tuple[Sequence[int], int]]:
-        """(experts, rows of each) of what is launched for `counts` [E] admitted tokens."""
-        return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity)) if n]
+    def rows(self, layer: int, counts: list[int], capacity: Sequence[int]) -> list[int]:
+        """Rows that each expert computes, [E], padding included, for `counts` [E] admitted
+        tokens."""
+        return [rows_for(n, C) if n else 0 for n, C in zip(counts, capacity)]
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        T = len(x)
-        layer = experts.layer
         out = zeros(x, weights, experts)
-        saliency = self._saliency(layer, T)
-        for chunk in torch.arange(T, device=x.device).split(self.chunk or max(T, 1)) if T else ():
-            self._run_chunk(out, chunk, x, ids, weights, saliency[chunk.cpu()], experts)
+        for begin in range(0, len(x), self.chunk or max(len(x), 1)):
+            chunk = slice(begin, begin + self.chunk if self.chunk else None)
+            self._run_chunk(out[chunk], x[chunk], ids[chunk], weights[chunk], experts, chunk)
         return out.to(x.dtype)
 
     def _run_chunk(
-        self,
-        out: Tensor,
-        chunk: Tensor,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        saliency: Tensor,
-        experts: Any,
+        self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any, chunk: slice
     ) -> None:
-        """Drop what has no room, run every expert on its rows, padding included, and add up."""
-        (T, K), E, layer = ids[chunk].shape, experts.num_experts, experts.layer
+        (T, K), E, layer = ids.shape, experts.num_experts, experts.layer
         capacity = self.capacities(layer, T, K, E)
-        routed = kept = dispatch(ids[chunk], E)
-        if self.overflow == "prune":
-            # one token alone is dropped only by experts without any capacity
-            room = torch.tensor([K * (C > 0) if T == 1 else C for C in capacity])
-            importance = ORDERS[self.order](routed, weights[chunk], saliency, self._rng)
-            kept = select(routed, within_capacity(routed, room.to(x.device), importance))
-        counts = kept.counts.tolist()
-        begins = kept.offsets.tolist()
-        rows = [0] * E
+        # one token alone is dropped only by experts without any capacity
+        room = torch.tensor([K * (C > 0) if T == 1 else C for C in capacity])
+        routed = dispatch(ids, E)
+        kept = self.admitted(routed, room.to(x.device), weights, layer, chunk)
+        counts, begins = kept.counts.tolist(), kept.offsets.tolist()
         local = set(local_experts(experts))
-        for members, n in self.launches(layer, counts, capacity):
-            for e in local.intersection(members):
-                rows[e] = n
+        rows = [n * (e in local) for e, n in enumerate(self.rows(layer, counts, capacity))]
         for e, n in enumerate(rows):
             if n:
                 mine = slice(begins[e], begins[e] + counts[e])
-                tokens = chunk[kept.tokens[mine]]
-                choices = kept.choices[mine]
-                buffer = x.new_zeros(n, x.shape[1])
-                scale = weights.new_zeros(n)
-                buffer[: counts[e]], scale[: counts[e]] = x[tokens], weights[tokens, choices]
+                tokens = kept.tokens[mine]
+                buffer, scale = x.new_zeros(n, x.shape[1]), weights.new_zeros(n)
+                buffer[: counts[e]] = x[tokens]
+                scale[: counts[e]] = weights[tokens, kept.choices[mine]]
                 y = experts.weighted(buffer, scale, experts.weights(e))[: counts[e]]
                 out.index_add_(0, tokens, y.to(out.dtype))
-        slots = sum(rows)
-        self.count(len(routed), len(kept), slots)
-        self.by_layer.setdefault(layer, Tally()).add(len(routed), len(kept), slots)
+        done = len(routed), len(kept), sum(rows)
+        self.count(*done)
+        self.by_layer.setdefault(layer, Tally()).add(*done)
 
-    def _saliency(self, layer: int, T: int) -> Tensor:
-        if self.overflow == "pad" or self.order not in NEED_SALIENCY:
-            return torch.zeros(T)
-        saliency = self.saliency[layer]
-        if len(saliency) != T:
+    def admitted(
+        self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int, chunk: slice
+    ) -> Dispatch:
+        """The choices of a chunk's tokens that are computed: all of them if what overflows is
+        launched again, else at most `room` [E] of each expert, the most important ones."""
+        if self.overflow == "pad":
+            return routed
+        saliency = self.saliency[layer][chunk] if self.order in NEED_SALIENCY else room
+        if self.order in NEED_SALIENCY and len(saliency) != len(weights):
             raise ValueError(
-                f"layer {layer} runs {T} tokens, but the saliency kept for it is of {len(saliency)}: it "
-                f"must be recorded in the same forward pass, from all tokens of the batch"
+                f"layer {layer} runs {len(weights)} tokens, but the saliency kept for them is of "
+                f"{len(saliency)}: it must be recorded in the same forward pass, from all tokens of "
+                "the batch"
             )
-        return saliency
+        importance = ORDERS[self.order](routed, weights, saliency, self._rng)
+        return select(routed, within_capacity(routed, room, importance))
 
 
 def capacity_of(T: int, K: int, E: int, factor: float) -> int:
@@ -273,10 +253,8 @@ class CapacityFactor(StaticExecutor):
     def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
         return [capacity_of(T, K, E, self.factor)] * E
 
-    def launches(
-        self, layer: int, counts: list[int], capacity: Sequence[int]
-    ) -> Iterable[tuple[Sequence[int], int]]:
-        return [((e,), rows_for(n, C)) for e, (n, C) in enumerate(zip(counts, capacity))]
+    def rows(self, layer: int, counts: list[int], capacity: Sequence[int]) -> list[int]:
+        return list(map(rows_for, counts, capacity))
 
 
 class Tiered(StaticExecutor):
@@ -318,25 +296,20 @@ class Grouped(Tiered):
     ) -> None:
         capacities = []
         for layer, of in enumerate(groups):
-            capacity = {e: group.capacity for group in of for e in group.experts}
-            if (members := sorted(e for group in of for e in group.experts)) != list(
-                range(len(capacity))
-            ):
+            capacity = sorted((e, group.capacity) for group in of for e in group.experts)
+            if [e for e, _ in capacity] != list(range(len(capacity))):
                 raise ValueError(
-                    f"the groups of layer {layer} must hold every expert from 0 up exactly once, and hold "
-                    f"{members}"
+                    f"the groups of layer {layer} must hold every expert from 0 up exactly once, "
+                    f"not {[e for e, _ in capacity]}"
                 )
-            capacities.append([capacity[e] for e in range(len(capacity))])
+            capacities.append([C for _, C in capacity])
         super().__init__(capacities, overflow, **options)
-        self.groups = [list(of) for of in groups]
-        self.launched = 0  # launches of groups
+        self.groups = groups
 
-    def launches(
-        self, layer: int, counts: list[int], capacity: Sequence[int]
-    ) -> Iterable[tuple[Sequence[int], int]]:
+    def rows(self, layer: int, counts: list[int], capacity: Sequence[int]) -> list[int]:
+        rows = [0] * len(counts)
         for group in self.groups[layer]:
-            most = max((counts[e] for e in group.experts), default=0)
-            if most:
-                rows = rows_for(most, group.capacity)
-                self.launched += rows // group.capacity if group.capacity else 1
-                yield group.experts, rows
+            most = max(counts[e] for e in group.experts)
+            for e in group.experts:
+                rows[e] = rows_for(most, group.capacity) if most else 0
+        return rows

@@ -63,15 +63,12 @@ def capacity_tiers(
         largest.
     """
     require("rule", rule, RULES)
-    if tokens < 1 or chunk < 1 or slack <= 0:
-        raise ValueError(
-            f"tokens={tokens} and chunk={chunk} must be at least 1, and slack={slack} above 0"
-        )
     counts = _layers_of(counts)
-    if (counts.sum(1) == 0).any():
+    if min(tokens, chunk, levels) < 1 or slack <= 0 or not counts.sum(1).all():
         raise ValueError(
-            f"nothing was routed in layer {int((counts.sum(1) == 0).argmax())}; calibrate on prompts "
-            f"that pass all layers"
+            f"tokens={tokens}, chunk={chunk} and levels={levels} must be at least 1, slack={slack} "
+            "above 0, and something must have been routed in every layer: calibrate on prompts "
+            "that pass all layers"
         )
     expected = slack * counts * (chunk / tokens)  # [L, E], sums to slack·K·B
     r = counts.max(1) / counts.mean(1)
@@ -83,34 +80,27 @@ def capacity_tiers(
 
 
 def form_groups(
-    tiers: Tiers,
-    counts: Any,
-    size: int,
-    max_experts: int | None = None,
-    experts: Iterable[int] | None = None,
+    tiers: Tiers, counts: Any, size: int, experts: Iterable[int] | None = None
 ) -> list[Group]:
     """Groups from the largest tier to the smallest, within a tier from hot to cold (NPUMoE §4.2,
     §4.3).
 
     counts : [E], routings to each expert; equal ones in order of their ids.
-    size : G, experts a group at most, or `max_experts`, which one graph can hold, if that is less.
-    experts : which experts to group; None for all.
+    size : G, experts a group at most. experts : which experts to group; None for all.
     """
     counts = _layers_of(counts)
     E = len(tiers.capacity)
-    if counts.shape != (1, E):
-        raise ValueError(f"counts must be [{E}], one number an expert, not {list(counts.shape)}")
-    G = size if max_experts is None else min(size, max_experts)
-    if G < 1:
+    if counts.shape != (1, E) or size < 1:
         raise ValueError(
-            f"a group holds at least one expert, not size={size}, max_experts={max_experts}"
+            f"counts must be [{E}], one number an expert, not {list(counts.shape)}, and a group "
+            f"holds at least one expert, not size={size}"
         )
     chosen = set(range(E) if experts is None else experts)
     hot_first = [e for e in np.argsort(-counts[0], kind="stable").tolist() if e in chosen]
     groups = []
     for level in tiers.levels:
         of_tier = [e for e in hot_first if tiers.capacity[e] == level]
-        groups += [Group(tuple(of_tier[i : i + G]), level) for i in range(0, len(of_tier), G)]
+        groups += [Group(tuple(of_tier[i : i + size]), level) for i in range(0, len(of_tier), size)]
     return groups
 
 
@@ -122,8 +112,6 @@ def round_up(n: float, multiple: int) -> int:
 def _tiers(wanted: Sequence[float], low: float, high: float, chunk: int, levels: int) -> Tiers:
     """Levels low · (high/low)^(j/(levels − 1)), and for each wanted load the smallest level that
     holds it."""
-    if levels < 1:
-        raise ValueError(f"levels={levels} must be at least 1")
     ceiling = round_up(chunk, MULTIPLE)  # a token visits an expert once at most
     ordered = sorted(
         {

@@ -34,7 +34,7 @@ from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.trace import DECODE
 from moelab.zipmoe import selection
 from moelab.zipmoe.affinity import default_order
-from moelab.zipmoe.planning import plan
+from moelab.zipmoe.planning import plans
 
 #: tokens that are played to fill the cache, and then to be timed
 WARM = 64
@@ -160,6 +160,6 @@ def _candidates(
     pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
     if len(pools) > 1 and each >= layers * min(sm, e):
         f, k = selection.whole(np.sort(shares, 1)[:, ::-1].mean(0))
-        found = plan(f, each, (full, sm, e), k, machine.delays, machine.workers, layers=layers)
-        pools += [one.pools for one in found.best(most)]
+        found = plans(f, each, (full, sm, e), k, machine.delays, machine.workers, layers=layers)
+        pools += [one.pools for one in found[:most]]
     return list(dict.fromkeys(pools))

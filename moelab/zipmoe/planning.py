@@ -15,9 +15,8 @@ of the time."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,31 +50,11 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
     return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))
 
 
-class Configuration(NamedTuple):
-    """One division of the budget: parts of it for F, C, S and E, the pools that gives, expected
-    seconds a layer."""
+class CachePlan(NamedTuple):
+    """A division of the budget: its pools, and the expected seconds of a layer's step."""
 
-    ratios: tuple[float, float, float, float]
     pools: Pools
     seconds: float
-
-
-@dataclass(frozen=True)
-class CachePlan:
-    """The chosen division, as in `Configuration`, and `table`, all that were considered, in grid
-    order."""
-
-    ratios: tuple[float, float, float, float]
-    pools: Pools
-    seconds: float
-    table: tuple[Configuration, ...]
-
-    def best(self, n: int) -> list[Configuration]:
-        """The `n` best configurations whose pools differ, best first."""
-        different: dict[Pools, Configuration] = {}
-        for configuration in sorted(self.table, key=lambda c: c.seconds):
-            different.setdefault(configuration.pools, configuration)
-        return list(different.values())[:n]
 
 
 def plan(
@@ -86,10 +65,25 @@ def plan(
     delays: Delays,
     workers: int,
     pools: str = "FCSE",
-    step: float = 0.05,
     layers: int = 1,
+    parts: int = 20,
 ) -> CachePlan:
-    """The division of a budget with the least expected time a layer (ZipMoE Algorithm 4).
+    """The division of a budget with the least expected time, the first of `plans`."""
+    return plans(f, budget_bytes, sizes, k, delays, workers, pools, layers, parts)[0]
+
+
+def plans(
+    f: np.ndarray,
+    budget_bytes: int,
+    sizes: tuple[int, int, int],
+    k: int,
+    delays: Delays,
+    workers: int,
+    pools: str = "FCSE",
+    layers: int = 1,
+    parts: int = 20,
+) -> list[CachePlan]:
+    """All divisions of a budget whose pools differ, least expected time first (ZipMoE Algorithm 4).
 
     For pools of each layer (scope "layer"), `budget_bytes` is a layer's. For pools that `layers`
     share (scope "model"), it is theirs together: the division is found for one layer's equal share
@@ -100,56 +94,36 @@ def plan(
         for batches.
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
     delays : seconds of one expert. workers : decode workers.
-    pools : which pools may be used, letters of "FCSE". step : of the ratios; 1 / step must be
-        whole.
+    pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.
 
-    Raises ValueError: no pool could hold even one expert a layer; unknown pools; an impossible
-    step; unfit f."""
+    Raises ValueError: no pool could hold even one expert a layer; unknown pools; unfit f."""
     full, sm, e = sizes
     bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
-    n = _require_a_plan(bytes_of, budget_bytes, workers, pools, step, layers)
+    if not pools or not set(pools) <= set(HIERARCHY) or any(bytes_of[p] < 1 for p in pools):
+        kept = "".join(p for p in HIERARCHY if bytes_of[p])
+        raise ValueError(f"pools is {pools!r}; of this store there can be {kept}")
+    if budget_bytes < (least := layers * min(bytes_of[p] for p in pools)):
+        raise ValueError(
+            f"a budget of {budget_bytes:,} bytes holds not one expert a layer in the pools {pools}; "
+            f"{layers} layer(s) need at least {least:,}"
+        )
     f = np.asarray(f, np.float64)
     hits = interval_hits(selection_probabilities(f, k), k)
     patterns = hit_patterns(k)
     seconds = makespan(patterns, k, delays, workers)
     n_bytes = [max(1, bytes_of[p]) for p in HIERARCHY]
-    table = []
-    known = {}
-    for parts in _compositions(n, pools):
-        shares = [part * budget_bytes // n for part in parts]
+    known = {}  # experts of a layer in the pools → seconds
+    found = {}  # pools → seconds
+    for division in _divisions(parts, pools):
+        shares = [part * budget_bytes // parts for part in division]
         layer = _filled([s // (layers * size) for s, size in zip(shares, n_bytes)], len(f))
         total = _filled([s // size for s, size in zip(shares, n_bytes)], len(f) * layers)
         if layer not in known:  # many divisions of a small budget hold the same experts
             known[layer] = float(pattern_probabilities(hits, patterns, layer) @ seconds)
-        table.append(Configuration(tuple(part / n for part in parts), Pools(*total), known[layer]))
-    limit = min(c.seconds for c in table) * (1 + 1e-9)
-    return CachePlan(*next(c for c in table if c.seconds <= limit), tuple(table))
-
-
-def _require_a_plan(
-    bytes_of: dict[Any, int], budget: int, workers: int, pools: str, step: float, layers: int
-) -> int:
-    """The parts that a budget is divided into; ValueError as of `plan`."""
-    if not pools or len(set(pools)) != len(pools) or not set(pools) <= set(HIERARCHY):
-        raise ValueError(f"pools is {pools!r}; it must be letters of 'FCSE', each at most once")
-    n = round(1 / step) if 0 < step <= 1 else 0
-    if not n or abs(n * step - 1) > 1e-9:
-        raise ValueError(f"step is {step}; it must divide 1 into equal parts, such as 0.05 or 0.25")
-    if workers < 1 or layers < 1:
-        raise ValueError(
-            f"there are {workers} workers and {layers} layers; each must be at least 1"
-        )
-    sizes = ", ".join(f"{bytes_of[pool]:,} in pool {pool}" for pool in HIERARCHY)
-    if empty := [p for p in pools if bytes_of[p] < 1]:
-        raise ValueError(f"an expert has {sizes} bytes; leave pool {empty[0]} out of the pools")
-    least = min(bytes_of[p] for p in pools) * layers
-    if budget < least:
-        raise ValueError(
-            f"a budget of {budget:,} bytes holds not one expert a layer in any of the pools {pools}: an "
-            f"expert has {sizes} bytes, and {layers} layer(s) share the budget, so it must be at "
-            f"least {least:,} bytes"
-        )
-    return n
+        found[Pools(*total)] = min(known[layer], found.get(Pools(*total), np.inf))
+    limit = min(found.values()) * (1 + 1e-9)  # equally good ones stay in the order of divisions
+    by_time = sorted(found.items(), key=lambda one: one[1] if one[1] > limit else 0.0)
+    return [CachePlan(*one) for one in by_time]
 
 
 def interval_hits(q: np.ndarray, k: int) -> np.ndarray:
@@ -191,7 +165,7 @@ def _filled(capacities: list[int], experts: int) -> tuple[int, ...]:
     return tuple(end - begin for begin, end in zip([0, *ends], ends))
 
 
-def _compositions(n: int, pools: str) -> Iterator[tuple[int, ...]]:
+def _divisions(n: int, pools: str) -> Iterator[tuple[int, ...]]:
     """All (F, C, S, E) of integers that sum to `n`, 0 outside `pools`, those with the largest first
     numbers first."""
     for F, C, S in product(*(range(n if name in pools else 0, -1, -1) for name in "FCS")):

@@ -30,14 +30,13 @@ class Model(ct.models.MLModel):
         model,
         skip_model_load=False,
         compute_units=ct.ComputeUnit.ALL,
-        function_name=None,
         **options,
     ):
         super().__init__(model, skip_model_load=True, compute_units=compute_units, **options)
         self.evaluator = None
         if not skip_model_load:
             assert isinstance(model, str) and compute_units is ct.ComputeUnit.CPU_AND_NE
-            self.evaluator = Evaluator(model, function_name, "fp16")
+            self.evaluator = Evaluator(model, mode="fp16")
 
     def predict(self, data):
         if behaviour == "crash":

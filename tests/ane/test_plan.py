@@ -2,7 +2,6 @@
 a naive loop's."""
 
 import json
-import random
 
 import numpy as np
 import pytest
@@ -27,8 +26,6 @@ from moelab.ane.systems import (
 )
 from moelab.specs import MoESpec
 from moelab.static.loads import loads_of_ids
-from moelab.static.tiers import capacity_tiers
-from tests.depth import depth
 
 PHI, QWEN = cards.load_model("Phi-3.5-MoE"), cards.load_model("Qwen3-30B-A3B")
 SMALL = MoESpec("small", "test", 3, (0, 2), E=6, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
@@ -76,14 +73,6 @@ def test_the_account_is_a_naive_loops(system):
     assert account.padded_fraction == pytest.approx(
         1 - account.executed.sum() / account.slots.sum()
     )
-
-
-def test_loads_of_ids_are_counted_chunk_by_chunk():
-    ids = random_ids(50)
-    loads = loads_of_ids(torch.tensor(ids), 20, SMALL.E)
-    assert loads.shape == (3, SMALL.L, SMALL.E)
-    for n, l, e in np.ndindex(loads.shape):
-        assert loads[n, l, e] == (ids[20 * n : 20 * n + 20, l] == e).sum()
 
 
 @settings(max_examples=60, deadline=None)
@@ -141,10 +130,6 @@ def test_each_step_of_the_ablation_adds_one_thing():
     assert not any(layer.on("cpu") for plan in (base, tiers, groups) for layer in plan.layers)
 
 
-# -------------------------------------------------------------------------------------------- what
-# fits, and what not
-
-
 def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
     plan = phi_plan(max_graph_bytes=100e6)
     assert not any(layer.on("ane") for layer in plan.layers)
@@ -161,25 +146,11 @@ def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
     assert "20,000 input channels" in plan.problems[0] and not plan.layers[0].on("ane")
 
 
-def test_tiers_may_be_given():
-    loads = assumed_loads(SMALL, 64, 10)
-    tiers = capacity_tiers(loads.sum(0), 640, 64, slack=9.0)
-    plan = make_plan(SMALL, loads.sum(0), 640, 64, tiers=tiers)
-    assert [layer.tiers for layer in plan.layers] == tiers and count(plan, loads).drop_rate == 0
-    assert [
-        layer.tiers for layer in make_plan(SMALL, loads.sum(0), 640, 64).layers
-    ] == capacity_tiers(loads.sum(0), 640, 64)
-
-
 @pytest.mark.parametrize(
     "call, told",
     [
         (lambda: make_plan(SMALL, np.ones((2, 6)), 6, system="gpu"), "no system 'gpu'"),
         (lambda: make_plan(SMALL, np.ones((2, 5)), 6), "2 MoE layers of 6 experts"),
-        (
-            lambda: make_plan(SMALL, np.ones((2, 6)), 6, tiers=capacity_tiers(np.ones(6), 3, 16)),
-            "tiers are not those",
-        ),
         (lambda: ANEPlan.from_dict({"format": "else"}), "make_plan"),
         (
             lambda: count(make_plan(SMALL, np.ones((2, 6)), 6, 16), np.ones((1, 2, 5), int)),
@@ -194,9 +165,9 @@ def test_tiers_may_be_given():
             lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0),
             "bytes_per_weight is 0; it must be positive",
         ),
-        (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=float("nan")), "slack is nan"),
-        (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens is 0"),
-        (lambda: ANEPlan.from_dict([]), "but a list; make it again"),
+        (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=-1), "slack=-1"),
+        (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens=0"),
+        (lambda: ANEPlan.from_dict([]), "'list'; make it again"),
         (lambda: ANEPlan.from_dict({"format": FORMAT}), "damaged: it lacks chunk, layers"),
     ],
 )
@@ -224,54 +195,3 @@ def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
         if any(word in p for p in plan.problems)
     ] == (["attention stays"] * (not attention) + ["all experts stay"] * (not experts))
     assert (why_no_graph("attention", spec.model_type) == "") == attention
-
-
-def test_more_graphs_than_stay_loaded_go_to_the_cpu():
-    """Those that the fewest tokens come to."""
-    spec = cards.load_model("DeepSeek-V3")
-    counts, tokens = assumed_counts(spec)
-    free = make_plan(spec, counts, tokens, max_graphs=10**6)
-    for limit in (1024, 100, 20):
-        plan = make_plan(spec, counts, tokens, max_graphs=limit)
-        assert plan.launches == limit < free.launches
-        assert any("groups of experts stay on the CPU" in problem for problem in plan.problems)
-        stay, go = (
-            [
-                group.expected
-                for layer, before in zip(plan.layers, free.layers)
-                for group, was in zip(layer.groups, before.groups)
-                if was.unit == "ane" and group.unit == unit
-            ]
-            for unit in ("ane", "cpu")
-        )
-        assert min(stay) >= max(go) and len(stay) + len(go) == free.launches
-        assert [[g.experts for g in layer.groups] for layer in plan.layers] == [
-            [g.experts for g in layer.groups] for layer in free.layers
-        ]
-
-
-@pytest.mark.stress
-def test_a_damaged_plan_is_refused_in_words(tmp_path):
-    """One value of a saved plan changed, of any kind: the same plan again, one that can be, or a
-    ValueError."""
-    good = make_plan(SMALL, np.full((2, 6), 64), 256)
-    rng, path = random.Random(0), tmp_path / "plan.json"
-    for _n in range(depth(200, 2000)):
-        fields = json.loads(json.dumps(good.to_dict()))
-        at = fields
-        while isinstance(at, (dict, list)) and at:
-            inner, key = at, rng.choice(list(at) if isinstance(at, dict) else range(len(at)))
-            at = at[key]
-            if rng.random() < 0.1:
-                break
-        inner[key] = rng.choice([None, -1, 0, 10**9, 1.5, "ane", "x", [], {}, [0, 0], True])
-        path.write_text(json.dumps(fields))
-        try:
-            plan = ANEPlan.load(path)
-        except ValueError as error:
-            assert str(path) in str(error)
-        else:
-            assert plan.describe() and count(plan, np.full((1, 2, 6), 1)).routed.sum() == 12
-    path.write_text("[" * 100_000)
-    with pytest.raises(ValueError, match="is no readable plan"):
-        ANEPlan.load(path)

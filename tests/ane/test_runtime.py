@@ -11,9 +11,8 @@ import moelab
 from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
 from moelab.ane.runtime import PlannedExperts, prefill_through
-from moelab.models import SeamExperts, discover, plugged
+from moelab.models import SeamExperts, discover
 from moelab.specs import MoESpec
-from moelab.static.loads import loads_of_ids
 from moelab.static.tiers import Tiers
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
@@ -91,7 +90,6 @@ def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none)
         len(launched),
         int((ids != E).sum()),
         executed,
-        on_cpu,
         sum(g.slots for g in launched) + on_cpu,
     )
     assert (executor.tally.routed, executor.tally.executed, executor.tally.slots) == (
@@ -128,23 +126,8 @@ def test_padding_loses_nothing_and_launches_until_all_are_served(T, seed, layout
     launches = [max(-(-int((ids == e).sum()) // g.capacity) for e in g.experts) for g in GROUPS[:2]]
     found = executor.by_layer[0]
     assert executor.lossless and found.drop_rate == 0 and found.launches == sum(launches)
-    assert found.slots == sum(n * g.slots for n, g in zip(launches, GROUPS)) + found.on_cpu
-
-
-def test_counts_are_those_that_the_plan_accounts_for():
-    experts, (ids, weights) = make_experts(E, H, 8), make_routing(64, E, K, 1.0)
-    plan = plan_of(TOY, 64)
-    executor = PlannedExperts(plan, TorchBackend(plan), order="random")
-    executor(torch.randn(64, H), ids, weights, experts)
-    account, found = count(plan, loads_of_ids(ids[:, None], 64, E).numpy()), executor.total
-    assert (found.routed, found.executed, found.slots, found.launches) == (
-        account.routed.sum(),
-        account.executed.sum(),
-        account.slots.sum(),
-        account.launches.sum(),
-    )
-    assert found.drop_rate == pytest.approx(account.drop_rate) and found.drop_rate > 0
-    assert found.padded_fraction == pytest.approx(account.padded_fraction)
+    on_cpu = sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
+    assert found.slots == sum(n * g.slots for n, g in zip(launches, GROUPS)) + on_cpu
 
 
 def test_more_tokens_than_a_chunk_and_unknown_options_are_refused():
@@ -272,19 +255,6 @@ def test_what_cannot_run_is_refused(model):
         with pytest.raises(ValueError, match="router_logits"):
             model(prompt(20), output_router_logits=True)
     assert "forward" not in vars(model.base_model)
-
-
-def test_it_goes_back_to_what_was_there_before(model):
-    def before(x, ids, weights, experts):
-        return torch.zeros_like(x)
-
-    with plugged(model, before):
-        with (
-            prefill_through(model, plan_of(model.spec), order="router"),
-            prefill_through(model, plan_of(model.spec), overflow="pad"),
-        ):
-            pass
-        assert discover(model)[0].seam.executor is before
 
 
 @pytest.mark.parametrize("S", [5, 33, 48])  # 33 tokens in chunks of 16 leave one alone

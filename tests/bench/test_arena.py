@@ -142,11 +142,11 @@ def test_the_bound_is_below_every_split_of_a_layer(seed):
     """Against all ways of putting quarters of experts on units and GPU, by the closed form's own
     account."""
     from moelab.cards import load_model
+    from moelab.ndp.assumptions import Assumptions
     from moelab.ndp.bound import layer_bound
     from moelab.ndp.closed_form import layer_seconds
     from moelab.ndp.costs import Costs
     from moelab.ndp.plans import LayerStep, make_plan
-    from moelab.ndp.sweep import Assumptions
 
     rng = np.random.default_rng(seed)
     A, N = int(rng.integers(1, 4)), int(rng.integers(1, 5))

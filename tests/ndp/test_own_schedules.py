@@ -1,5 +1,4 @@
-"""Schedules of one's own: the recipe's, state and time, batches, what is in GPU memory, other links
-and machines."""
+"""Schedules of one's own: the recipe's, state and time, what is in GPU memory, links."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ import pytest
 
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
-from moelab.ndp.event_simulation import event_seconds
 from moelab.ndp.plans import make_plan
-from moelab.ndp.routing import batched, simulated_routing
-from moelab.ndp.simulation import NDPRun, simulate, timeline
+from moelab.ndp.routing import simulated_routing
+from moelab.ndp.simulation import simulate
 from moelab.ndp.systems import SYSTEMS, OnDemand, System
+from notebooks.studies.ndp_events import event_seconds, timeline
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -53,83 +52,6 @@ def test_the_recipe_is_what_a_loop_counts():
             kept[layer] = ([e for e in kept[layer] if e not in chosen] + order)[-16:]
     assert found.hit_rate == hits / (9 * 2 * 3) and 0.2 < found.hit_rate < 1
     assert found.moe_decode == pytest.approx(sum(seconds)) and found.intermediate == 0
-
-
-class Diary(System):
-    """Writes down when it was asked for what, and answers as MoE-OnDemand."""
-
-    def __init__(self):
-        self.steps = []
-
-    def plan(self, step, costs):
-        self.steps.append(step)
-        return make_plan(step, costs.hardware.units, resident=step.resident, moved=~step.resident)
-
-
-def test_a_system_sees_time_and_keeps_state_of_its_own_run():
-    routing, machine, mine = (
-        simulated_routing(toy.spec(), 1, prompt=5, answer=3),
-        toy.machine(2),
-        Diary(),
-    )
-    run, costs = NDPRun(machine, mine, routing), Costs(toy.spec(), machine)
-    now, began = 0.0, []
-    for number in range(4):
-        dense = costs.dense_decode(np.array(5 + number - 1)) if number else costs.dense_prefill(5)
-        for layer in range(2):
-            now += float(dense) / 2
-            began.append((number > 0, layer, now))
-            ids = routing.decode[number - 1, layer] if number else routing.prefill[:, layer]
-            count = sorted(Counter(ids.ravel().tolist()).values())
-            now += max(
-                sum(float(costs.gpu(n)) for n in count),
-                layer_seconds(make_plan(toy.step(count[::-1], S=5), 2, moved=1.0), costs),
-            )
-        run.forward(number, lambda plan: layer_seconds(plan, run.costs))
-    assert [(s.decode, s.layer) for s in run.system.steps] == [
-        of[:2] for of in began
-    ] and mine.steps == []
-    assert [s.now for s in run.system.steps] == pytest.approx(
-        [of[2] for of in began]
-    ) and run.now == pytest.approx(now)
-    for a, b in zip(
-        (simulate(machine, mine, routing) for _ in range(2)),
-        [simulate(machine, OnDemand(), routing)] * 2,
-    ):
-        assert a.end_to_end == pytest.approx(b.end_to_end)  # twice alike, and as without situations
-
-
-@pytest.mark.parametrize(
-    "name", ["MoE-OnDemand", "MoNDE", "NDP+LB", "NDP+TP+LB+PRE", "NDP+TP+LB+PRE, improved"]
-)
-def test_a_batch_is_decoded_in_lockstep(name):
-    spec, machine, B, D = toy.spec(L=2, E=12, K=3), toy.machine(3), 4, 5
-    alone = [simulated_routing(spec, seed, prompt=6, answer=D, zipf=0.7) for seed in range(B)]
-    together = batched(alone)
-    together.decode[2, 1, 0] = spec.E
-    run, seconds = NDPRun(machine, SYSTEMS[name], together), 0.0
-    for n in range(D):
-        for layer in range(2):
-            tokens = Counter(
-                e
-                for b in range(B)
-                for e in together.decode[n * B + b, layer].tolist()
-                if e < spec.E
-            )
-            step = run.decode_step(layer, together.token(n + 1)[:, layer])
-            assert dict(zip(step.experts.tolist(), step.tokens.tolist())) == tokens
-            assert step.S == B and step.decode and (np.diff(step.tokens) <= 0).all()
-            seconds += layer_seconds(run.plan(step), run.costs)
-    found = simulate(machine, SYSTEMS[name], together)
-    assert found.moe_decode == pytest.approx(seconds)
-    ones = [simulate(machine, SYSTEMS[name], one) for one in alone]
-    assert found.dense_decode < sum(one.dense_decode for one in ones)
-    assert found.dense_prefill <= sum(one.dense_prefill for one in ones) * (1 + 1e-9)
-    assert batched(alone[:1]).decode.shape == alone[0].decode.shape
-    one = simulate(machine, SYSTEMS[name], batched(alone[:1]))
-    assert one.end_to_end == pytest.approx(ones[0].end_to_end)
-    with pytest.raises(ValueError, match="equal length"):
-        batched([alone[0], simulated_routing(spec, 0, prompt=7, answer=D)])
 
 
 class Chooses(System):

@@ -48,15 +48,6 @@ def test_a_unit_computes_only_from_its_own_columns(N):
         assert torch.allclose(found[u], h[:, a:b] @ down[:, a:b].T, atol=1e-5)
 
 
-def test_half_precision_adds_up_in_single():
-    experts = make_experts(4, 64, 96, dtype=torch.bfloat16)
-    ids, weights = make_routing(8, 4, 2, dtype=torch.bfloat16)
-    x = torch.randn(8, 64, dtype=torch.bfloat16)
-    out = NDPTensorParallel(6)(x, ids, weights, experts)
-    assert out.dtype == torch.bfloat16
-    assert torch.allclose(out.double(), naive(x, ids, weights, experts), atol=0.05)
-
-
 def test_a_norm_behind_the_expert_is_refused():
     experts = make_experts(2, 4, 4)
     experts.has_post_expert_norm = True

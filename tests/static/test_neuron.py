@@ -20,7 +20,6 @@ from moelab.static.neuron import (
     expected_unique,
     neuron_choice,
 )
-from moelab.static.sharding import Sharding
 from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
@@ -54,22 +53,10 @@ def check(executor, x, ids, weights, experts):
     return tally
 
 
-SHARDINGS = [
-    None,
-    *(Sharding(on, cores) for on in "HI" for cores in (2, 3)),
-    *(Sharding("block", cores, order) for cores in (2, 3) for order in ("PING_PONG", "HI_LO")),
-]
-
-
 @settings(max_examples=40, deadline=None)
-@given(
-    cases(),
-    st.sampled_from([1, 3, 8, 64]),
-    st.booleans(),
-    st.sampled_from(SHARDINGS),
-)
-def test_blockwise_is_lossless_whatever_is_skipped_or_shared(case, B, blocks, sharding):
-    check(Blockwise(B, skip_blocks=blocks, sharding=sharding), *case)
+@given(cases(), st.sampled_from([1, 3, 8, 64]), st.booleans())
+def test_blockwise_is_lossless_whatever_is_skipped(case, B, skip):
+    check(Blockwise(B, skip_blocks=skip), *case)
 
 
 @settings(max_examples=40, deadline=None)
@@ -118,10 +105,6 @@ def test_a_token_may_choose_an_expert_twice():
         check(make(), x, ids, weights, experts)
 
 
-# -----------------------------------------------------------------------------------------
-# selective against the rest
-
-
 @pytest.mark.parametrize("E, K, batch", [(4, 2, 3), (5, 1, 4), (6, 3, 2)])
 def test_expected_unique_experts_counted_by_brute_force(E, K, batch):
     from itertools import combinations, product
@@ -165,10 +148,6 @@ def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
     assert executor.chosen == {"capacity": 1, "selective": 1}
 
 
-# ---------------------------------------------------------------------------------------------------
-# in whole models
-
-
 @pytest.mark.stress
 @pytest.mark.parametrize(
     "name, opened",
@@ -188,7 +167,6 @@ def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_p
         NeuronRule(block_size=16),
         Blockwise(4),
         Blockwise(4, skip_blocks=False),
-        *(Blockwise(4, sharding=sharding) for sharding in SHARDINGS[1::2]),
     ]
     with torch.no_grad():
         expected = model(**inputs).logits

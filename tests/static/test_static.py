@@ -19,28 +19,26 @@ from tests.models import tiny
 from tests.static.test_neuron import cases
 
 
-def kept_by_a_loop(ids, weights, capacity, chunk, order, saliency, seed):
-    """Choices that stay, as a mask [T, K], chunk by chunk and expert by expert."""
+def kept_by_a_loop(ids, weights, capacity, order, saliency, seed):
+    """Choices that stay, as a mask [T, K], expert by expert."""
     T, K = ids.shape
     keep, rng = torch.zeros(T, K, dtype=torch.bool), torch.Generator().manual_seed(seed)
-    for start in range(0, T, chunk):
-        tokens = range(start, min(start + chunk, T))
-        chosen = [
-            [(t, k) for t in tokens for k in range(K) if int(ids[t, k]) == e]
-            for e in range(len(capacity))
-        ]
-        luck = iter(torch.rand(sum(map(len, chosen)), generator=rng).tolist())
-        for C, mine in zip(capacity, chosen):
-            score = {
-                "saliency": lambda t, k: float(saliency[t]),
-                "strongest": lambda t, k: -float(saliency[t]),
-                "router": lambda t, k: float(weights[t, k]),
-                "token": lambda t, k: 0,
-                "random": lambda t, k: next(luck),
-            }[order]
-            ranked = sorted(((-score(t, k), t, k) for t, k in mine))
-            for _, t, k in ranked if len(tokens) == 1 and C else ranked[:C]:
-                keep[t, k] = True
+    chosen = [
+        [(t, k) for t in range(T) for k in range(K) if int(ids[t, k]) == e]
+        for e in range(len(capacity))
+    ]
+    luck = iter(torch.rand(sum(map(len, chosen)), generator=rng).tolist())
+    score = {
+        "saliency": lambda t, k: float(saliency[t]),
+        "strongest": lambda t, k: -float(saliency[t]),
+        "router": lambda t, k: float(weights[t, k]),
+        "token": lambda t, k: 0,
+        "random": lambda t, k: next(luck),
+    }[order]
+    for C, mine in zip(capacity, chosen):
+        ranked = sorted((-score(t, k), t, k) for t, k in mine)
+        for _, t, k in ranked if T == 1 and C else ranked[:C]:
+            keep[t, k] = True
     return keep
 
 
@@ -50,22 +48,14 @@ def without_dropped(ids, keep, E):
 
 @st.composite
 def static_cases(draw):
-    """A case with capacities [E] (some 0), a chunk, and saliency with ties."""
+    """A case with capacities [E] (some 0), and saliency with ties."""
     x, ids, weights, experts = draw(cases(most_experts=12))
     E = experts.num_experts
     capacity = draw(st.lists(st.integers(0, 6), min_size=E, max_size=E))
     saliency = torch.tensor(
         draw(st.lists(st.integers(0, 5), min_size=len(x), max_size=len(x))), dtype=torch.float32
     )
-    return (
-        x,
-        ids,
-        weights,
-        experts,
-        capacity,
-        draw(st.sampled_from([None, 1, 7, 16])),
-        {0: saliency},
-    )
+    return x, ids, weights, experts, capacity, {0: saliency}
 
 
 def partition(E, capacity, size):
@@ -85,9 +75,9 @@ def partition(E, capacity, size):
     st.sampled_from([None, 1, 3]),
 )
 def test_pruning_drops_whom_a_loop_drops(case, order, seed, group_size):
-    x, ids, weights, experts, capacity, chunk, saliency = case
-    keep = kept_by_a_loop(ids, weights, capacity, chunk or max(len(x), 1), order, saliency[0], seed)
-    options = {"order": order, "saliency": saliency, "chunk": chunk, "seed": seed}
+    x, ids, weights, experts, capacity, saliency = case
+    keep = kept_by_a_loop(ids, weights, capacity, order, saliency[0], seed)
+    options = {"order": order, "saliency": saliency, "seed": seed}
     executor = (
         Grouped([partition(len(capacity), capacity, group_size)], **options)
         if group_size
@@ -108,25 +98,17 @@ def test_pruning_drops_whom_a_loop_drops(case, order, seed, group_size):
 @settings(max_examples=60, deadline=None)
 @given(static_cases(), st.sampled_from([None, 1, 3]))
 def test_padding_drops_nobody_and_its_slots_are_counted(case, group_size):
-    x, ids, weights, experts, capacity, chunk, _ = case
+    x, ids, weights, experts, capacity, _ = case
     E = experts.num_experts
     groups = partition(E, capacity, group_size or 1)
-    executor = (
-        Grouped([groups], "pad", chunk=chunk)
-        if group_size
-        else Tiered([capacity], "pad", chunk=chunk)
-    )
+    executor = Grouped([groups], "pad") if group_size else Tiered([capacity], "pad")
     got = executor(x, ids, weights, experts)
     torch.testing.assert_close(got.double(), naive(x, ids, weights, experts), rtol=2e-4, atol=2e-5)
-    slots = 0
-    for start in range(0, len(x), chunk or max(len(x), 1)):
-        counts = torch.bincount(
-            ids[start : start + (chunk or len(x))].flatten(), minlength=E + 1
-        ).tolist()
-        for group in groups:
-            most = max(counts[e] for e in group.experts)
-            rows = math.ceil(most / group.capacity) * group.capacity if group.capacity else most
-            slots += len(group.experts) * rows
+    counts, slots = torch.bincount(ids.flatten(), minlength=E + 1).tolist(), 0
+    for group in groups:
+        most = max(counts[e] for e in group.experts)
+        rows = math.ceil(most / group.capacity) * group.capacity if group.capacity else most
+        slots += len(group.experts) * rows
     assert executor.lossless and executor.tally.dropped == 0
     assert executor.tally.slots == slots
 
@@ -141,7 +123,7 @@ def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
     x, ids, weights, experts = case
     (T, K), E = ids.shape, experts.num_experts
     C = capacity_of(T, K, E, factor)
-    keep = kept_by_a_loop(ids, weights, [C] * E, max(T, 1), order, None, 0)
+    keep = kept_by_a_loop(ids, weights, [C] * E, order, None, 0)
     executor = CapacityFactor(factor, order)
     got = executor(x, ids, weights, experts)
     torch.testing.assert_close(
@@ -157,38 +139,11 @@ def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
 
 
 @pytest.mark.parametrize(
-    "T, K, E, factor, C",
-    [
-        (1000, 2, 8, 1.0, 250),
-        (1000, 2, 8, 1.25, 313),
-        (1000, 2, 8, 4.0, 1000),
-        (1000, 2, 8, 3.999, 1000),
-        (1, 1, 256, 0.01, 1),
-        (7, 2, 4, 1.0, 4),
-    ],
-)
-def test_capacities_by_factor(T, K, E, factor, C):
-    assert capacity_of(T, K, E, factor) == C
-
-
-def test_a_group_runs_whole_or_not_at_all():
-    """The paper's example, §4.2: (64, 32, 32, 0) tokens in slices of 64."""
-    experts = make_experts(8, 6, 4)
-    ids = torch.tensor([0] * 64 + [1] * 32 + [2] * 32)[:, None]
-    executor = Grouped([[Group((0, 1, 2, 3), 64), Group((4, 5, 6, 7), 64)]], order="token")
-    executor(torch.randn(128, 6), ids, torch.ones(128, 1), experts)
-    assert (
-        executor.tally.slots == 4 * 64 and executor.tally.executed == 128 and executor.launched == 1
-    )
-
-
-@pytest.mark.parametrize(
     "make, message",
     [
         (lambda: Tiered([[1]], "spill"), "'prune' or 'pad'"),
         (lambda: Tiered([[1]], order="loudest"), "saliency, router"),
         (lambda: Tiered([[1]]), "pass saliency="),
-        (lambda: Tiered([[1]], order="token", chunk=0), "at least 1"),
         (lambda: Tiered([], "pad"), "each MoE layer"),
         (lambda: Tiered([[-1]], "pad"), "negative"),
         (lambda: Grouped([[Group((0, 2), 4)]], "pad"), "exactly once"),
@@ -207,10 +162,6 @@ def test_capacities_of_another_model_and_saliency_of_another_pass_are_refused():
         Tiered([[1, 1]], "pad")(x, ids, weights, experts)
     with pytest.raises(ValueError, match="same forward pass"):
         Tiered([[1] * 4], saliency={0: torch.ones(3)})(x, ids, weights, experts)
-
-
-# ---------------------------------------------------------------------------------------------------
-# in whole models
 
 
 def opened(tmp_path, name="qwen3_moe"):
@@ -254,7 +205,7 @@ def test_padded_tiers_and_groups_give_the_models_own_tokens(tmp_path):
     expected = model.generate(prompt, **options)
     E, L = layers[0].experts.num_experts, len(layers)
     for executor in (
-        Tiered([[3] * E] * L, "pad", chunk=4),
+        Tiered([[3] * E] * L, "pad"),
         Grouped([[Group(tuple(range(E)), 2)]] * L, "pad"),
         CapacityFactor(100.0),
     ):

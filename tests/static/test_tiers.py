@@ -37,27 +37,6 @@ def test_every_expert_gets_the_smallest_level_that_holds_its_expected_load(
     assert max(tiers.levels) <= -(-chunk // 16) * 16
 
 
-@settings(max_examples=100, deadline=None)
-@given(
-    counts_strategy,
-    st.sampled_from([64, 256, 1024]),
-    st.integers(2, 4),
-    st.sampled_from(["topk", "paper"]),
-    st.sampled_from([0.5, 1.0, 1.7]),
-)
-def test_levels_lie_in_a_geometric_sequence_up_to_the_imbalance(counts, chunk, levels, rule, slack):
-    """§4.1: from slack · B/E, times K as our rule has it, to r times that; rounded up to 16, none
-    above the chunk."""
-    tokens, E = max(counts), len(counts)
-    (tiers,) = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
-    r, K = max(counts) * E / sum(counts), sum(counts) / tokens
-    low = slack * chunk / E * (K if rule == "topk" else 1)
-    wanted = {
-        min(-(-(low * r ** (j / (levels - 1)) - 1e-6) // 16) * 16, chunk) for j in range(levels)
-    }
-    assert list(tiers.levels) == sorted((max(level, 16) for level in wanted), reverse=True)
-
-
 def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
     """§4.1: B = 256, E = 8, r = 2 gives 2 · 256/8 = 64 tokens; with top-2 the busiest expert really
     gets 128."""
@@ -78,14 +57,12 @@ def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
         st.tuples(st.sampled_from([16, 48, 128]), st.integers(0, 50)), min_size=1, max_size=40
     ),
     st.sampled_from([1, 2, 4, 8, 16]),
-    st.one_of(st.none(), st.integers(1, 20)),
 )
-def test_groups_hold_every_expert_once_in_equal_tiers_hot_with_hot(experts, size, most):
+def test_groups_hold_every_expert_once_in_equal_tiers_hot_with_hot(experts, limit):
     capacity, counts = zip(*experts)
     tiers = Tiers(tuple(sorted(set(capacity), reverse=True)), capacity)
-    groups = form_groups(tiers, counts, size, most)
+    groups = form_groups(tiers, counts, limit)
     assert sorted(e for group in groups for e in group.experts) == list(range(len(experts)))
-    limit = min(size, most or size)
     for group in groups:
         assert {capacity[e] for e in group.experts} == {group.capacity} and 1 <= len(
             group.experts
@@ -104,10 +81,8 @@ def test_groups_hold_every_expert_once_in_equal_tiers_hot_with_hot(experts, size
         (lambda: capacity_tiers([1, 2], 3, 256, rule="best"), "no rule 'best'"),
         (lambda: capacity_tiers([1, 2], 0, 256), "tokens=0"),
         (lambda: capacity_tiers([1, 2], 3, 256, slack=0), "slack=0"),
-        (lambda: capacity_tiers([1, 2], 3, 0), "chunk=0"),
-        (lambda: capacity_tiers([[1, 2], [0, 0]], 3, 256), "layer 1"),
+        (lambda: capacity_tiers([[1, 2], [0, 0]], 3, 256), "in every layer"),
         (lambda: capacity_tiers([1, -2], 3, 256), "not negative"),
-        (lambda: capacity_tiers([1, 2], 3, 256, levels=0), "levels=0"),
         (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2, 3], 2), r"\[2\]"),
         (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2], 0), "size=0"),
     ],

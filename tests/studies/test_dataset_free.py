@@ -82,32 +82,6 @@ def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
     assert fewer.read_bytes > more.read_bytes
 
 
-def test_the_table_pairs_prompts():
-    def answer(hits):
-        return study.Answer(
-            np.zeros(2), None, np.ones((1, 2), bool), np.ones((5, 1, 2), bool), hits, 10, 0
-        )
-
-    one, two = (
-        {way: answer(hits) for way, hits in zip(study.WAYS, row)} for row in ((6, 4, 2), (8, 6, 8))
-    )
-    rows = study.table({"code": [one], "prose": [two]})
-    assert rows["code"][study.WAYS[1]]["lead"] == pytest.approx(
-        (0.2, np.nan, np.nan), nan_ok=True
-    )  # one prompt
-    assert rows["all"][study.WAYS[0]]["utilisation"][0] == pytest.approx(0.7)
-    assert rows["all"][study.WAYS[2]]["lead"] == pytest.approx(
-        (0.2, 0.2 - 2.5412, 0.2 + 2.5412), rel=1e-4
-    )
-    same = {source: np.eye(2) * [[row], [0]] for source, row in (("code", 5), ("prose", 3))}
-    chosen = study.ways(same, "code", 1)
-    assert set(chosen) == set(study.WAYS)
-    assert chosen[study.WAYS[0]](np.array([[0, 1], [1, 0]])).tolist() == [
-        [False, True],
-        [True, False],
-    ]
-
-
 def test_the_hit_curve_is_a_naive_loops(small):
     rng, spec = np.random.default_rng(0), small.spec
     answers = [

@@ -1,4 +1,5 @@
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +10,8 @@ from moelab.offloading.load_queue import Order
 from moelab.simulation.costs import Delays
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import SCHEDULERS, naive_order, order, schedule
-from moelab.zipmoe.tasks import Task, timetable
+from moelab.zipmoe.tasks import Task
+from notebooks.studies.optimal_schedule import timetable
 from tests.zipmoe.instances import Request, delays, requests, task_sets
 
 SLOW_DISK = Delays(
@@ -22,18 +24,12 @@ def request(expert, tokens, state):
 
 
 @given(task_sets(), st.integers(1, 9))
-def test_blocks_are_a_permutation_of_the_tasks(tasks, workers):
+def test_blocks_are_a_permutation_of_the_tasks_each_type_by_falling_p(tasks, workers):
     blocks = schedule(tasks, workers)
-    assert Counter(task for block in blocks for task in block) == Counter(tasks)
-    assert all(blocks)
-
-
-@given(task_sets(), st.integers(1, 4))
-def test_tasks_of_a_type_keep_their_order_within_a_block(tasks, workers):
-    for block in schedule(tasks, workers):
-        for type_1 in (True, False):
-            ranks = [(-task.p, task.expert, task.tensor) for task in block if task.type_1 == type_1]
-            assert ranks == sorted(ranks)  # non-increasing p, tasks of an expert together
+    assert Counter(task for block in blocks for task in block) == Counter(tasks) and all(blocks)
+    for block, type_1 in product(blocks, (True, False)):
+        ranks = [(-task.p, task.expert, task.tensor) for task in block if task.type_1 == type_1]
+        assert ranks == sorted(ranks)  # tasks of an expert together
 
 
 @settings(max_examples=150, deadline=None)
@@ -59,43 +55,34 @@ def test_a_block_ends_when_the_workers_lag(tasks, workers):
             assert end - io_end >= k * v - 1e-9 * (1 + end)
 
 
-def test_type_1_by_itself_is_ordered_by_tokens():
-    found = order(
-        [request(0, 1, "M"), request(1, 3, "M"), request(2, 2, "M")], SLOW_DISK, workers=2
-    )
-    assert found.decode == [1, 2, 0]
-    assert found.io == [(1, "E"), (2, "E"), (0, "E"), (1, "SM"), (2, "SM"), (0, "SM")]
+SLOW_WORKERS = Delays(1.0, 1.0, 9.0, 0.0, 1.0, 0.0)
 
 
-def test_what_is_in_memory_hides_behind_the_reading():
-    found = order(
-        [request(0, 1, "C"), request(1, 3, "M"), request(2, 2, "C"), request(3, 5, "F")],
-        SLOW_DISK,
-        1,
-    )
-    assert found == Order([(1, "E"), (1, "SM")], [2, 0, 1])
-
-
-def test_a_type_2_task_that_makes_workers_idle_goes_behind_larger_type_1_tasks():
-    # one worker waits 4 s for the first E-chunk anyway and 3 s more for the second
-    assert order([request(0, 1, "S"), request(1, 3, "M")], SLOW_DISK, 1).io == [
-        (1, "E"),
-        (0, "E"),
-        (1, "SM"),
-    ]
-    assert order([request(0, 3, "S"), request(1, 1, "M")], SLOW_DISK, 1).io == [
-        (0, "E"),
-        (1, "E"),
-        (1, "SM"),
-    ]
-
-
-def test_blocks_follow_when_decompression_is_slow():
-    slow_workers = Delays(
-        e_read=1.0, sm_read=1.0, decompress=9.0, recover=0.0, expert_base=1.0, expert_token=0.0
-    )
-    found = order([request(e, 1, "M") for e in range(3)], slow_workers, workers=1)
-    assert found.io == [(e, part) for e in range(3) for part in ("E", "SM")]
+@pytest.mark.parametrize(
+    "asked, delays, io, decode",
+    [
+        # type I by tokens: all E-chunks of a block before its SM-chunks
+        (
+            [(0, 1, "M"), (1, 3, "M"), (2, 2, "M")],
+            SLOW_DISK,
+            "1E 2E 0E 1SM 2SM 0SM",
+            [1, 2, 0],
+        ),
+        # what is in memory hides behind the reading
+        ([(0, 1, "C"), (1, 3, "M"), (2, 2, "C"), (3, 5, "F")], SLOW_DISK, "1E 1SM", [2, 0, 1]),
+        # type II goes behind larger type I where it makes the one worker wait 3 s more
+        ([(0, 1, "S"), (1, 3, "M")], SLOW_DISK, "1E 0E 1SM", [1, 0]),
+        ([(0, 3, "S"), (1, 1, "M")], SLOW_DISK, "0E 1E 1SM", [0, 1]),
+        # slow workers: a block for each
+        ([(0, 1, "M"), (1, 1, "M")], SLOW_WORKERS, "0E 0SM 1E 1SM", [0, 1]),
+        ([(0, 1, "F")], SLOW_DISK, "", []),
+        ([], SLOW_DISK, "", []),
+    ],
+)
+def test_orders_by_hand(asked, delays, io, decode):
+    found = order([request(*one) for one in asked], delays, 2 if len(io) > 15 else 1)
+    assert " ".join(f"{expert}{part}" for expert, part in found.io) == io
+    assert found.decode == decode
 
 
 @given(requests(), delays, st.integers(1, 4))
@@ -112,11 +99,6 @@ def test_an_order_reads_what_is_missing_once(asked, machine, workers):
 def test_the_naive_order():
     asked = [request(3, 9, "M"), request(1, 1, "S"), request(2, 1, "F"), request(0, 5, "E")]
     assert naive_order(asked) == Order([(0, "SM"), (1, "E"), (3, "E"), (3, "SM")], [0, 1, 3])
-
-
-def test_nothing_to_do():
-    assert schedule([], 2) == []
-    assert order([], SLOW_DISK, 2) == order([request(0, 1, "F")], SLOW_DISK, 2) == Order([], [])
 
 
 def test_errors():

@@ -86,10 +86,6 @@ def test_what_lies_as_it_is_computed_is_simply_kept_whole():
         assert only.pools == Pools(F=3)
 
 
-# -------------------------------------------------------------------------------------------------------
-# in the engine
-
-
 def test_an_automatic_plan_is_the_fastest_in_simulation_and_changes_no_bit(tmp_path):
     checkpoint = tiny.save(
         "qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128

@@ -19,6 +19,7 @@ from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import (
     makespan,
     plan,
+    plans,
     reading,
 )
 from moelab.zipmoe.selection import selection_probabilities
@@ -44,10 +45,6 @@ def layers(draw, most=7):
 # matter of opinion
 seconds = st.just(0.0) | st.floats(1e-3, 10)
 delays = st.builds(Seconds, seconds, seconds, seconds, seconds, seconds)
-
-
-# ------------------------------------------------------------------------------------ the paper's
-# loops, literally
 
 
 def algorithm_2(q):
@@ -103,56 +100,17 @@ def test_a_plan_equals_the_four_loops(layer, seconds, workers, budget, pools):
         return float(makespan(np.array([h]), k, seconds, workers)[0])
 
     truth = algorithm_4(f, budget, k, estimate, step, pools)
-    ours = plan(f, budget, SIZES, k, seconds, workers, pools, step)
-    costs = {ratios: cost for ratios, _, cost in truth}
-    assert {c.ratios: pytest.approx(c.seconds, rel=1e-12, abs=1e-12) for c in ours.table} == costs
-    assert {c.ratios: c.pools for c in ours.table} == {
-        ratios: Pools(*held) for ratios, held, _ in truth
-    }
+    ours = plans(f, budget, SIZES, k, seconds, workers, pools, parts=4)
+    costs = {Pools(*held): cost for _, held, cost in truth}
+    assert {c.pools: pytest.approx(c.seconds, rel=1e-12, abs=1e-12) for c in ours} == costs
     best = min(costs.values())
-    equals = [ratios for ratios, cost in costs.items() if cost <= best * (1 + 1e-10) + 1e-12]
-    assert ours.ratios in equals and ours.seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert ours[0].seconds == pytest.approx(best, rel=1e-9, abs=1e-12)
+    equals = [(ratios, held) for ratios, held, cost in truth if cost <= best * (1 + 1e-10) + 1e-12]
     if best > 0:
-        assert ours.ratios == max(equals)  # ties: most in F, then C, then S
-
-
-def scheduled(h, k, d, workers):
-    """The best of all orders of a layer: one disk, workers that decode whole experts, one thread
-    that computes."""
-    states = [s for s, n in zip("FCSE", h) for _ in range(n)] + ["M"] * (k - sum(h))
-    best = math.inf
-    for order in set(itertools.permutations(states)):
-        disk, free, ready = 0.0, [0.0] * workers, []
-        for state in order:
-            disk += {"S": d.e_read, "E": d.sm_read, "M": d.miss_read}.get(state, 0.0)
-            if state == "F":
-                ready.append(0.0)
-                continue
-            start = max(min(free), disk if state in "SEM" else 0.0)
-            free[free.index(min(free))] = start + d.decompress + d.recover
-            ready.append(start + d.decompress + d.recover)
-        clock = 0.0
-        for moment in sorted(ready):
-            clock = max(clock, moment) + d.expert(1)
-        best = min(best, clock)
-    return best
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    delays,
-    st.integers(1, 3),
-    st.lists(st.integers(0, 2), min_size=4, max_size=4).filter(lambda h: sum(h) <= 4),
-)
-def test_the_makespan_is_never_above_the_best_schedule(seconds, workers, h):
-    k = 4
-    assert (
-        makespan(np.array([h]), k, seconds, workers)[0] <= scheduled(h, k, seconds, workers) + 1e-9
-    )
-
-
-# ------------------------------------------------------------------------------------- planned
-# against simulated
+        assert ours[0].pools == Pools(*max(equals)[1])  # ties: most in F, then C, then S
+    assert all(c.pools.nbytes(*SIZES) <= budget for c in ours)
+    times = [c.seconds for c in ours]
+    assert times == pytest.approx(sorted(times), rel=1e-8)
 
 
 def simulated(states, d, workers):
@@ -170,9 +128,6 @@ def test_reading_equals_the_simulators_and_no_schedule_of_it_is_shorter(states, 
     assert k == 0 or makespan(hits, k, d, workers)[0] <= end + 1e-9
 
 
-# ----------------------------------------------------------------------------------------------
-# whole plans
-
 F, K = np.array([0.9, 0.8, 0.6, 0.4, 0.2, 0.1]), 3
 
 
@@ -187,28 +142,15 @@ def test_more_memory_and_more_pools_are_never_slower_and_all_of_it_leaves_comput
         )
 
 
-@settings(max_examples=30, deadline=None)
-@given(layers(), st.integers(2, 300), st.integers(1, 4))
-def test_pools_fit_into_the_budget_and_hold_no_more_than_there_is(layer, budget, n_layers):
-    f, k = layer
-    budget = max(budget, 2 * n_layers)
-    for c in plan(f, budget, SIZES, k, Seconds(), 2, step=0.25, layers=n_layers).table:
-        assert c.pools.nbytes(*SIZES) <= budget and c.pools.capacity <= len(f) * n_layers
-
-
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"budget_bytes": 1}, "at least 2 bytes"),
+        ({"budget_bytes": 1}, "at least 2"),
         ({"budget_bytes": 7, "layers": 4}, "4 layer"),
         ({"pools": "FX"}, "FCSE"),
         ({"pools": ""}, "FCSE"),
-        ({"pools": "FF"}, "once"),
-        ({"step": 0.3}, "0.3"),
-        ({"step": 0}, "step"),
         ({"k": 2}, "sum to 3"),
-        ({"workers": 0}, "workers"),
-        ({"sizes": (12, 0, 2)}, "pool S"),
+        ({"sizes": (12, 0, 2)}, "can be FCE"),
     ],
 )
 def test_errors_say_what_to_do(changes, words):
@@ -222,8 +164,3 @@ def test_errors_say_what_to_do(changes, words):
     }
     with pytest.raises(ValueError, match=words):
         plan(**{**arguments, **changes})
-
-
-def test_experts_without_sm_chunks_can_be_planned_without_those_pools():
-    assert plan(F, 36, (12, 0, 8), K, Seconds(), 2, "C").pools == Pools(C=4)
-    assert plan(F, 36, (12, 0, 8), K, Seconds(), 2, "FC").pools.capacity in (3, 4)

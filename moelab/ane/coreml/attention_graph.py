@@ -5,29 +5,18 @@ Source: NPUMoE §3.2, §A.4. Tensors are (1, heads, D, S), positions on the long
 graph needs no transpose. What depends on the position in the prompt is an input, so one graph
 serves all chunks:
 
-    x (1, H, 1, S)   q_cos, q_sin, k_cos, k_sin (1, 2, D, S)   mask (1, 1, S, keys), 0 or MASKED
-    k_past, v_past (1, KV, D, P)                    → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
+    x (1, H, 1, S)   q_cos, q_sin (with the softmax scale), k_cos, k_sin (1, 1, D, S)
+    mask (1, 1, S, keys), 0 or MASKED   k_past, v_past (1, KV, D, P)
+                                        → y (1, H, 1, S), k_new, v_new (1, KV, D, S)
 
 P is the context length. A chunk sees P + S keys, and the caller puts k_new and v_new into its
 cache. Left out: a cache that the graph keeps as its state, which decoding on the CPU could not
 read; MLA, attention sinks, partial rotary.
 
-Rotation, the norms of q and k (Qwen3, OLMoE) and scores are written so that fp16, which rounds a
-result by up to 2^-11 of its size, rounds little: large terms are exact, and what is rounded is
-small and added first. Three identities, our own but for the last (SageAttention shifts by all keys'
-mean, arXiv 2410.02367 §3.1):
-
-    product   x·a = x·p + x·(a − p) with p the power of two nearest to a: x·p is exact, and |a − p|
-              ≤ |a|/3. So cos and
-              sin come as (p, a − p), those of q with the softmax scale
-    norm      y = x·rsqrt(mean x² + eps), as rounded, is too long by a factor 1 + u that a whole key
-              shares. One step of
-              Newton's method subtracts y·u/2, and u is a mean of differences from 1, which fp16
-              holds well
-    scores    softmax(q·k) = softmax(q·k − m) with any m for each query; with m near its largest
-              score, the scores that
-              count are near 0, and the matrix product subtracts m before it rounds
-"""
+fp16 rounds a score by up to 2^-11 of its size, so scores are made small before they are rounded:
+softmax(q·k) = softmax(q·k − m) with any m for each query. With m near its largest score, the scores
+that count are near 0, and the matrix product subtracts m before it rounds (SageAttention shifts by
+all keys' mean, arXiv 2410.02367 §3.1)."""
 
 from __future__ import annotations
 
@@ -119,46 +108,43 @@ def attention_program(shape: AttentionShape, tensors: dict[str, Tensor]) -> Any:
     D = shape.head_dim
     H = shape.hidden
 
-    def project(x: Any, name: str, **names: str) -> Any:
-        return conv(
-            mb, x, weights[f"{name}.weight"], weights.get(f"{name}.bias"), names.get("out", name)
-        )
+    def project(x: Any, name: str, out: str = "") -> Any:
+        matrix, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+        return conv(mb, x, matrix, bias, out or name)
 
-    def positioned(x: Any, name: str, heads: int, cos: Any, sin: Any, out: str) -> Any:
+    def positioned(x: Any, of: str, heads: int, cos: Any, sin: Any, **name: str) -> Any:
         """Projection, norm and rotation of q or k: (1, H, 1, S) → (1, heads, D, S)."""
-        x = project(x, f"{name}_proj")
-        repair = None
+        x = project(x, f"{of}_proj")
         if shape.norm == "full":
-            x, repair = normalised(mb, x, 1, shape.eps)
+            x = normalised(mb, x, 1, shape.eps)
         x = mb.reshape(x=x, shape=(1, heads, D, S))
         if shape.norm == "head":
-            x, repair = normalised(mb, x, 2, shape.eps)
-        weight = weights[f"{name}_norm.weight"].reshape(1, -1, D, 1) if shape.norm else None
-        return rotated(mb, x, repair, cos, sin, weight, name=out)
+            x = normalised(mb, x, 2, shape.eps)
+        if shape.norm:
+            x = mb.mul(x=x, y=weights[f"{of}_norm.weight"].reshape(1, -1, D, 1))
+        first, second = mb.split(x=x, num_splits=2, axis=2)
+        turned = mb.concat(values=[mb.mul(x=second, y=np.float16(-1)), first], axis=2)
+        return mb.add(x=mb.mul(x=x, y=cos), y=mb.mul(x=turned, y=sin), **name)
 
-    shapes = [(1, H, 1, S), *[(1, 2, D, S)] * 4, (1, 1, S, shape.keys), *[shape.cache] * 2]
+    shapes = [(1, H, 1, S), *[(1, 1, D, S)] * 4, (1, 1, S, shape.keys), *[shape.cache] * 2]
     specs = [mb.TensorSpec(shape=dims, dtype=types.fp16) for dims in shapes]
 
     @mb.program(input_specs=specs, opset_version=ct.target.iOS18)
     def program(x, q_cos, q_sin, k_cos, k_sin, mask, k_past, v_past):
-        q = positioned(x, "q", shape.heads, q_cos, q_sin, "q")
-        k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, "k_new")
+        q = positioned(x, "q", shape.heads, q_cos, q_sin)
+        k = positioned(x, "k", shape.kv_heads, k_cos, k_sin, name="k_new")
         v = mb.reshape(x=project(x, "v_proj"), shape=(1, shape.kv_heads, D, S), name="v_new")
-        keys, values = (
-            mb.concat(values=[past, new], axis=3) for past, new in ((k_past, k), (v_past, v))
-        )
-        repeats = shape.heads // shape.kv_heads
+        keys = mb.concat(values=[k_past, k], axis=3)
+        values = mb.concat(values=[v_past, v], axis=3)
         keys, values, own = (
-            _repeated(mb, each, repeats) for each in (with_ones(mb, keys), values, k)
+            _repeated(mb, each, shape.heads // shape.kv_heads)
+            for each in (with_ones(mb, keys), values, k)
         )
         scores = shifted(mb, q, keys, own)  # (1, heads, S, keys)
         shares = mb.softmax(x=mb.add(x=scores, y=mask), axis=-1, name="shares")
         mixed = mb.matmul(x=values, y=shares, transpose_y=True, name="mixed")  # (1, heads, D, S)
-        return (
-            project(mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S)), "o_proj", out="y"),
-            k,
-            v,
-        )
+        mixed = mb.reshape(x=mixed, shape=(1, shape.heads * D, 1, S))
+        return project(mixed, "o_proj", "y"), k, v
 
     return program
 
@@ -187,59 +173,10 @@ def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, T
     return save_program(path, attention_program(shape, tensors))
 
 
-def powers(values: Tensor) -> tuple[Tensor, Tensor]:
-    """(The power of two nearest to each value, with its sign; what remains); (0, 0) for a 0."""
-    mantissa, exponent = torch.frexp(values)  # |mantissa| in [1/2, 1)
-    power = torch.ldexp(
-        mantissa.sign(), torch.where(mantissa.abs() < 0.75, exponent - 1, exponent)
-    ).to(values.dtype)
-    return power, values - power
-
-
-def normalised(mb: Any, x: Any, axis: int, eps: float) -> tuple[Any, Any]:
-    """RMS norm over an axis, without a weight: (y, c), and y + y·c is the norm; c repairs what fp16
-    rounded."""
-    eps = np.float16(eps)
-    factor = mb.rsqrt(
-        x=mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True), epsilon=eps
-    )
-    y = mb.mul(x=x, y=factor)
-    wanted = mb.sub(
-        x=np.float16(1), y=mb.mul(x=factor, y=mb.mul(x=factor, y=eps))
-    )  # mean y²: 1 but for eps
-    excess = mb.reduce_mean(x=mb.sub(x=mb.mul(x=y, y=y), y=wanted), axes=[axis], keep_dims=True)
-    return y, mb.mul(x=excess, y=np.float16(-0.5))
-
-
-def rotated(
-    mb: Any, x: Any, repair: Any, cos: Any, sin: Any, weight: np.ndarray | None, **name: str
-) -> Any:
-    """The rotary embedding of (x + x·repair)·weight, (1, heads, D, S).
-
-    repair : from `normalised`, or None. cos, sin : (1, 2, D, S), the `powers` of the tables.
-    weight : the norm's, (1, 1 or heads, D, 1), or None.
-    """
-    half = x.shape[2] // 2
-    first, second = mb.split(x=x, num_splits=2, axis=2)
-    turned = mb.concat(values=[mb.mul(x=second, y=np.float16(-1)), first], axis=2)
-    swapped = None if weight is None else np.roll(weight, half, axis=2)
-    (cos, cos_rest), (sin, sin_rest) = _weighted(mb, cos, weight), _weighted(mb, sin, swapped)
-    large = mb.mul(x=x, y=cos)
-    other = mb.mul(x=turned, y=sin)
-    small = mb.add(x=mb.mul(x=x, y=cos_rest), y=mb.mul(x=turned, y=sin_rest))
-    if repair is not None:
-        whole = mb.add(x=large, y=mb.add(x=other, y=small))
-        small = mb.add(x=small, y=mb.mul(x=whole, y=repair))
-    return mb.add(x=large, y=mb.add(x=other, y=small), **name)
-
-
-def _weighted(mb: Any, table: Any, weight: np.ndarray | None) -> tuple[Any, Any]:
-    """(p + a)·(v + b), p and v powers of two, as (p·v, exact, and p·b + a·(v + b), small)."""
-    power, rest = mb.split(x=table, num_splits=2, axis=1)
-    if weight is None:
-        return power, rest
-    v, b = (part.numpy() for part in powers(torch.from_numpy(weight)))
-    return mb.mul(x=power, y=v), mb.add(x=mb.mul(x=power, y=b), y=mb.mul(x=rest, y=weight))
+def normalised(mb: Any, x: Any, axis: int, eps: float) -> Any:
+    """RMS norm over an axis, without a weight."""
+    mean = mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[axis], keep_dims=True)
+    return mb.mul(x=x, y=mb.rsqrt(x=mean, epsilon=np.float16(eps)))
 
 
 def with_ones(mb: Any, keys: Any) -> Any:
@@ -307,7 +244,8 @@ def attention_inputs(
 
     scale = shape.head_dim**-0.5
     tables = {"q_cos": cos * scale, "q_sin": sin * scale, "k_cos": cos, "k_sin": sin}
-    inputs = {"x": filled(x)[None, :, None], "mask": mask_of(shape, start, window).to(x.dtype)}
-    return inputs | {
-        name: torch.stack(powers(filled(table)))[None] for name, table in tables.items()
+    return {
+        "x": filled(x)[None, :, None],
+        "mask": mask_of(shape, start, window).to(x.dtype),
+        **{name: filled(table)[None, None] for name, table in tables.items()},
     }

@@ -30,27 +30,9 @@ from typing import Any
 import torch
 
 from moelab.ane.coreml.attention_graph import attention_shape, save_attention
-from moelab.ane.coreml.converted import (
-    FORMAT,
-    MANIFEST,
-    ConvertedModel,
-    attention_file,
-    checksum,
-    group_file,
-    sealed,
-)
+from moelab.ane.coreml.converted import FORMAT, MANIFEST, ConvertedModel, checksum, sealed
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.ffn_graph import (
-    LAYOUTS,
-    WEIGHTS,
-    Expert,
-    activation_of,
-    expert_of,
-    pack,
-    reference,
-    save_ffn,
-    unpack,
-)
+from moelab.ane.coreml.ffn_graph import WEIGHTS, activation_of, expert_of, pack, save_ffn, unpack
 from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts
@@ -64,36 +46,26 @@ from moelab.progress import progress
 from moelab.records import Record
 from moelab.registry import require
 
-#: the largest difference between a saved fp16 graph, evaluated in fp64, and torch: rounding of sums
-#: in another order
-TOLERANCE = 1e-12
-#: the same between torch and the architecture's own code; GPT-OSS's 1.702 is rounded to fp16 in a
-#: graph
-OWN_TOLERANCE = 1e-3
+#: the largest difference between a saved graph, evaluated in fp64, and the architecture's own code
+#: with weights rounded to fp16: sums in another order; GPT-OSS's 1.702, rounded to fp16; what other
+#: formats round
+TOLERANCE, CLAMPED_TOLERANCE, COMPRESSED_TOLERANCE = 1e-12, 1e-3, 0.5
 
 
 @dataclass(frozen=True)
 class ConversionSettings:
     """How a model is converted.
 
-    every_tier : each expert package has a function for each of its layer's capacities, sharing the
-        weights; the runtime takes the smallest that has room for a chunk's fullest expert.
     compute_units : what a Mac is asked to load the packages for.
     """
 
     context: int = 2048  # P, positions of the KV caches
-    layout: str = "bc1s"  # of the expert graphs, see `ffn_graph`
     weights: str = "fp16"  # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
-    every_tier: bool = False
     compute_units: str = "cpuAndNeuralEngine"
 
     def __post_init__(self) -> None:
-        for field, allowed in (
-            ("layout", LAYOUTS),
-            ("weights", WEIGHTS),
-            ("compute_units", COMPUTE_UNITS),
-        ):
-            require(field, getattr(self, field), allowed)
+        require("weights", self.weights, WEIGHTS)
+        require("compute_units", self.compute_units, COMPUTE_UNITS)
         if self.context < 32 or self.context % 32:
             raise ValueError(f"context is {self.context}; it must be a multiple of 32")
 
@@ -120,7 +92,6 @@ def convert_model(
     coremltools()
     destination = vacant(destination)
     checkpoint = Checkpoint.at(model)
-    config = checkpoint.config
     spec = checkpoint.spec
     if plan is None:
         plan = make_plan(
@@ -129,13 +100,18 @@ def convert_model(
             bytes_per_weight=WEIGHTS[settings.weights] / 8,
             popularity="assumed",
         )
-    mine = checkpoint.identity
-    plan.require(mine, spec)
-    plan = possible(plan, config, settings)
-    source = _Source(checkpoint, config, plan, settings)
-    about = _about(checkpoint, spec.name, mine, settings, plan)
-    layers = []
-    tasks = []
+    plan.require(checkpoint.identity, spec)
+    plan = possible(plan, checkpoint.config, settings)
+    source = _Source(checkpoint, plan, settings)
+    about = {
+        "format": FORMAT,
+        "name": spec.name,
+        "checkpoint": str(checkpoint.folder.resolve()),
+        "fingerprint": checkpoint.identity,
+        "settings": asdict(settings),
+        "plan": plan.to_dict(),
+    }
+    layers, tasks = [], []
     for layer in range(spec.num_layers):
         entry, of_layer = source.layer(layer)
         layers.append(entry)
@@ -159,20 +135,6 @@ def convert_model(
         return ConvertedModel(work.publish(manifest, destination))
 
 
-def _about(
-    checkpoint: Checkpoint, name: str, model_id: str, settings: ConversionSettings, plan: ANEPlan
-) -> Record:
-    """What the manifest says of a conversion before it begins."""
-    return {
-        "format": FORMAT,
-        "name": name,
-        "checkpoint": str(checkpoint.folder.resolve()),
-        "fingerprint": model_id,
-        "settings": asdict(settings),
-        "plan": plan.to_dict(),
-    }
-
-
 def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
     """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be
     converted at all."""
@@ -181,14 +143,10 @@ def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPla
             f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend "
             "runs its plan"
         )
-    if plan.chunk % 16:
+    if plan.chunk % 16 or settings.context < plan.chunk:
         raise ValueError(
-            f"the plan's chunks have {plan.chunk} tokens; a graph's sizes are multiples of "
-            "16: plan anew"
-        )
-    if settings.context < plan.chunk:
-        raise ValueError(
-            f"context is {settings.context}, less than a chunk of {plan.chunk}; give a longer one"
+            f"chunks of {plan.chunk} tokens and a context of {settings.context}: a chunk must be a "
+            "multiple of 16, and the context no shorter than it"
         )
     if not any(layer.attention == "ane" for layer in plan.layers):
         return plan
@@ -211,65 +169,45 @@ Task = tuple[Record, str, Callable[[Path], None], Callable[[Path], float] | None
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, config: Any, plan: ANEPlan, settings: ConversionSettings
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.plan = plan
-        self.settings = settings
+    def __init__(self, checkpoint: Checkpoint, plan: ANEPlan, settings: ConversionSettings) -> None:
+        self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
         self.tensors = CheckpointExperts(checkpoint)
-        self.modules = [layer.seam for layer in plug(compat.meta_twin(config))]
-        self.moe_index = {layer: index for index, layer in enumerate(plan.spec.moe_layers)}
+        self.modules = [layer.seam for layer in plug(compat.meta_twin(checkpoint.config))]
         self.activation = activation_of(self.modules[0]) if plan.graphs else None
         self.shape = None
         if any(layer.attention == "ane" for layer in plan.layers):
-            self.shape = attention_shape(config, plan.chunk, settings.context)
+            self.shape = attention_shape(checkpoint.config, plan.chunk, settings.context)
 
     def layer(self, layer: int) -> tuple[Record, list[Task]]:
         """A decoder layer's entry of the manifest, and the tasks that complete it."""
-        moe = self.moe_index.get(layer)
-        planned = self.plan.layers[
-            moe or 0
-        ]  # attention of a layer without experts as of the first that has some
+        moe = dict(zip(self.plan.spec.moe_layers, range(self.plan.spec.L))).get(layer)
+        # attention of a layer without experts is as of the first that has some
+        planned = self.plan.layers[moe or 0]
         entry = {
             "layer": layer,
             "moe": moe,
             "attention": {"unit": planned.attention},
             "groups": [],
-            "attention_shape": None,
+            "attention_shape": asdict(self.shape) if planned.attention == "ane" else None,
         }
         tasks: list[Task] = []
         if planned.attention == "ane":
-            entry["attention_shape"] = asdict(self.shape)
-            tasks.append(
-                (
-                    entry["attention"],
-                    attention_file(layer),
-                    partial(self.save_attention, layer),
-                    None,
-                )
-            )
+            name = f"layers/{layer:03d}/attention.mlpackage"
+            tasks.append((entry["attention"], name, partial(self.save_attention, layer), None))
         for index, group in enumerate(() if moe is None else planned.groups):
             part = {"experts": list(group.experts), "capacity": group.capacity, "unit": group.unit}
             entry["groups"].append(part)
             if group.unit == "ane":
-                tiers = planned.tiers.levels if self.settings.every_tier else ()
-                part["capacities"] = sorted({group.capacity, *tiers})
-                tasks.append(
-                    (
-                        part,
-                        group_file(layer, index),
-                        partial(self.save_group, moe, part),
-                        partial(self.difference, layer, moe, part),
-                    )
-                )
+                name = f"layers/{layer:03d}/group{index:02d}.mlpackage"
+                of = moe, part["experts"], group.capacity
+                tasks.append((part, name, partial(self.save_group, *of), partial(self.off, *of)))
         return entry, tasks
 
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors = {
-            key.removeprefix(prefix): self.checkpoint.read(self.checkpoint.tensors[key])
-            for key in self.checkpoint.tensors
+            key.removeprefix(prefix): self.checkpoint.read(tensor)
+            for key, tensor in self.checkpoint.tensors.items()
             if key.startswith(prefix)
         }
         if "q_proj.weight" not in tensors:
@@ -279,65 +217,31 @@ class _Source:
             )
         save_attention(path, self.shape, tensors)
 
-    def experts(self, moe: int, part: Record) -> list[Expert]:
-        return [expert_of(self.modules[moe], self.tensors(moe, e)) for e in part["experts"]]
+    def save_group(self, moe: int, members: list[int], C: int, path: Path) -> None:
+        experts = [expert_of(self.modules[moe], self.tensors(moe, e)) for e in members]
+        save_ffn(path, experts, C, self.activation, weights=self.settings.weights)
 
-    def save_group(self, moe: int, part: Record, path: Path) -> None:
-        save_ffn(
-            path,
-            self.experts(moe, part),
-            part["capacities"] if self.settings.every_tier else part["capacity"],
-            self.activation,
-            self.settings.layout,
-            self.settings.weights,
-        )
-
-    def difference(self, layer: int, moe: int, part: Record, path: Path) -> float:
-        """Largest difference between a saved graph in fp64 and `reference`, relative to the largest
-        output.
-
-        `reference` must itself agree with the architecture's own code in fp64, its weights rounded
-        to fp16."""
-        experts = self.experts(moe, part)
-        layout = self.settings.layout
-        C = part["capacity"]
-        x = torch.randn(
-            len(experts) * C,
-            experts[0].up.shape[1],
-            generator=torch.Generator().manual_seed(layer),
-            dtype=torch.float64,
-        )  # [G·C, H]
-        evaluator = Evaluator(path, f"c{C}" if self.settings.every_tier else None)
-        y = unpack(evaluator({"x": pack(x, layout)})["y"], layout)
-        expected = torch.cat(
-            [reference(expert, rows, self.activation) for expert, rows in zip(experts, x.split(C))]
-        )
-        own = torch.cat(
-            [
-                self.modules[moe].ffn(
-                    rows,
-                    {key: tensor.half().double() for key, tensor in self.tensors(moe, e).items()},
-                )
-                for e, rows in zip(part["experts"], x.split(C))
-            ]
-        )
-        difference = _relative(y, expected)
-        unlike = _relative(expected, own)
-        if (
-            self.settings.weights == "fp16"
-            and not difference <= TOLERANCE
-            or not unlike <= OWN_TOLERANCE
-        ):
+    def off(self, moe: int, members: list[int], C: int, path: Path) -> float:
+        """Largest difference between a saved graph in fp64 and the architecture's own code, its
+        weights rounded to fp16, relative to the largest output. ValueError: it is too large."""
+        rng = torch.Generator().manual_seed(moe)
+        x = torch.randn(len(members), C, self.plan.spec.H, generator=rng, dtype=torch.float64)
+        y = unpack(Evaluator(path)({"x": pack(x.flatten(0, 1))})["y"])
+        own = [
+            self.modules[moe].ffn(
+                rows, {name: t.half().double() for name, t in self.tensors(moe, e).items()}
+            )
+            for e, rows in zip(members, x)
+        ]
+        expected = torch.cat(own)
+        difference = float((y - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
+        limit = CLAMPED_TOLERANCE if self.activation == "clamped" else TOLERANCE
+        if not difference <= (limit if self.settings.weights == "fp16" else COMPRESSED_TOLERANCE):
             raise ValueError(
-                f"{path} does not compute what torch does: they differ by {difference:.3g} of "
-                f"the largest output, torch and the model's own code by {unlike:.3g}. This is "
-                "a mistake in moelab or coremltools; please report it"
+                f"{path} does not compute what torch does: they differ by {difference:.3g} of the "
+                "largest output. This is a mistake in moelab or coremltools; please report it"
             )
         return difference
-
-
-def _relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
 
 
 class Work:
@@ -353,16 +257,9 @@ class Work:
         wanted = json.dumps(about, sort_keys=True)
         written = folder / "settings.json"
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.building, self.journal = (
-            folder,
-            folder / "building",
-            Journal(folder / "journal.jsonl"),
-        )
+        self.folder, self.building = folder, folder / "building"
+        self.journal = Journal(folder / "journal.jsonl")
         try:
-            if not self.journal.path.exists():
-                raise FileExistsError(
-                    f"another process has just finished the conversion into {folder}"
-                )
             if written.exists() and written.read_text(encoding="utf-8") != wanted:
                 raise FileExistsError(
                     f"{folder} holds an unfinished conversion of another model, plan or settings; "

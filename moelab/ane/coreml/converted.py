@@ -1,7 +1,7 @@
 """A converted model: the manifest of the folder that `convert` writes, and its graphs as functions
 of hidden states.
 
-Both kinds of graph hide layouts and names of inputs, so a Mac needs only another `Evaluator`.
+A Mac needs only another `Evaluator`.
 Everything is checked: the manifest by its seal when it is read, a package by its checksum before it
 is first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come
 from by its identity."""
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.files import absolute
@@ -28,11 +27,11 @@ from moelab.models.identity import opened_from
 from moelab.records import Record
 from moelab.schema import naming, parse_json, typed
 
-FORMAT = "moelab.ane.converted/4"
+FORMAT = "moelab.ane.converted/5"
 MANIFEST = "manifest.json"
 
-#: makes something that is called like an `Evaluator`: (package path, function or None) → evaluator
-Runner = Callable[[Path, str | None], Any]
+#: makes something that is called like an `Evaluator`, of a package
+Runner = Callable[[Path], Any]
 
 
 class ConvertedModel:
@@ -62,25 +61,12 @@ class ConvertedModel:
                 )
             self.layers: list[Record] = self.manifest["layers"]
             self.problems: list[str] = self.manifest["problems"]
-            names = [
-                name
-                for layer in self.layers
-                for name, entry in (
-                    (attention_file(layer["layer"]), layer["attention"]),
-                    *(
-                        (group_file(layer["layer"], index), group)
-                        for index, group in enumerate(layer["groups"])
-                    ),
+        for entry in self.packages:
+            path = (self.folder / entry["file"]).resolve()
+            if not path.is_dir() or not path.is_relative_to(self.folder.resolve()):
+                raise FileNotFoundError(
+                    f"{self.folder} lacks {entry['file']}, which its manifest names; convert again"
                 )
-                if "file" in entry
-            ]
-            if names != [entry["file"] for entry in self.packages]:
-                raise ValueError(f"it names packages otherwise than {', '.join(names)}")
-        missing = [name for name in names if not (self.folder / name).is_dir()]
-        if missing:
-            raise FileNotFoundError(
-                f"{self.folder} lacks {missing[0]}, which its manifest names; convert again"
-            )
         self._checked: set[str] = set()
 
     @cached_property
@@ -91,10 +77,12 @@ class ConvertedModel:
     @property
     def packages(self) -> list[Record]:
         """The manifest's entries of all packages."""
-        entries = [
-            entry for layer in self.layers for entry in (layer["attention"], *layer["groups"])
+        return [
+            entry
+            for layer in self.layers
+            for entry in (layer["attention"], *layer["groups"])
+            if "file" in entry
         ]
-        return [entry for entry in entries if "file" in entry]
 
     def package(self, entry: Record) -> Path:
         """Where the package of an entry of `packages` is; ValueError unless its checksum is the
@@ -113,10 +101,7 @@ class ConvertedModel:
         """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
         it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        if place.identity != self.manifest["fingerprint"]:
-            raise ValueError(
-                f"{place.folder} is not the checkpoint that {self.folder} was converted from"
-            )
+        self._require_identity(place.identity, place.folder)
         return place.folder
 
     def require(self, model: Any) -> None:
@@ -125,74 +110,32 @@ class ConvertedModel:
         opened = getattr(model.config, "_name_or_path", "")
         if not (opened and Path(opened).is_dir()):
             raise ValueError(
-                f"{self.folder} was converted from {self.manifest['checkpoint']}, and this "
-                "model was not opened from a checkpoint folder, so nothing tells whether it "
-                "is the same; open it with moelab.open_model"
+                f"this model was not opened from a checkpoint folder, so nothing tells whether "
+                f"{self.folder} was converted from it; open it with moelab.open_model"
             )
-        if (mine := opened_from(model)) != self.manifest["fingerprint"]:
+        self._require_identity(opened_from(model), opened)
+
+    def _require_identity(self, found: str, where: str | Path) -> None:
+        if found != (wanted := self.manifest["fingerprint"]):
             raise ValueError(
-                f"{opened} is not the checkpoint that {self.folder} was converted from "
-                f"(identity {mine}, not {self.manifest['fingerprint']})"
+                f"{where} is not the checkpoint that {self.folder} was converted from (identity "
+                f"{found}, not {wanted})"
             )
 
-    def group(
-        self,
-        layer: int,
-        index: int,
-        mode: str = "fp16",
-        capacity: int | None = None,
-        runner: Runner | None = None,
-    ) -> GroupGraph:
-        """A group's graph of decoder layer `layer`; `mode` is the evaluator's, which `runner`
-        replaces."""
-        entry = self.layers[layer]["groups"][index]
+    def group(self, layer: int, index: int, runner: Runner = Evaluator) -> Any:
+        """What runs a group's graph of decoder layer `layer`. ValueError: it has none."""
+        return runner(self._on_ane(self.layers[layer]["groups"][index], f"group {index}", layer))
+
+    def attention(self, layer: int, runner: Runner = Evaluator) -> AttentionGraph:
+        """The attention graph of decoder layer `layer`. ValueError: it has none."""
+        of = self.layers[layer]
+        path = self._on_ane(of["attention"], "the attention", layer)
+        return AttentionGraph(AttentionShape(**of["attention_shape"]), runner(path))
+
+    def _on_ane(self, entry: Record, what: str, layer: int) -> Path:
         if "file" not in entry:
-            raise ValueError(
-                f"group {index} of layer {layer} runs on the CPU, from the checkpoint; it has "
-                "no package"
-            )
-        capacity = capacity or entry["capacity"]
-        if capacity not in entry["capacities"]:
-            raise ValueError(
-                f"group {index} of layer {layer} has no capacity {capacity}; it has "
-                f"{entry['capacities']}"
-            )
-        settings = self.manifest["settings"]
-        run = _runner(runner, mode)(
-            self.package(entry), f"c{capacity}" if settings["every_tier"] else None
-        )
-        return GroupGraph(tuple(entry["experts"]), capacity, settings["layout"], run)
-
-    def attention(
-        self, layer: int, mode: str = "fp16", runner: Runner | None = None
-    ) -> AttentionGraph:
-        """The attention graph of decoder layer `layer`."""
-        entry = self.layers[layer]["attention"]
-        if "file" not in entry:
-            raise ValueError(
-                f"the attention of layer {layer} runs on the CPU, from the checkpoint; it has "
-                "no package"
-            )
-        shape = AttentionShape(**self.layers[layer]["attention_shape"])
-        return AttentionGraph(shape, _runner(runner, mode)(self.package(entry), None))
-
-
-def _runner(runner: Runner | None, mode: str) -> Runner:
-    return runner or (lambda path, function: Evaluator(path, function, mode))
-
-
-@dataclass(eq=False)
-class GroupGraph:
-    """A group of experts: slots [G·C, H] → [G·C, H], expert g of the group in rows g·C to (g +
-    1)·C."""
-
-    experts: tuple[int, ...]
-    capacity: int
-    layout: str
-    run: Any
-
-    def __call__(self, slots: Tensor) -> Tensor:
-        return unpack(self.run({"x": pack(slots, self.layout)})["y"], self.layout)
+            raise ValueError(f"{what} of layer {layer} runs on the CPU, from the checkpoint")
+        return self.package(entry)
 
 
 @dataclass(eq=False)
@@ -218,22 +161,10 @@ class AttentionGraph:
 
         cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P),
         `start` of P are filled."""
-        out = self.run(
-            attention_inputs(self.shape, x, start, cos, sin, window)
-            | {"k_past": keys, "v_past": values}
-        )
+        inputs = attention_inputs(self.shape, x, start, cos, sin, window)
+        out = self.run(inputs | {"k_past": keys, "v_past": values})
         n = len(x)
         return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]
-
-
-def attention_file(layer: int) -> str:
-    """Where a decoder layer's attention lies in a converted model."""
-    return f"layers/{layer:03d}/attention.mlpackage"
-
-
-def group_file(layer: int, index: int) -> str:
-    """Where a group of a decoder layer's experts lies in a converted model."""
-    return f"layers/{layer:03d}/group{index:02d}.mlpackage"
 
 
 def sealed(manifest: Record) -> Record:

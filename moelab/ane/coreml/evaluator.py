@@ -8,17 +8,15 @@ conversion without a Mac.
 
 It knows the operations of `ffn_graph` and `attention_graph`, as coremltools defines them (opset iOS
 18); a program with another one, or with an option that is not computed here, is refused by its
-name. Every result must have the shape and the type that the file declares for it. In fp16 mode
-alarms tell where real chips went wrong for others: inputs and results that fp16 cannot hold, sums
-inside a mean that it cannot (a unit may add in fp16), matrix products above 32752 (inf on one chip)
-and slices above 4094 (clamped on another). What neither mode knows: which unit runs an operation,
-and how it accumulates inside products."""
+name. Every result must have the shape and the type that the file declares for it. What neither mode
+knows: which unit runs an operation, how it accumulates inside products, and what one chip or another
+does with values that fp16 holds (reports tell of products above 32752 and slices above 4094)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,14 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.ane.coreml.package import Op, Package, Value, read_package
+from moelab.registry import require
 
 MODES = ("double", "fp16")
-#: results above which one chip or another went wrong, by operation: reports of users, not Apple's
-#: figures
-FP16_MAX = 65504.0
-PRODUCT_LIMIT = 32752.0
-SLICE_LIMIT = 4094.0
-LIMITS = {"conv": PRODUCT_LIMIT, "matmul": PRODUCT_LIMIT, "split": SLICE_LIMIT}
 FLOATS = ("fp16", "fp32", "fp64")
 
 
@@ -70,18 +63,8 @@ def _split(x: Tensor, axis: Any, num_splits: Any = None, split_sizes: Any = None
     return [part.contiguous() for part in x.split([int(n) for n in split_sizes], int(axis))]
 
 
-#: mode of the operation gelu → what it computes
-GELU: dict[str, Callable[[Tensor], Tensor]] = {
-    "EXACT": F.gelu,
-    "TANH_APPROXIMATION": lambda x: F.gelu(x, approximate="tanh"),
-    "SIGMOID_APPROXIMATION": lambda x: x * torch.sigmoid(1.702 * x),
-}
-
-
-def _gelu(x: Tensor, mode: str = "EXACT") -> Tensor:
-    if mode not in GELU:
-        raise ValueError(f"mode is {mode}; it can be {', '.join(GELU)}")
-    return GELU[mode](x)
+#: mode of the operation gelu → what torch calls it
+GELU = {"EXACT": "none", "TANH_APPROXIMATION": "tanh"}
 
 
 def _concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
@@ -101,7 +84,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "conv": _conv,
     "matmul": _matmul,
     "split": _split,
-    "gelu": _gelu,
+    "gelu": lambda x, mode="EXACT": F.gelu(x, approximate=GELU[mode]),
     "concat": _concat,
     "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
     "softmax": lambda x, axis=-1: torch.softmax(x, int(axis)),
@@ -123,16 +106,6 @@ OPS: dict[str, Callable[..., Any]] = {
 }
 
 
-class Alarm(NamedTuple):
-    """A value that a real chip may not compute."""
-
-    op: str
-    type: str  # of the operation; "input" for an input of the program
-    # "overflow", "nan", "saturation", or "sum": beyond fp16 when added up inside the operation
-    kind: str
-    value: float
-
-
 class Evaluator:
     """One function (None: the only one or "main") of a package or its path, ready to be called;
     mode as above.
@@ -143,34 +116,22 @@ class Evaluator:
     def __init__(
         self, package: Package | str | Path, function: str | None = None, mode: str = "double"
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        require("mode", mode, MODES)
         package = package if isinstance(package, Package) else read_package(package)
         self.path, self.function, self.mode = package.path, package.function(function), mode
         self.dtype = torch.float64 if mode == "double" else torch.float32
         self._steps = [op for op in self.function.ops if op.materialise is None]
-        for op in self._steps:
-            if op.type not in OPS:
-                raise ValueError(
-                    f"{self.path}: the operation {op.type!r} ({op.name}) is not evaluated; it "
-                    "takes a line in OPS of moelab/ane/coreml/evaluator.py"
-                )
-        last = {
-            name: step
-            for step, op in enumerate(self._steps)
-            for names in op.inputs.values()
-            for name in (names if isinstance(names, tuple) else (names,))
-        }
-        self._last_use = [
-            {name for name in last.keys() - set(self.function.outputs) if last[name] == step}
-            for step in range(len(self._steps))
-        ]
-        self._alarms: dict[tuple[str, str], Alarm] = {}
-
-    @property
-    def alarms(self) -> list[Alarm]:
-        """What fp16 mode has met so far, the worst of each operation and kind."""
-        return list(self._alarms.values())
+        if unknown := [op for op in self._steps if op.type not in OPS]:
+            raise ValueError(
+                f"{self.path}: the operation {unknown[0].type!r} ({unknown[0].name}) is not "
+                "evaluated; it takes a line in OPS of moelab/ane/coreml/evaluator.py"
+            )
+        self._last_use: list[set[str]] = [set() for _ in self._steps]
+        seen = set(self.function.outputs)
+        for op, last in zip(reversed(self._steps), reversed(self._last_use)):
+            for names in op.inputs.values():
+                last |= {names} - seen if isinstance(names, str) else set(names) - seen
+            seen |= last
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -191,18 +152,12 @@ class Evaluator:
             try:
                 made = OPS[op.type](**given)
                 made = made if isinstance(made, list) else [made]
-                if len(made) != len(op.outputs):
-                    raise ValueError(
-                        f"it makes {len(made)} results, and the file declares {len(op.outputs)}"
-                    )
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:
+                results = list(zip(op.outputs, made, strict=True))
+            except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise ValueError(
                     f"{self.path}: the {op.type} {op.name} is not evaluated: {error}"
                 ) from error
-            if self.mode == "fp16" and op.type == "reduce_mean" and op.outputs[0].dtype == "fp16":
-                axes = _axes(given["x"], given.get("axes"))
-                self._look(given["x"].abs().sum(axes), op.name, op.type, FP16_MAX, "sum")
-            for value, tensor in zip(op.outputs, made):
+            for value, tensor in results:
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
             for name in last_used & values.keys():
                 del values[name]
@@ -217,20 +172,7 @@ class Evaluator:
                 f"{value.shape} {value.dtype}"
             )
         tensor = tensor.to(self.dtype)
-        if self.mode == "fp16" and value.dtype == "fp16":
-            tensor = tensor.half().float()
-            self._look(tensor, name, kind, LIMITS.get(kind, FP16_MAX), "saturation")
-        return tensor
-
-    def _look(self, tensor: Tensor, name: str, type: str, limit: float, kind: str) -> None:
-        """Raise the alarm `kind`, or "nan" or "overflow", if a tensor exceeds a limit."""
-        top = float(tensor.abs().max()) if tensor.numel() else 0.0
-        if not top <= limit:
-            if kind != "sum":
-                kind = "nan" if np.isnan(top) else "overflow" if np.isinf(top) else kind
-            known = self._alarms.get((name, kind))
-            if known is None or top > known.value:
-                self._alarms[name, kind] = Alarm(name, type, kind, top)
+        return tensor.half().float() if self.mode == "fp16" and value.dtype == "fp16" else tensor
 
     def _constant(self, op: Op) -> Any:
         """Floats as tensors in the working precision, all else as it is."""
@@ -241,20 +183,13 @@ class Evaluator:
         )
 
     def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        given = {name: torch.as_tensor(value) for name, value in inputs.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
         expected = {value.name: value for value in self.function.inputs}
-        if set(inputs) != set(expected):
-            raise ValueError(
-                f"{self.path} takes the inputs {', '.join(expected)}; got "
-                f"{', '.join(inputs) or 'none'}"
-            )
-        tensors = {name: torch.as_tensor(given) for name, given in inputs.items()}
-        for name, value in expected.items():
-            if tuple(tensors[name].shape) != value.shape:
-                raise ValueError(
-                    f"{self.path}: the input {name} has shape {tuple(tensors[name].shape)}; "
-                    f"it must be {value.shape}"
-                )
+        wanted = {name: value.shape for name, value in expected.items()}
+        if shapes != wanted:
+            raise ValueError(f"{self.path} takes the inputs {wanted}; got {shapes}")
         return {
             name: self._declared(tensor.to(self.dtype).contiguous(), expected[name], "input", name)
-            for name, tensor in tensors.items()
+            for name, tensor in given.items()
         }

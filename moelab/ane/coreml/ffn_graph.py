@@ -2,13 +2,9 @@
 
 Source: NPUMoE §4.2 (grouped expert execution, Fig. 11), §3.2 (linear layers as 1×1 convolutions)
 and §A.4. The graph splits its input into G slices, runs each through its own expert and joins them.
-Two layouts of the same G·C slots:
-
-    "bc1s"   (1, H, 1, G·C)   Apple's form: channels, then a long last axis
-    "paper"  (G·C, H, 1, 1)   the paper's; its singleton last axis is padded to 64 bytes, 32 times at fp16
-
-Several capacities share one package's weights as functions c16, c32 … Routing weights are applied
-on the CPU (§4.2 step 6)."""
+Slots lie in Apple's form, (1, H, 1, G·C): channels, then a long last axis. The paper's, (G·C, H, 1,
+1), has a singleton last axis that is padded to 64 bytes, 32 times at fp16. Routing weights are
+applied on the CPU (§4.2 step 6)."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +25,6 @@ from torch import Tensor
 from moelab.ane.coreml.package import coremltools, quiet
 from moelab.registry import require
 
-LAYOUTS = ("bc1s", "paper")
 #: weight formats → bits a weight
 WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
 #: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
@@ -81,129 +75,77 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
             f"{type(experts.module).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
         )
 
-    def matrix(name: str) -> Tensor:
-        return tensors[name].T if experts.is_transposed else tensors[name]
+    def read(name: str) -> Tensor | None:
+        found = tensors.get(name)
+        return found.T if found is not None and experts.is_transposed and found.dim() > 1 else found
 
-    def bias(name: str) -> Tensor | None:
-        return tensors[f"{name}_bias"] if experts.has_bias else None
+    def halves(name: str) -> list[Tensor | None]:
+        """[up, gate] of fused rows [2I, …], concatenated or interleaved."""
+        if not experts.has_gate:
+            return [read(name.replace("gate_", "")), None]
+        if (rows := read(name)) is None:
+            return [None, None]
+        both = rows.chunk(2) if experts.is_concatenated is not False else (rows[::2], rows[1::2])
+        return list(both[::-1])
 
-    def halves(rows: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(gate, up) of fused rows [2I, …], concatenated or interleaved."""
-        if rows is None:
-            return None, None
-        return (
-            tuple(rows.chunk(2))
-            if experts.is_concatenated is not False
-            else (rows[::2], rows[1::2])
-        )
-
-    if experts.has_gate:
-        (gate, up), (gate_bias, up_bias) = (
-            halves(matrix("gate_up_proj")),
-            halves(bias("gate_up_proj")),
-        )
-    else:
-        gate = None
-        up = matrix("up_proj")
-        gate_bias = None
-        up_bias = bias("up_proj")
-    return Expert(
-        *(
-            None if tensor is None else half(tensor)
-            for tensor in (up, matrix("down_proj"), gate, up_bias, bias("down_proj"), gate_bias)
-        )
-    )
+    up, gate = halves("gate_up_proj")
+    up_bias, gate_bias = halves("gate_up_proj_bias")
+    found = (up, read("down_proj"), gate, up_bias, read("down_proj_bias"), gate_bias)
+    return Expert(*(None if tensor is None else half(tensor) for tensor in found))
 
 
 def activation_of(experts: Any) -> str:
     """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name;
     ValueError for others."""
-    x = torch.linspace(-9, 9, 37, dtype=torch.float64)
-    if experts.has_gate:
-        up = -0.9 * x
-        concatenated = experts.is_concatenated is not False
-        h = experts.activate(
-            torch.cat([x, up]) if concatenated else torch.stack([x, up], -1).flatten()
-        )
-    else:
-        up = torch.ones_like(x)
-        h = experts.activate(x)
-    for name, candidate in ACTIVATIONS.items():
-        if torch.allclose(h, candidate(x) * up):
+    gate = torch.linspace(-9, 9, 37, dtype=torch.float64)
+    up = -0.9 * gate if experts.has_gate else torch.ones_like(gate)
+    rows = [gate, up] if experts.has_gate else [gate]
+    concatenated = experts.is_concatenated is not False
+    h = experts.activate(torch.cat(rows) if concatenated else torch.stack(rows, -1).flatten())
+    kinds = {name: of(gate) * up for name, of in ACTIVATIONS.items()}
+    low = gate.clamp(max=LIMIT)
+    kinds["clamped"] = (up.clamp(-LIMIT, LIMIT) + 1) * low * torch.sigmoid(ALPHA * low)
+    for name, expected in kinds.items():
+        if torch.allclose(h, expected):
             return name
-    gate = x.clamp(max=LIMIT)
-    if experts.has_gate and torch.allclose(
-        h, (up.clamp(-LIMIT, LIMIT) + 1) * gate * torch.sigmoid(ALPHA * gate)
-    ):
-        return "clamped"
     raise ValueError(
-        f"the activation of {type(experts.module).__name__} is none of {', '.join(ACTIVATIONS)} and the clamped "
-        f"one; its experts must stay on the CPU"
+        f"the activation of {type(experts.module).__name__} is none of {', '.join(kinds)}; its "
+        "experts must stay on the CPU"
     )
 
 
-def reference(expert: Expert, x: Tensor, activation: str = "silu") -> Tensor:
-    """What a graph computes for one expert, in torch and fp64: rows x [n, H] → [n, H]."""
-
-    def linear(x: Tensor, weight: np.ndarray, bias: np.ndarray | None) -> Tensor:
-        return F.linear(
-            x,
-            torch.from_numpy(weight).double(),
-            None if bias is None else torch.from_numpy(bias).double(),
-        )
-
-    x = x.double()
-    up = linear(x, expert.up, expert.up_bias)
-    if expert.gate is None:
-        return linear(ACTIVATIONS[activation](up), expert.down, expert.down_bias)
-    gate = linear(x, expert.gate, expert.gate_bias)
-    if activation == "clamped":
-        gate = gate.clamp(max=LIMIT)
-        up = up.clamp(-LIMIT, LIMIT) + 1
-        h = up * (gate * torch.sigmoid(gate * float(np.float16(ALPHA))))
-    else:
-        h = ACTIVATIONS[activation](gate) * up
-    return linear(h, expert.down, expert.down_bias)
+def pack(slots: Tensor) -> Tensor:
+    """The G·C slots [G·C, H] as a graph takes them, (1, H, 1, G·C)."""
+    return slots.T[None, :, None].contiguous()
 
 
-def pack(slots: Tensor, layout: str = "bc1s") -> Tensor:
-    """The G·C slots [G·C, H] in a graph's layout."""
-    require("layout", layout, LAYOUTS)
-    return slots.T[None, :, None].contiguous() if layout == "bc1s" else slots[:, :, None, None]
-
-
-def unpack(y: Tensor, layout: str = "bc1s") -> Tensor:
+def unpack(y: Tensor) -> Tensor:
     """The inverse of `pack`: [G·C, H]."""
-    require("layout", layout, LAYOUTS)
-    return y[0, :, 0].T.contiguous() if layout == "bc1s" else y[:, :, 0, 0]
+    return y[0, :, 0].T.contiguous()
 
 
-def ffn_program(
-    experts: Sequence[Expert], capacity: int, activation: str = "silu", layout: str = "bc1s"
-) -> Any:
-    """The MIL program of a group: input x and output y, fp16, in `layout`."""
+def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "silu") -> Any:
+    """The MIL program of a group: input x and output y, fp16, (1, H, 1, G·C)."""
     ct = coremltools()
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    require("layout", layout, LAYOUTS)
     require("activation", activation, (*ACTIVATIONS, "clamped"))
     if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
         raise ValueError("a group needs at least one expert, and all of them of one shape")
     G = len(experts)
-    H = experts[0].up.shape[1]
-    axis = 3 if layout == "bc1s" else 0
-    shape = (1, H, 1, G * capacity) if layout == "bc1s" else (G * capacity, H, 1, 1)
-    spec = mb.TensorSpec(shape=shape, dtype=types.fp16)
+    spec = mb.TensorSpec(shape=(1, experts[0].up.shape[1], 1, G * capacity), dtype=types.fp16)
 
     @mb.program(input_specs=[spec], opset_version=ct.target.iOS18)
     def program(x):
-        slices = mb.split(x=x, num_splits=G, axis=axis) if G > 1 else [x]
+        if G == 1:
+            return ffn(mb, x, experts[0], activation)
+        slices = mb.split(x=x, num_splits=G, axis=3)
         outs = [
-            ffn(mb, part, expert, activation, f"e{g}" if G > 1 else "y")
+            ffn(mb, part, expert, activation, f"e{g}")
             for g, (part, expert) in enumerate(zip(slices, experts))
         ]
-        return mb.concat(values=outs, axis=axis, name="y") if G > 1 else outs[0]
+        return mb.concat(values=outs, axis=3, name="y")
 
     return program
 
@@ -242,39 +184,15 @@ def ffn(mb: Any, x: Any, expert: Expert, activation: str = "silu", name: str = "
 def save_ffn(
     path: str | Path,
     experts: Sequence[Expert],
-    capacity: int | Sequence[int],
+    capacity: int,
     activation: str = "silu",
-    layout: str = "bc1s",
     weights: str = "fp16",
 ) -> Path:
     """Write the package of a group of experts; returns its path.
 
-    capacity : one C, or several for a function c16, c32 … each.
     weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a
     matrix, slow to find."""
-    ct = coremltools()
-    path = Path(path)
-    if isinstance(capacity, Integral):  # also numpy's
-        return save_program(path, ffn_program(experts, int(capacity), activation, layout), weights)
-    if not len(capacity):
-        raise ValueError(
-            "there is no capacity; give one C, or several for a package with a function each"
-        )
-    with scratch(path) as folder:
-        descriptor = ct.utils.MultiFunctionDescriptor()
-        for C in capacity:
-            part = save_program(
-                folder / f"c{C}.mlpackage",
-                ffn_program(experts, int(C), activation, layout),
-                weights,
-            )
-            descriptor.add_function(
-                str(part), src_function_name="main", target_function_name=f"c{C}"
-            )
-        descriptor.default_function_name = f"c{capacity[0]}"
-        with quiet():
-            ct.utils.save_multifunction(descriptor, str(path))
-    return path
+    return save_program(path, ffn_program(experts, capacity, activation), weights)
 
 
 @contextmanager
@@ -318,17 +236,15 @@ def save_program(
             pass_pipeline=ct.PassPipeline.EMPTY,
             skip_model_load=True,
         )
-        if weights == "int8":
-            config = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
-            model = cto.linear_quantize_weights(
-                model, cto.OptimizationConfig(op_type_configs={"conv": config})
+        if weights != "fp16":
+            how = (
+                cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
+                if weights == "int8"
+                else cto.OpPalettizerConfig(
+                    mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0
+                )
             )
-        elif weights != "fp16":
-            config = cto.OpPalettizerConfig(
-                mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0
-            )
-            model = cto.palettize_weights(
-                model, cto.OptimizationConfig(op_type_configs={"conv": config})
-            )
+            compress = cto.linear_quantize_weights if weights == "int8" else cto.palettize_weights
+            model = compress(model, cto.OptimizationConfig(op_type_configs={"conv": how}))
         model.save(str(path))
     return path

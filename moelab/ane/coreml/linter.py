@@ -1,34 +1,105 @@
 """A linter for saved Core ML packages: will this graph run on the Neural Engine, and what does it
 waste there?
 
-A report lists every operation with a verdict and every finding with its rule (`lint_rules`),
-severity and source:
+A report lists every operation with a verdict, and every finding with its rule, severity and source
+(NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models):
 
-    error     the ANE does not run it, or Core ML does not load it       warning
-    it may fall back or wastes work
-    note      worth knowing; a graph with only notes is clean
+    error     the ANE does not run it, or Core ML does not load it
+    warning   it may fall back or wastes work
 
-Verdicts are predictions: whether an operation really ran on the ANE only a Mac's compute plan
-tells."""
+No operation but the supported ones goes without a finding. Verdicts are predictions: whether an
+operation really ran on the ANE only a Mac's compute plan tells. Not judged: integer arithmetic,
+convolutions over three axes, shapes of states, constants that a mask turns into NaN."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.ane.coreml.ffn_graph import expert_of, ffn, save_ffn, save_program
-from moelab.ane.coreml.lint_rules import RULES, SEVERITIES, Finding, verdict
-from moelab.ane.coreml.package import Package, coremltools, read_package
-from moelab.specs import MoESpec
+from moelab.ane.coreml.package import Function, Op, Package, Value, read_package
+from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
 from moelab.table import text_table
 
+FIG4 = "NPUMoE Figure 4"
+REPORTS = "reports of people who ran models on the ANE"
+#: the file format's limit on one weight file
+WEIGHT_FILE_LIMIT = 2 * 2**30
+TINY_MACS = 500_000  # multiply-adds below which a graph is called tiny; ours
+ROW_BYTES = 64  # a row of the last axis takes a multiple of this
+MAX_PADDING = 4  # padded size over real size from which we warn; ours
+FLOAT_BYTES = {"fp16": 2, "fp32": 4}
 
-@dataclass(frozen=True)
-class OpRow:
+#: rule → (severity, source), errors first
+RULES = {
+    "unsupported-op": ("error", FIG4),
+    "dilated": ("error", FIG4),
+    "dynamic-index": ("error", FIG4),
+    "fp32-compute": ("error", REPORTS),
+    "weight-limit": ("error", REPORTS),
+    "channels": ("error", REPORTS),
+    "dynamic-shape": ("warning", FIG4),
+    "linear": ("warning", f"{FIG4}, §3.2"),
+    "risky-op": ("warning", f"{FIG4}; {REPORTS}"),
+    "unknown-op": ("warning", "not in NPUMoE Figure 4"),
+    "align-16": ("warning", "NPUMoE §3.2"),
+    "row-padding": ("warning", "Apple, Deploying Transformers on the Apple Neural Engine"),
+    "weight-size": ("warning", "NPUMoE §4.2"),
+    "tiny-graph": ("warning", f"{REPORTS}; the threshold is ours"),
+    "quantised-conv": ("warning", REPORTS),
+}
+SUPPORTED = {
+    "Standard/Depthwise Convolution ✓": "conv conv_transpose",
+    "Standard/Batched MatMul ✓": "matmul",
+    "NPUMoE §3.2: softmax of attention on the NPU": "softmax",
+    "Activations ✓": "relu relu6 silu sigmoid gelu tanh erf leaky_relu softplus",
+    "Element-wise ✓": "add sub mul real_div maximum minimum abs exp sqrt rsqrt square pow clip "
+    "inverse identity cos sin",
+    "static rearrangement": "split concat reshape transpose expand_dims squeeze slice_by_size "
+    "stack",
+    "reduction of static shape": "reduce_mean reduce_sum reduce_max reduce_min "
+    "reduce_sum_square reduce_l2_norm",
+    "decompressed when the model is loaded": "constexpr_lut_to_dense",
+}
+UNSUPPORTED = {
+    "TopK sampling ×": "topk argsort reduce_argmax reduce_argmin",
+    "Scatter/Gather ×": "gather gather_nd gather_along_axis scatter scatter_nd scatter_along_axis",
+    "Comparison Ops ×": "greater greater_equal less less_equal equal not_equal",
+    "Layernorm ×": "layer_norm instance_norm l2_norm",
+    "Indexing ×": "non_zero non_maximum_suppression one_hot range_1d shape fill band_part cumsum",
+    "Dynamic shapes/tensors ×": "while_loop cond list_gather make_list list_write",
+    "Custom Operators ×": "custom_layer lstm gru rnn",
+}
+RISKY = {
+    "Fig. 4 has linear layers as convolutions: write it as a 1×1 convolution": "linear",
+    "static slices run; reports of clamping above 4094": "slice_by_index",
+    "the static way to write a cache; contested on the ANE": "slice_update",
+    "states on the ANE are contested": "read_state coreml_update_state write_state",
+    "between fp16 and fp32: a hop to another unit": "cast",
+    "copies what a broadcast would not": "tile",
+    "needs a mask made by comparison": "select",
+    "not in Fig. 4; usually folded into a convolution": "batch_norm",
+    "not in Fig. 4": "pad",
+    "quantised weights can move a convolution to the CPU": "constexpr_blockwise_shift_scale "
+    "constexpr_affine_dequantize",
+}
+#: operation → (verdict, why)
+VERDICTS = {
+    kind: (verdict, why)
+    for verdict, of in (
+        ("supported", SUPPORTED),
+        ("unsupported", UNSUPPORTED),
+        ("risky", RISKY),
+    )
+    for why, kinds in of.items()
+    for kind in kinds.split()
+}
+UNKNOWN = "risky", "not known to this linter"
+
+
+class OpRow(NamedTuple):
     """How often a function has an operation, and whether the ANE runs it: "supported",
     "unsupported" or "risky"."""
 
@@ -39,40 +110,47 @@ class OpRow:
     why: str
 
 
-@dataclass(frozen=True)
-class Report:
+class Finding(NamedTuple):
+    """One thing that a rule has against a package."""
+
+    rule: str
+    severity: str
+    where: str
+    text: str
+    source: str
+
+
+class Report(NamedTuple):
     """What the linter has to say of a package: every operation type of every function, and
     findings, errors first."""
 
     path: str
     weight_bytes: int
-    ops: tuple[OpRow, ...]
-    findings: tuple[Finding, ...]
+    ops: list[OpRow]
+    findings: list[Finding]
 
     @property
     def clean(self) -> bool:
-        """Neither errors nor warnings."""
-        return all(finding.severity == "note" for finding in self.findings)
+        """Nothing was found."""
+        return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": "moelab.ane.lint/1", "clean": self.clean} | asdict(self)
+        """All of it, as JSON has it."""
+        rows = {
+            "ops": [op._asdict() for op in self.ops],
+            "findings": [finding._asdict() for finding in self.findings],
+        }
+        return {"format": "moelab.ane.lint/1", "clean": self.clean} | self._asdict() | rows
 
     def table(self) -> str:
+        """Operations and findings, as text."""
+        found = [[f.severity, f.rule, f.where, f.text] for f in self.findings]
         lines = [
             f"{self.path}: {self.weight_bytes / 1e6:,.1f} MB of weights, "
             f"{'clean' if self.clean else 'not clean'}",
-            text_table(
-                ["function", "operation", "count", "on the ANE", "because"],
-                [[op.function, op.type, op.count, op.verdict, op.why] for op in self.ops],
-            ),
+            text_table(["function", "operation", "count", "on the ANE", "because"], self.ops),
+            *([text_table(["severity", "rule", "where", "finding"], found)] if found else ()),
         ]
-        if self.findings:
-            lines.append(
-                text_table(
-                    ["severity", "rule", "where", "finding"],
-                    [[f.severity, f.rule, f.where, f.text] for f in self.findings],
-                )
-            )
         return "\n".join(lines)
 
 
@@ -80,72 +158,102 @@ def lint(package: Package | str | Path) -> Report:
     """Judge a saved package by all rules; raises what `read_package` raises."""
     package = package if isinstance(package, Package) else read_package(package)
     functions = package.functions.values()
-    ops = tuple(
-        OpRow(function.name, kind, count, *verdict(kind))
+    ops = [
+        OpRow(function.name, kind, count, *VERDICTS.get(kind, UNKNOWN))
         for function in functions
         for kind, count in sorted(function.counts().items())
+    ]
+    found = dict.fromkeys(  # functions that share weights repeat what is said of these
+        one for function in functions for one in (*_of_function(function), *_of_weights(package))
     )
-    findings = dict.fromkeys(  # functions that share weights repeat what is said of these
-        Finding(rule.id, rule.severity, where, text, rule.source)
-        for function in functions
-        for rule in RULES.values()
-        for where, text in rule.check(function, package)
-    )
-    return Report(
-        str(package.path),
-        package.weight_bytes,
-        ops,
-        tuple(sorted(findings, key=lambda f: SEVERITIES.index(f.severity))),
-    )
+    findings = [Finding(rule, RULES[rule][0], *said, RULES[rule][1]) for rule, *said in found]
+    findings.sort(key=lambda finding: list(RULES).index(finding.rule))
+    return Report(str(package.path), package.weight_bytes, ops, findings)
 
 
-def lint_examples(
-    experts: Any, spec: MoESpec, folder: str | Path
-) -> tuple[Report, dict[str, Report]]:
-    """(report of a good graph, reports of six bad ones by name), saved in `folder`.
+#: (rule, where, what)
+Found = Iterator[tuple[str, str, str]]
 
-    experts : a layer's experts behind the seam, of a model of that spec.
-    """
-    ct = coremltools()
-    from coremltools.converters.mil import Builder as mb
-    from coremltools.converters.mil.mil import get_new_symbol, types
 
-    @mb.program(
-        input_specs=[mb.TensorSpec(shape=(256, spec.H), dtype=types.fp16)],
-        opset_version=ct.target.iOS18,
-    )
-    def router(x):
-        scores = mb.softmax(
-            x=mb.linear(x=x, weight=np.full((spec.E, spec.H), 0.1, np.float16)), axis=-1
-        )
-        return mb.topk(x=scores, k=spec.K, axis=-1)
+def _of_weights(package: Package) -> Found:
+    size = package.weight_bytes
+    if size > WEIGHT_FILE_LIMIT:
+        yield "weight-limit", "weights", f"{size / 2**30:.2f} GiB in one file; the limit is 2 GiB"
+    elif size > MAX_GRAPH_BYTES * 1.01:  # the file aligns its entries
+        limit = f"above {MAX_GRAPH_BYTES / 1e9:.2f} GB it fell back to the CPU on an M2 Ultra"
+        yield "weight-size", "weights", f"{size / 1e9:.2f} GB in one graph; {limit}"
 
-    two = [expert_of(experts, experts.weights(e)) for e in (0, 1)]
 
-    @mb.program(
-        input_specs=[mb.TensorSpec(shape=(1, spec.H, 1, get_new_symbol()), dtype=types.fp16)],
-        opset_version=ct.target.iOS18,
-    )
-    def flexible(x):
-        return ffn(mb, x, two[0])
+def _of_function(function: Function) -> Found:
+    for kind in function.counts():
+        verdict, why = VERDICTS.get(kind, UNKNOWN)
+        if verdict == "unsupported":
+            yield "unsupported-op", kind, f"{kind} runs on the CPU ({why})"
+        elif kind not in VERDICTS:
+            yield "unknown-op", kind, f"nothing is known about {kind} on the ANE"
+        elif verdict == "risky":
+            rule = "linear" if kind == "linear" else "risky-op"
+            yield "quantised-conv" if kind.startswith("constexpr") else rule, kind, why
+    for value in function.inputs:
+        if value.name in function.flexible or any(isinstance(n, str) for n in value.shape):
+            yield "dynamic-shape", value.name, "its shape is flexible; the ANE runs static graphs"
+    made = [op for op in function.ops if op.materialise is None]
+    for op in made:
+        yield from _of_operation(function, op)
+    for value in (*function.inputs, *(value for op in made for value in op.outputs)):
+        if value.dtype in FLOAT_BYTES:
+            yield from _of_value(value)
+    products = [op for op in made if op.type in ("conv", "linear", "matmul")]
+    work = sum(_macs(function, op) for op in products)
+    if work < TINY_MACS and not function.flexible:
+        text = f"only {work:,} multiply-adds; tiny graphs are left on the CPU"
+        yield "tiny-graph", "function", text
 
-    capacities = ct.TensorType(
-        name="x",
-        shape=ct.EnumeratedShapes([(1, spec.H, 1, C) for C in (16, 32, 64)]),
-        dtype=np.float16,
-    )
-    folder = Path(folder)
-    made = []
 
-    def saved(save: Callable[..., Path], *what: Any, **options: Any) -> Report:
-        made.append(folder / f"example_{len(made)}.mlpackage")
-        return lint(save(made[-1], *what, **options))
+def _of_operation(function: Function, op: Op) -> Found:
+    dilations = function.constant(op, "dilations")
+    if dilations is not None and np.any(np.asarray(dilations) > 1):
+        yield "dilated", op.name, f"dilated ({np.ravel(dilations).tolist()}), it runs on the CPU"
+    if op.type != "cast" and any(value.dtype == "fp32" for value in op.outputs):
+        yield "fp32-compute", op.name, f"{op.type} computes in fp32; the ANE computes in fp16"
+    for parameter in ("begin", "end", "size") if op.type.startswith("slice_") else ():
+        if op.inputs.get(parameter) not in (None, *function.constants):
+            text = f"{op.type} at a place known only at run time ({parameter}) runs on the CPU"
+            yield "dynamic-index", op.name, text
+    given = (op.inputs.get(parameter) for parameter in ("x", "y"))
+    names = [*(name for name in given if isinstance(name, str)), op.outputs[0].name]
+    for name in names if op.type in ("conv", "matmul") else ():
+        shape = function.values[name].shape
+        if name in function.constants or len(shape) < 2:
+            continue
+        axes = (1, -1) if op.type == "conv" else (-2, -1)
+        odd = [shape[a] for a in axes if isinstance(n := shape[a], int) and n % 16 and n != 1]
+        if odd:
+            yield "align-16", op.name, f"{name} has a size of {odd[0]}, no multiple of 16"
 
-    return saved(save_ffn, two, 32), {
-        "the paper's layout": saved(save_ffn, two, 32, layout="paper"),
-        "one expert, capacities 16, 32 or 64": saved(save_program, flexible, inputs=[capacities]),
-        "int8 weights": saved(save_ffn, two, 32, weights="int8"),
-        "capacity 40": saved(save_ffn, two, 40),
-        "one expert, capacity 16": saved(save_ffn, two[:1], 16),
-        "the router": saved(save_program, router),
-    }
+
+def _of_value(value: Value) -> Found:
+    sizes = [n for n in value.shape if isinstance(n, int)]
+    if max(sizes, default=0) > MAX_CHANNELS:
+        text = f"an axis of {max(sizes):,}; the ANE takes {MAX_CHANNELS:,}"
+        yield "channels", value.name, text
+    if len(sizes) > 2 and sizes[-1] == value.shape[-1] and np.prod(sizes) > 1024:
+        row = sizes[-1] * FLOAT_BYTES[value.dtype]
+        factor = -(-row // ROW_BYTES) * ROW_BYTES / max(row, 1)
+        if factor >= MAX_PADDING:
+            text = f"a last axis of {sizes[-1]} is padded to {ROW_BYTES} bytes: {factor:.0f} times"
+            yield "row-padding", value.name, f"{text} its size"
+
+
+def _macs(function: Function, op: Op) -> int:
+    """Multiply-adds of a conv, linear or matmul; a flexible axis counts as 1."""
+
+    def size(*shape: int | str) -> int:
+        return int(np.prod([n for n in shape if isinstance(n, int)]))
+
+    out = size(*function.values[op.outputs[0].name].shape)
+    if op.type == "matmul":
+        shape = function.values[op.inputs["x"]].shape
+        return out * size(shape[-2 if function.constant(op, "transpose_x", False) else -1])
+    weight = function.values[op.inputs["weight"]].shape
+    return out * size(*weight[1:])

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from io import StringIO
 from pathlib import Path
@@ -68,9 +68,7 @@ class Function:
     states: tuple[Value, ...]  # what it keeps between calls
     outputs: tuple[str, ...]
     ops: tuple[Op, ...]
-    flexible: dict[
-        str, tuple[str, list[tuple[int, ...]]]
-    ]  # input → ("enumerated", shapes) or ("range", bounds)
+    flexible: frozenset[str]  # inputs of several shapes
 
     @cached_property
     def values(self) -> dict[str, Value]:
@@ -146,12 +144,11 @@ def quiet():
 
 
 def read_package(path: str | Path) -> Package:
-    """Read a saved package; ValueError if it is no ML Program, ImportError without coremltools."""
+    """Read a saved package; FileNotFoundError without one, ValueError if it is no ML Program,
+    ImportError without coremltools."""
     path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"there is no package at {path}")
     if not (path / "Manifest.json").is_file():
-        raise ValueError(f"{path} is no .mlpackage folder (it has no Manifest.json)")
+        raise FileNotFoundError(f"{path} is no .mlpackage folder (it has no Manifest.json)")
     ct = coremltools()
     from coremltools.converters.mil.frontend.milproto.load import load
 
@@ -170,35 +167,31 @@ def read_package(path: str | Path) -> Package:
         Exception
     ) as error:  # a damaged package fails in the protobuf, the blob reader or the type inference
         raise ValueError(f"{path} cannot be read as an ML Program: {error}") from error
-    descriptions = {f.name: f for f in spec.description.functions} or {"main": spec.description}
+    described = {f.name: f for f in spec.description.functions}
     functions = {
-        name: _function(name, function, descriptions.get(name, spec.description))
+        name: _function(name, function, described.get(name, spec.description))
         for name, function in program.functions.items()
     }
-    weights = (
-        sum(f.stat().st_size for f in Path(model.weights_dir).glob("*")) if model.weights_dir else 0
-    )
-    return Package(path, functions, weights)
+    files = Path(model.weights_dir).glob("*") if model.weights_dir else ()
+    return Package(path, functions, sum(file.stat().st_size for file in files))
 
 
 def _function(name: str, function: Any, description: Any) -> Function:
     from coremltools.converters.mil.mil import types
 
-    inputs, states = (
-        tuple(
-            _value(var)
-            for var in function.inputs.values()
-            if types.is_state(var._sym_type) == state
-        )
-        for state in (False, True)
-    )
+    kept = [types.is_state(var._sym_type) for var in function.inputs.values()]
+    values = tuple(map(_value, function.inputs.values()))
     return Function(
         name,
-        inputs,
-        states,
+        tuple(value for value, state in zip(values, kept) if not state),
+        tuple(value for value, state in zip(values, kept) if state),
         tuple(var.name for var in function.outputs),
         tuple(map(_op, function.operations)),
-        _flexible(description),
+        frozenset(
+            entry.name
+            for entry in description.input
+            if entry.type.multiArrayType.WhichOneof("ShapeFlexibility")
+        ),
     )
 
 
@@ -209,12 +202,10 @@ def _op(op: Any) -> Op:
     }
     materialise = None
     if op.op_type == "const":
-
-        def materialise():
-            return op.outputs[0].val
+        materialise = partial(getattr, op.outputs[0], "val")
     elif op.op_type.startswith("constexpr_"):
         materialise = op.materialized_val_inference
-    return Op(op.op_type, op.name, inputs, tuple(_value(var) for var in op.outputs), materialise)
+    return Op(op.op_type, op.name, inputs, tuple(map(_value, op.outputs)), materialise)
 
 
 def _value(var: Any) -> Value:
@@ -224,27 +215,5 @@ def _value(var: Any) -> Value:
         dtype = types.builtin_to_string(var.dtype)
     except KeyError:  # lists and dictionaries have no element type
         dtype = str(var.sym_type)
-    shape = var.shape if var.shape is not None else ()
-    return Value(
-        var.name,
-        tuple(int(n) if isinstance(n, (int, np.integer)) else str(n) for n in shape),
-        dtype,
-    )
-
-
-def _flexible(description: Any) -> dict[str, tuple[str, list[tuple[int, ...]]]]:
-    found = {}
-    for entry in description.input:
-        array = entry.type.multiArrayType
-        kind = array.WhichOneof("ShapeFlexibility")
-        if kind == "enumeratedShapes":
-            found[entry.name] = (
-                "enumerated",
-                [tuple(shape.shape) for shape in array.enumeratedShapes.shapes],
-            )
-        elif kind == "shapeRange":
-            found[entry.name] = (
-                "range",
-                [(r.lowerBound, r.upperBound) for r in array.shapeRange.sizeRanges],
-            )
-    return found
+    shape = (int(n) if isinstance(n, (int, np.integer)) else str(n) for n in var.shape or ())
+    return Value(var.name, tuple(shape), dtype)

@@ -14,9 +14,10 @@ output head, decoding."""
 from __future__ import annotations
 
 import math
-from collections import Counter
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -36,14 +37,13 @@ from moelab.ane.device.rates import (
     fit,
     fit_cpu,
     leave_one_out,
-    out_of_sample,
-    residuals,
-    summary,
+    relative_errors,
+    rms,
 )
-from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
+from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params, check_loads
 from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
 from moelab.cards import load_device
-from moelab.records import Numbers, Records
+from moelab.records import Records
 from moelab.registry import require
 from moelab.specs import MoESpec
 
@@ -59,18 +59,13 @@ class Cost:
     ane_ms: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(
-            self.ms + other.ms,
-            self.mj + other.mj,
-            self.cpu_ms + other.cpu_ms,
-            self.ane_ms + other.ane_ms,
-        )
+        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
     def __sub__(self, other: Cost) -> Cost:
         return self + other * -1
 
     def __mul__(self, n: float) -> Cost:
-        return Cost(self.ms * n, self.mj * n, self.cpu_ms * n, self.ane_ms * n)
+        return Cost(*(n * value for value in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -78,17 +73,12 @@ class Prefill:
     """A modelled prefill: the whole prompt, all layers."""
 
     prompt: int
+    device: str
     attention: Cost
     experts: Cost  # with their launches
     host: Cost  # the router, and moving tokens
     padding: Cost  # of the experts, what rows without a token take
     dispatch_ms: float  # of the time, launches and Core ML's placing of graphs
-    slots_per_token: (
-        float  # expert rows computed for a prompt token in one MoE layer, padding included
-    )
-    device: str
-    error: Numbers  # RMS relative out-of-sample error of ANE graphs, of "latency" and "energy"
-    kind: str = "modelled"
 
     @property
     def total(self) -> Cost:
@@ -118,15 +108,9 @@ class DeviceModel:
     device: str
     rates: Rates
     cpu: CPURates
-    samples: tuple[Sample, ...] = TABLE_5  # what the rates were fitted to
-    mode: str = "serial"  # a layer's graphs one after the other, or "parallel", at once
-    overlap: bool = True  # whether experts on the CPU run while the ANE runs its groups
-    memory_bytes: float = (
-        math.inf
-    )  # of the machine, which CPU and ANE share; inf where it is not known
-
-    def __post_init__(self) -> None:
-        require("mode", self.mode, MODES)
+    samples: tuple[Sample, ...]  # what the rates were fitted to
+    memory_bytes: float  # of the machine, which CPU and ANE share
+    overlap: bool  # whether experts on the CPU run while the ANE runs its groups
 
     @classmethod
     def of(
@@ -134,32 +118,23 @@ class DeviceModel:
         device: str = "m2-ultra",
         samples: Sequence[Sample] = TABLE_5,
         attention: float = ATTENTION_CPU,
-        **options: Any,
+        overlap: bool = True,
     ) -> DeviceModel:
-        """The model fitted to NPUMoE's figures; `options` are `mode` and `overlap`. ValueError for
-        another device.
+        """The model fitted to NPUMoE's figures. ValueError for another device.
 
         samples, attention : of Table 5, and of the CPU over the ANE, where they shall be other ones
         (`rates.fit_cpu`). "m2-max" is not fitted: it is one of the M2 Ultra's two dies, so it gets
         half the rates and half the powers, by the cards' `npu_tops`."""
-        if device not in ("m2-ultra", "m2-max"):
-            raise ValueError(
-                f"there are published figures for m2-ultra and m2-max, not for {device!r}; "
-                f"time a Mac's own graphs and use DeviceModel.refit"
-            )
+        require("device with published figures", device, ("m2-ultra", "m2-max"))
         rates = fit(samples)
-        cpu = fit_cpu(rates, attention)
         slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
-        if slower != 1:
-            rates = rates.scaled(slower, slower, power=1 / slower)
-            cpu = cpu.scaled(slower, power=1 / slower)
         return cls(
             device,
-            rates,
-            cpu,
+            rates.scaled(slower, slower, power=1 / slower),
+            fit_cpu(rates, attention).scaled(slower),
             tuple(samples),
-            memory_bytes=load_device(device)["memory_gb"] * 1e9,
-            **options,
+            load_device(device)["memory_gb"] * 1e9,
+            overlap,
         )
 
     def require(self, plan: ANEPlan) -> None:
@@ -173,45 +148,17 @@ class DeviceModel:
                 "weight, or a larger machine"
             )
 
-    def refit(self, samples: Sequence[Sample], device: str) -> DeviceModel:
-        """The same formulas with graphs of PhiMoE's experts as timed on another machine; the CPU's
-        parameters stay.
-
-        Without energies this model's are kept. ValueError for too few samples, as `rates.fit`.
-        """
-        rates = fit(samples)
-        power, work = (
-            tuple(
-                old if math.isnan(new) else new
-                for new, old in zip(getattr(rates, name), getattr(self.rates, name))
-            )
-            for name in ("power", "work")
-        )
-        return replace(
-            self,
-            device=device,
-            memory_bytes=math.inf,
-            samples=tuple(samples),
-            rates=replace(rates, power=power, work=work),
-        )
-
     def fit_table(self) -> Records:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""
-        table = {}
-        for quantity in ("latency", "energy"):
-            for mode in MODES:
-                fitted = residuals(fit(self.samples), self.samples, quantity, mode)
-                left = leave_one_out(self.samples, quantity, mode)
-                if fitted and left:
-                    table[f"{quantity}, {mode}"] = summary(fitted) | {
-                        f"leave-one-out {name}": summary(left)[name] for name in ("RMS", "worst")
-                    }
+        rates, table = fit(self.samples), {}
+        for quantity, mode in product(("latency", "energy"), MODES):
+            samples = [s for s in self.samples if s.mode == mode]
+            fitted = relative_errors(rates, samples, quantity)
+            left = leave_one_out(self.samples, quantity, mode)
+            table[f"{quantity}, {mode}"] = {"RMS": rms(fitted), "worst": max(map(abs, fitted))} | {
+                "leave-one-out RMS": rms(left)
+            }
         return table
-
-    def graph(self, spec: MoESpec, G: int, C: int) -> Cost:
-        """One launch of G experts of capacity C on the ANE."""
-        size = spec.expert_params / REFERENCE_PARAMS
-        return self._on_ane(self.rates.scaled(size, size), G, C)
 
     def cpu_experts(self, spec: MoESpec, loads: Any, visited: Any = None) -> Cost:
         """Experts on the CPU, each with its tokens; `loads` are counts, or means of them.
@@ -229,26 +176,17 @@ class DeviceModel:
         """One layer's attention of a chunk over a cache of `context` tokens; ValueError if it is
         not grouped-query."""
         if spec.model_type not in GROUPED_QUERY:
-            kind = (
-                "multi-head latent attention (MLA)"
-                if spec.model_type in LATENT
-                else f"that of {spec.model_type!r}"
-            )
+            kind = "multi-head latent attention (MLA)" * (spec.model_type in LATENT)
             raise ValueError(
-                f"the attention of {spec.name} is {kind}, which is not modelled, only "
-                f"grouped-query attention is ({', '.join(GROUPED_QUERY)}): its experts can be "
-                "costed, a prefill cannot"
+                f"the attention of {spec.name} is {kind or f'that of {spec.model_type!r}'}, which "
+                f"is not modelled, only grouped-query attention is ({', '.join(GROUPED_QUERY)}): "
+                "its experts can be costed, a prefill cannot"
             )
         params = attention_params(spec)
-        work = (
-            params + 2 * spec.heads * spec.head_dim * context
-        )  # multiply-adds a token, as params are an expert's
-        ane = self._on_ane(
-            self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS),
-            1,
-            chunk,
-            "serial",
-        )
+        # multiply-adds a token, as params are an expert's
+        work = params + 2 * spec.heads * spec.head_dim * context
+        rates = self.rates.scaled(params / REFERENCE_PARAMS, work / REFERENCE_PARAMS)
+        ane = self._on_ane(rates, 1, chunk)
         return ane if unit == "ane" else self._on_cpu(ane.ms * self.cpu.attention)
 
     def dense(self, spec: MoESpec, intermediate: int, chunk: int) -> Cost:
@@ -259,32 +197,24 @@ class DeviceModel:
 
     def experts(
         self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
-    ) -> tuple[Cost, float, float]:
-        """(cost, ms of it launches and placing, rows computed) of one MoE layer's experts in a
-        chunk; loads [E]."""
-        spec = plan.spec
-        how = SYSTEMS[plan.system]
-        ane = Cost()
-        rows = 0.0
+    ) -> tuple[Cost, float]:
+        """(cost, ms of it launches and placing) of one MoE layer's experts in a chunk; loads
+        [E]."""
+        spec, graphs = plan.spec, layer.on("ane")
         size = spec.expert_params / REFERENCE_PARAMS
         rates = self.rates.scaled(size, size)
-        for (G, C), n in Counter(
-            (len(group.experts), group.capacity) for group in layer.on("ane")
-        ).items():
-            ane += self._on_ane(rates, G, C) * n
-            rows += G * C * n
-        heavy = sum(group.weight_bytes for group in layer.on("ane")) / REFERENCE_BYTES
-        placing = self._on_cpu(0.0 if how.managed else self.cpu.dispatch * heavy)
-        launching = self.rates.launch * len(layer.on("ane")) if self.mode == "serial" else 0.0
+        ane = sum((self._on_ane(rates, len(g.experts), g.capacity) for g in graphs), Cost())
+        heavy = sum(group.weight_bytes for group in graphs) / REFERENCE_BYTES
+        managed = SYSTEMS[plan.system].managed
+        placing = self._on_cpu(0.0 if managed else self.cpu.dispatch * heavy)
         on_cpu = [e for group in layer.on("cpu") for e in group.experts]
         others = self.cpu_experts(spec, loads[on_cpu], None if visited is None else visited[on_cpu])
         others += self.dense(spec, spec.shared_I, plan.chunk)
-        rows += float(loads[on_cpu].sum())
         together = placing + ane + others
         if self.overlap:  # communication's power is drawn once, and a busy CPU does not also wait
             hidden = min(ane.ms, others.ms)
             together += Cost(-hidden, -hidden * self.cpu.comm_w, -hidden * self.cpu.waiting)
-        return together, launching + placing.ms, rows
+        return together, self.rates.launch * len(graphs) + placing.ms
 
     def prefill(self, plan: ANEPlan, prompt: int, loads: Any = None) -> Prefill:
         """A prompt of that many tokens through the plan, in static chunks, the last of them padded.
@@ -313,11 +243,7 @@ class DeviceModel:
             loads = check_loads(plan, loads)
             visited = (loads > 0).mean(0)
         means = loads.mean(0)
-        attention = Cost()
-        experts = Cost()
-        padding = Cost()
-        dispatch = 0.0
-        rows = 0.0
+        attention, experts, padding, dispatch = Cost(), Cost(), Cost(), 0.0
         once = {
             unit: self.attention(spec, plan.chunk, prompt, unit)
             for unit in {of.attention for of in plan.layers}
@@ -325,39 +251,27 @@ class DeviceModel:
         for l, layer in enumerate(plan.layers):
             attention += once[layer.attention]
             tokens = means[l], None if visited is None else visited[l]
-            cost, launching, computed = self.experts(plan, layer, *tokens)
-            experts = experts + cost
-            dispatch = dispatch + launching
-            rows = rows + computed
-            if layer.on("ane"):
-                padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
+            cost, launching = self.experts(plan, layer, *tokens)
+            experts += cost
+            dispatch += launching
+            padding += cost - self.experts(plan, _unpadded(layer, loads[:, l]), *tokens)[0]
         for _ in range(spec.num_layers - spec.L):
             attention += once[plan.layers[0].attention]
             experts += self.dense(spec, spec.dense_I, plan.chunk)
         host = self._on_cpu(self.cpu.choice * plan.chunk * spec.K * spec.L * spec.H / REFERENCE_H)
-        parts = [cost * chunks for cost in (attention, experts, host)]
-        return Prefill(
-            prompt,
-            *parts,
-            padding * chunks,
-            dispatch * chunks,
-            rows / (spec.L * plan.chunk),
-            self.device,
-            {quantity: self.error(quantity) for quantity in ("latency", "energy")},
-        )
+        parts = [cost * chunks for cost in (attention, experts, host, padding)]
+        return Prefill(prompt, self.device, *parts, dispatch * chunks)
 
     def error(self, quantity: str) -> float:
-        """RMS relative error of graphs that were left out of the fit, of "latency" or "energy" in
-        this model's mode.
+        """RMS relative error of graphs that were left out of the fit, of "latency" or "energy".
 
         The CPU's parameters are single figures, whose error nobody knows.
         """
-        return out_of_sample(self.samples, quantity, self.mode)
+        return rms(leave_one_out(self.samples, quantity, "serial"))
 
-    def _on_ane(self, rates: Rates, G: int, C: int, mode: str | None = None) -> Cost:
-        mode = mode or self.mode
-        ms = rates.graph_ms(G, C, mode)
-        return Cost(ms, rates.graph_mj(G, C, mode), ms * self.cpu.waiting, ms)
+    def _on_ane(self, rates: Rates, G: int, C: int) -> Cost:
+        ms = rates.graph_ms(G, C)
+        return Cost(ms, rates.graph_mj(G, C), ms * self.cpu.waiting, ms)
 
     def _on_cpu(self, ms: float) -> Cost:
         return Cost(ms, ms * (self.cpu.cpu_w + self.cpu.comm_w), ms)
@@ -366,22 +280,10 @@ class DeviceModel:
 def _unpadded(layer: LayerPlan, loads: np.ndarray) -> LayerPlan:
     """The layer with graphs of as many rows as are executed on average; loads [n, E]. No graph is
     made so."""
-    capacity = np.full(loads.shape[1], np.inf)
-    for group in layer.on("ane"):
-        capacity[list(group.experts)] = group.capacity
-    executed = np.minimum(loads, capacity).mean(0).tolist()
-    return replace(
-        layer,
-        groups=(
-            *layer.on("cpu"),
-            *(
-                replace(
-                    group,
-                    capacity=max(
-                        sum(executed[e] for e in group.experts) / len(group.experts), 1e-6
-                    ),
-                )
-                for group in layer.on("ane")
-            ),
-        ),
-    )
+
+    def executed(group: PlannedGroup) -> float:
+        mine = np.minimum(loads[:, list(group.experts)], group.capacity)
+        return max(float(mine.mean()), 1e-6)
+
+    graphs = (replace(group, capacity=executed(group)) for group in layer.on("ane"))
+    return replace(layer, groups=(*layer.on("cpu"), *graphs))

@@ -17,9 +17,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,22 +55,17 @@ def require_mac(what: str) -> None:
 
 
 class CoreMLRunner:
-    """One function (None: the default) of a package, loaded by Core ML for `units`, a key of
-    `COMPUTE_UNITS`.
+    """A package, loaded by Core ML for `units`, a key of `COMPUTE_UNITS`.
 
     Called like an `Evaluator`: inputs by name → outputs by name, in float32.
     """
 
     dtype = torch.float32
 
-    def __init__(
-        self, path: str | Path, function: str | None = None, units: str = "cpuAndNeuralEngine"
-    ) -> None:
+    def __init__(self, path: str | Path, units: str = "cpuAndNeuralEngine") -> None:
         ct = coremltools()
-        self.path = Path(path)
-        self.function = function
         self.units = ct.ComputeUnit[COMPUTE_UNITS[units]]
-        self.model = ct.models.MLModel(str(path), compute_units=self.units, function_name=function)
+        self.model = ct.models.MLModel(str(path), compute_units=self.units)
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         arrays = {
@@ -84,59 +78,49 @@ class CoreMLRunner:
         }
 
 
-@dataclass(frozen=True)
-class OpPlacement:
+class OpPlacement(NamedTuple):
     """Where the compute plan puts one operation."""
 
     type: str
     name: str
     device: str  # "ane", "cpu" or "gpu"; "unknown" where the plan does not say
-    can: tuple[str, ...] = ()  # the devices that support it
-    cost: float | None = (
-        None  # share of the function's estimated work, no time; None where the plan does not say
-    )
+    cost: float | None  # share of the estimated work, no time; None where the plan does not say
 
 
 def placements(runner: CoreMLRunner) -> list[OpPlacement]:
     """One placement an operation, constants left out."""
     from coremltools.models.compute_plan import MLComputePlan
 
-    def device(one: Any) -> str:
-        return DEVICES.get(type(one).__name__, "unknown")
-
     plan = MLComputePlan.load_from_path(
         runner.model.get_compiled_model_path(), compute_units=runner.units
     )
-    functions = plan.model_structure.program.functions
-    name = runner.function or ("main" if "main" in functions else next(iter(functions)))
+    (function,) = plan.model_structure.program.functions.values()
     found = []
-    for op in functions[name].block.operations:
+    for op in function.block.operations:
         kind = op.operator_name.rpartition(".")[2]  # "ios18.conv"
         if kind == "const" or kind.startswith("constexpr"):
             continue
         usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
         cost = plan.get_estimated_cost_for_mlprogram_operation(op)
+        device = type(usage.preferred_compute_device).__name__ if usage else ""
         found.append(
             OpPlacement(
                 kind,
                 op.outputs[0].name if op.outputs else "",
-                "unknown" if usage is None else device(usage.preferred_compute_device),
-                () if usage is None else tuple(map(device, usage.supported_compute_devices)),
+                DEVICES.get(device, "unknown"),
                 None if cost is None else float(cost.weight),
             )
         )
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class PackageProbe:
+class PackageProbe(NamedTuple):
     """What a package did in a process of its own."""
 
-    package: Path
     error: str = ""  # what went wrong, in words
     load_s: float = 0.0  # compilation included
     predict_s: float = 0.0  # of the first prediction
-    placements: tuple[OpPlacement, ...] = ()
+    placements: Sequence[OpPlacement] = ()
     outputs: Mapping[str, np.ndarray] | None = None
 
     @property
@@ -144,49 +128,31 @@ class PackageProbe:
         """Operations by the device on which Core ML places them."""
         return Counter(p.device for p in self.placements)
 
-    @property
-    def on_ane(self) -> bool:
-        """Whether the compute plan puts every operation on the Neural Engine."""
-        return not self.error and set(self.devices) == {"ane"}
-
 
 def probe(
-    package: str | Path,
+    package: Path,
     inputs: Mapping[str, np.ndarray],
-    function: str | None = None,
     units: str = "cpuAndNeuralEngine",
     timeout: float = 300.0,
     command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac"),
 ) -> PackageProbe:
     """Load a package and predict once in a process of its own, which may crash or be ended after
     `timeout` seconds."""
-    package = Path(package)
     with tempfile.TemporaryDirectory() as folder:
-        given = Path(folder) / "inputs.npz"
-        taken = Path(folder) / "outputs.npz"
+        given, taken = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
         np.savez(given, **inputs)
-        arguments = [
-            *command,
-            str(package.resolve()),
-            function or "",
-            units,
-            str(given),
-            str(taken),
-        ]
+        # Where this process imports moelab from, the other must, too.
+        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
         try:
-            # Where this process imports moelab from, the other must, too.
-            path = os.pathsep.join(
-                filter(None, [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")])
-            )
             done = subprocess.run(
-                arguments,
+                [*command, str(package.resolve()), units, str(given), str(taken)],
                 capture_output=True,
                 text=True,
                 timeout=timeout,
-                env=os.environ | {"PYTHONPATH": path},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
             )
         except subprocess.TimeoutExpired:
-            return PackageProbe(package, f"did not load and predict within {timeout:g} s")
+            return PackageProbe(f"did not load and predict within {timeout:g} s")
         if done.returncode:
             last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
             how = (
@@ -194,43 +160,25 @@ def probe(
                 if done.returncode < 0
                 else f"failed with status {done.returncode}"
             )
-            return PackageProbe(package, f"{how}: {last}")
-        said = json.loads(done.stdout.strip().splitlines()[-1])
+            return PackageProbe(f"{how}: {last}")
+        load_s, predict_s, placed = json.loads(done.stdout.strip().splitlines()[-1])
         with np.load(taken) as outputs:
-            return PackageProbe(
-                package,
-                "",
-                said["load_s"],
-                said["predict_s"],
-                tuple(
-                    OpPlacement(**entry | {"can": tuple(entry["can"])})
-                    for entry in said["placements"]
-                ),
-                dict(outputs),
-            )
+            placed = [OpPlacement(*one) for one in placed]
+            return PackageProbe("", load_s, predict_s, placed, dict(outputs))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The other process: PACKAGE FUNCTION UNITS INPUTS OUTPUTS; prints one line of JSON."""
-    package, function, units, given, taken = arguments
-    start = time.perf_counter()
-    runner = CoreMLRunner(package, function or None, units)
-    loaded = time.perf_counter()
+    """The other process: PACKAGE UNITS INPUTS OUTPUTS; prints one line of JSON."""
+    package, units, given, taken = arguments
     with np.load(given) as file:
         inputs = dict(file)
-    predicting = time.perf_counter()
+    start = time.perf_counter()
+    runner = CoreMLRunner(package, units)
+    loaded = time.perf_counter()
     outputs = runner(inputs)
     predicted = time.perf_counter()
     np.savez(taken, **{name: value.numpy() for name, value in outputs.items()})
-    print(
-        json.dumps(
-            {
-                "load_s": loaded - start,
-                "predict_s": predicted - predicting,
-                "placements": [vars(p) for p in placements(runner)],
-            }
-        )
-    )
+    print(json.dumps([loaded - start, predicted - loaded, placements(runner)]))
 
 
 def sample_inputs(function: Function) -> dict[str, np.ndarray]:

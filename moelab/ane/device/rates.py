@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -89,101 +89,50 @@ class Rates:
         )
 
 
-class Residual(NamedTuple):
-    """One published or measured number beside the fit's."""
-
-    sample: Sample
-    given: float
-    fitted: float
-
-    @property
-    def error(self) -> float:
-        """Relative error of the fit."""
-        return self.fitted / self.given - 1
-
-
 def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
     """Least squares of relative errors; ValueError for too few serial samples to tell the
-    parameters apart.
-
-    Without parallel samples, parallel graphs run as serial ones do; energy needs two samples a
-    mode, else it is nan."""
+    parameters apart."""
     serial = [s for s in samples if s.mode == "serial"]
     design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
-    if len(serial) < 4 or np.linalg.matrix_rank(design) < 4:
+    if np.linalg.matrix_rank(design) < 4:
         raise ValueError(
             f"{len(serial)} serial samples do not determine launch, weights, row and spill: "
             "time at least two group sizes, two capacities and one graph of more than "
             f"{SPILL_ROWS} rows"
         )
-    launch, expert, row, spill = _relative(design, [s.ms for s in serial])
-    power, work = zip(*(_energy(samples, mode) for mode in MODES))
-    return Rates(launch, expert, row, spill, _overlap(samples) or (expert, row, 0.0), power, work)
-
-
-def _overlap(samples: Sequence[Sample]) -> tuple[float, ...] | None:
-    """What parallel graphs without a spill cost; None for too few samples."""
     small = [s for s in samples if s.mode == "parallel" and s.G * s.C <= SPILL_ROWS]
-    if len(small) < 3:
-        return None
-    return _relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small])
+    overlap = _relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small])
+    energies = []
+    for mode in MODES:
+        rows = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
+        energies.append(_relative([[s.ms, 1] for s in rows], [s.mj for s in rows]))
+    return Rates(*_relative(design, [s.ms for s in serial]), overlap, *zip(*energies))
 
 
-def _energy(samples: Sequence[Sample], mode: str) -> tuple[float, ...]:
-    """(power in W, work in mJ) of a mode; nan for too few samples."""
-    rows = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
-    if len(rows) < 2:
-        return np.nan, np.nan
-    return _relative([[s.ms, 1] for s in rows], [s.mj for s in rows])
-
-
-def residuals(
-    rates: Rates,
-    samples: Sequence[Sample] = TABLE_5,
-    quantity: str = "latency",
-    mode: str | None = None,
-) -> list[Residual]:
-    """The fit beside the samples; energies from the given latencies' own fit, outliers left out."""
-    rows = [s for s in samples if mode in (None, s.mode)]
+def relative_errors(rates: Rates, samples: Sequence[Sample], quantity: str) -> list[float]:
+    """Of the fit, for the "latency" or the "energy" of samples, outliers of energy left out."""
     if quantity == "latency":
-        return [Residual(s, s.ms, rates.graph_ms(s.G, s.C, s.mode) / (s.G * s.C)) for s in rows]
-    return [
-        Residual(s, s.mj, rates.graph_mj(s.G, s.C, s.mode) / (s.G * s.C))
-        for s in rows
-        if s.mj is not None and s not in OUTLIERS
-    ]
-
-
-def leave_one_out(
-    samples: Sequence[Sample] = TABLE_5, quantity: str = "latency", mode: str | None = None
-) -> list[Residual]:
-    """Each sample as predicted by a fit to the others; those that a fit needs to exist at all are
-    left out."""
-    found = []
-    for i, sample in enumerate(samples):
-        if mode in (None, sample.mode):
-            with suppress(ValueError):
-                found += residuals(fit([*samples[:i], *samples[i + 1 :]]), [sample], quantity)
-    return found
+        return [rates.graph_ms(*s[:3]) / (s.G * s.C) / s.ms - 1 for s in samples]
+    known = [s for s in samples if s.mj is not None and s not in OUTLIERS]
+    return [rates.graph_mj(*s[:3]) / (s.G * s.C) / s.mj - 1 for s in known]
 
 
 @cache
-def out_of_sample(samples: tuple[Sample, ...], quantity: str, mode: str) -> float:
-    """RMS relative error of samples as predicted from the others; nan where there are none to leave
-    out."""
-    found = leave_one_out(samples, quantity, mode)
-    return summary(found)["RMS"] if found else float("nan")
+def leave_one_out(samples: tuple[Sample, ...], quantity: str, mode: str) -> tuple[float, ...]:
+    """The errors of each sample of a mode as predicted by a fit to the others; those that a fit
+    needs to exist at all are left out."""
+    found = []
+    for i, sample in enumerate(samples):
+        if mode == sample.mode:
+            with suppress(ValueError):
+                others = fit([*samples[:i], *samples[i + 1 :]])
+                found += relative_errors(others, [sample], quantity)
+    return tuple(found)
 
 
-def summary(errors: Sequence[Residual]) -> dict[str, Any]:
-    """Root mean square and worst relative error, and where the worst is."""
-    worst = max(errors, key=lambda r: abs(r.error))
-    return {
-        "RMS": float(np.sqrt(np.mean([r.error**2 for r in errors]))),
-        "worst": abs(worst.error),
-        "worst at": f"{worst.sample.G}x{worst.sample.C} {worst.sample.mode}",
-        "n": len(errors),
-    }
+def rms(errors: Sequence[float]) -> float:
+    """Root mean square."""
+    return float(np.sqrt(np.mean(np.square(errors))))
 
 
 def _overlap_features(G: int, C: int) -> list[float]:
@@ -192,13 +141,8 @@ def _overlap_features(G: int, C: int) -> list[float]:
 
 def _relative(design: Any, y: Any) -> tuple[float, ...]:
     """Least squares of (design·x − y)/y."""
-    y = np.asarray(y, dtype=float)
-    return tuple(
-        float(v)
-        for v in np.linalg.lstsq(
-            np.asarray(design, dtype=float) / y[:, None], np.ones(len(y)), rcond=None
-        )[0]
-    )
+    scaled = np.asarray(design, dtype=float) / np.asarray(y, dtype=float)[:, None]
+    return tuple(np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0].tolist())
 
 
 @dataclass(frozen=True)
@@ -222,16 +166,11 @@ class CPURates:
         """Share of the whole CPU that is busy while the ANE works, by its power."""
         return self.wait_w / self.cpu_w
 
-    def scaled(self, time: float, power: float) -> CPURates:
-        """A CPU that takes `time` times as long and draws `power` times as much."""
-        times = {
-            name: getattr(self, name) * time for name in ("expert", "row", "choice", "dispatch")
-        }
-        return replace(
-            self,
-            **times,
-            **{name: getattr(self, name) * power for name in ("cpu_w", "wait_w", "comm_w")},
-        )
+    def scaled(self, time: float) -> CPURates:
+        """A CPU that takes `time` times as long and draws so much less power."""
+        times, powers = ("expert", "row", "choice", "dispatch"), ("cpu_w", "wait_w", "comm_w")
+        changed = {name: getattr(self, name) * time for name in times}
+        return replace(self, **changed | {name: getattr(self, name) / time for name in powers})
 
 
 def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:

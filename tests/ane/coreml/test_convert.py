@@ -3,11 +3,9 @@ leaves."""
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
-from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -17,14 +15,13 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
-from moelab.ane.coreml.convert import ConversionSettings, Work, convert_model
+from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
-from moelab.ane.coreml.ffn_graph import expert_of
+from moelab.ane.coreml.ffn_graph import expert_of, pack, unpack
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.models import plug
 from moelab.static.tiers import Tiers
 from tests.ane.coreml.test_graphs import in_chunks
-from tests.depth import depth
 from tests.models import tiny
 
 SETTINGS = ConversionSettings(context=64)
@@ -65,7 +62,7 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
     }
     for group in layers[1]["groups"][:2]:
         assert (
-            group["difference"] == 0.0
+            group["difference"] < 1e-12
             and group["weight_bytes"] >= 2 * 3 * len(group["experts"]) * 32 * 24
         )
     assert converted.plan == make_plan(converted.plan.spec)
@@ -74,25 +71,17 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
 
 def test_group_graphs_compute_the_models_experts(converted, model):
     experts = plug(model)[0].seam
-    for index in (0, 1):
-        graph = converted.group(1, index)
-        slots = torch.randn(
-            len(graph.experts) * graph.capacity, 32, generator=torch.Generator().manual_seed(0)
-        )
+    for index, entry in enumerate(converted.layers[1]["groups"][:2]):
+        members, C = entry["experts"], entry["capacity"]
+        slots = torch.randn(len(members) * C, 32, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             expected = torch.cat(
-                [
-                    experts.ffn(rows, experts.weights(e))
-                    for e, rows in zip(graph.experts, slots.split(graph.capacity))
-                ]
+                [experts.ffn(rows, experts.weights(e)) for e, rows in zip(members, slots.split(C))]
             )
-        y = graph(slots)
+        y = unpack(converted.group(1, index)({"x": pack(slots)})["y"])
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
-        assert graph.run.alarms == []
     with pytest.raises(ValueError, match="CPU"):
         converted.group(1, 2)
-    with pytest.raises(ValueError, match="capacity"):
-        converted.group(1, 0, capacity=48)
 
 
 def test_attention_graphs_compute_the_models_attention(converted, model):
@@ -112,7 +101,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
         hook.remove()
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
-        graph = converted.attention(layer, mode="double")
+        graph = converted.attention(layer)
         y = in_chunks(graph.run, graph.shape, x, cos, sin)
         torch.testing.assert_close(
             y.float(), expected, atol=2e-3, rtol=2e-3
@@ -122,8 +111,8 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
 def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, model, tmp_path):
     with pytest.raises(FileExistsError):
         convert_model(checkpoint, converted.folder)
-    with pytest.raises(ValueError, match="layout"):
-        ConversionSettings(layout="nhwc")
+    with pytest.raises(ValueError, match="weights"):
+        ConversionSettings(weights="int4")
     with pytest.raises(ValueError, match="32"):
         ConversionSettings(context=100)
     other = tiny.save("mixtral", tmp_path / "other")
@@ -163,12 +152,14 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
 
     def killed_at(n):
         def count(save):
-            def call(path, *args):
+            def call(path, *args, **options):
                 made.append(path.name)
                 if len(made) > n:
-                    save(path, *args)  # the package is there, the journal does not know it
+                    save(
+                        path, *args, **options
+                    )  # the package is there, the journal does not know it
                     raise KeyboardInterrupt
-                return save(path, *args)
+                return save(path, *args, **options)
 
             return call
 
@@ -194,31 +185,8 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     assert not part.exists() and [e["file"] for e in result.packages] == [
         e["file"] for e in converted.packages
     ]
-    slots = torch.randn(96, 32)
-    assert torch.equal(result.group(1, 0)(slots), converted.group(1, 0)(slots))
-
-
-def test_two_conversions_into_one_folder(checkpoint, model, tmp_path, monkeypatch):
-    """The second is refused with words, and the first is none the worse for it."""
-    destination, plan, told = tmp_path / "ane", make_plan(model.spec), []
-    save = convert_module.save_ffn
-
-    def interrupted_by_another(*args):
-        with pytest.raises(
-            FileExistsError, match="another process is writing .*ane.part"
-        ) as raised:
-            convert_model(checkpoint, destination, plan, SETTINGS)
-        told.append(str(raised.value))
-        return save(*args)
-
-    monkeypatch.setattr(convert_module, "save_ffn", interrupted_by_another)
-    result = convert_model(checkpoint, destination, plan, SETTINGS)
-    assert len(told) == 2
-    verify(result.folder)
-    monkeypatch.setattr(convert_module, "save_ffn", lambda *args: 1 / 0)
-    for _ in range(2):  # one that fails does not keep the folder for itself
-        with pytest.raises(ZeroDivisionError):
-            convert_model(checkpoint, tmp_path / "other", plan, SETTINGS)
+    inputs = {"x": pack(torch.randn(96, 32))}
+    assert torch.equal(result.group(1, 0)(inputs)["y"], converted.group(1, 0)(inputs)["y"])
 
 
 KILLED = """
@@ -246,33 +214,6 @@ def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(checkpoi
     assert {path.name for path in (tmp_path / "ane").iterdir()} == {"layers", "manifest.json"}
 
 
-@pytest.mark.stress
-def test_no_change_of_a_manifest_goes_unseen(converted, tmp_path):
-    """Bytes of the manifest changed, deleted or repeated: a ValueError that names the file, or
-    nothing that counts."""
-    folder, rng = tmp_path / "copy", random.Random(0)
-    folder.mkdir()
-    (folder / "layers").symlink_to(converted.folder / "layers")
-    text = (converted.folder / "manifest.json").read_bytes()
-    deep = b'{"format": ' + b"[" * 100_000
-    for n in range(depth(20, 500)):
-        at, kind = rng.randrange(len(text)), rng.randrange(3)
-        changed = (
-            (
-                text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :],
-                text[:at] + text[at + rng.randrange(1, 40) :],
-                text[:at] + text[at - rng.randrange(1, min(40, at + 1) + 1) :],
-            )[kind]
-            if n
-            else deep
-        )
-        (folder / "manifest.json").write_bytes(changed)
-        try:
-            assert ConvertedModel(folder).manifest == converted.manifest
-        except ValueError as error:
-            assert "manifest.json" in str(error)
-
-
 def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
     folder = shutil.copytree(converted.folder, tmp_path / "copy")
     manifest = json.loads((folder / "manifest.json").read_text())
@@ -283,16 +224,15 @@ def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
     ):
         manifest["layers"][1]["groups"][0]["file"] = name
         (folder / "manifest.json").write_text(json.dumps(sealed(manifest)))
-        with pytest.raises(ValueError, match="names packages otherwise"):
-            ConvertedModel(folder)
+        with pytest.raises((FileNotFoundError, ValueError), match="lacks|damaged"):
+            verify(folder)
 
 
-def test_every_tier(checkpoint, model, tmp_path):
-    settings = ConversionSettings(context=64, every_tier=True, layout="paper", weights="int8")
+def test_compressed_weights_are_near(checkpoint, model, tmp_path):
+    settings = ConversionSettings(context=64, weights="int8")
     result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
-    small, large = result.group(1, 1, capacity=16), result.group(1, 1, capacity=32)
-    slots = torch.randn(32, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(small(slots[:16]), large(slots)[:16])
+    found = [e["difference"] for e in result.packages if e["difference"] is not None]
+    assert len(found) == 2 and all(1e-4 < difference < 0.1 for difference in found)
 
 
 @pytest.mark.parametrize(
@@ -344,30 +284,6 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     assert (
         result.plan.layers[0].attention == "cpu" and list(result.plan.problems) == result.problems
     )
-    assert [entry["difference"] for entry in result.packages] == [0.0]
+    assert [entry["difference"] < 1e-3 for entry in result.packages] == [True]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "[1]",
-        "{}",
-        '"x"',
-        "null",
-        "[" * 100_000,
-        '{"file": 7}',
-        '{"file": "../model", "weight_bytes": 1, "checksum": "", "difference": null}',
-    ],
-)
-def test_a_damaged_journal_vouches_for_nothing(line, tmp_path):
-    with closing(Work(tmp_path / "a.part", {})) as work:
-        with open(work.journal.path, "a") as journal:
-            journal.write(line + "\n")
-    (tmp_path / "model").mkdir()
-    with (
-        pytest.warns(UserWarning, match="1 records in"),
-        closing(Work(tmp_path / "a.part", {})) as work,
-    ):
-        assert work.done == {}

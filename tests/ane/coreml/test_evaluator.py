@@ -1,7 +1,6 @@
 """The evaluator's operations against coremltools' own inference of constants, torch and numpy's
 fp16."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +34,6 @@ CASES = [
     ("relu", dict(x=X)),
     ("gelu", dict(x=X, mode="EXACT")),
     ("gelu", dict(x=X, mode="TANH_APPROXIMATION")),
-    ("gelu", dict(x=X, mode="SIGMOID_APPROXIMATION")),
     ("gelu", dict(x=X)),
     ("rsqrt", dict(x=POSITIVE)),
     ("reduce_mean", dict(x=X)),
@@ -128,54 +126,27 @@ def test_convolution(shape):
             OPS["conv"](**{"x": x, "weight": w} | options)
 
 
-def interleaved(x):
-    return mb.concat(values=(x, x), axis=1, interleave=True, name="y")
-
-
-def strided(x):
-    return mb.conv(x=x, weight=np.ones((4, 4, 1, 1), np.float16), strides=[2, 2], name="y")
-
-
-def padded(x):
-    return mb.conv(
-        x=x, weight=np.ones((4, 4, 1, 1), np.float16), pad_type="custom", pad=[1, 1, 0, 0], name="y"
-    )
+WEIGHT = np.ones((4, 4, 1, 1), np.float16)
 
 
 @pytest.mark.parametrize(
     "body, told",
     [
-        (interleaved, "concat y .*interleave"),
-        (strided, "conv y .*strides"),
-        (padded, "conv y .*custom padding"),
+        (lambda x: mb.concat(values=(x, x), axis=1, interleave=True, name="y"), "interleave"),
+        (lambda x: mb.conv(x=x, weight=WEIGHT, strides=[2, 2], name="y"), "conv y .*strides"),
+        (
+            lambda x: mb.conv(x=x, weight=WEIGHT, pad_type="custom", pad=[1, 1, 0, 0], name="y"),
+            "conv y .*custom padding",
+        ),
     ],
 )
 def test_an_option_that_is_not_computed_is_refused_by_its_name(body, told, tmp_path):
     evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 4, 6, 6), body))
     with pytest.raises(ValueError, match=told):
         evaluate({"x": torch.zeros(1, 4, 6, 6)})
-    for name, options in (
-        ("gelu", {"mode": "ELSE"}),
-        ("relu", {"alpha": 1.0}),
-        ("softmax", {"beta": 2.0}),
-    ):
-        with pytest.raises((ValueError, TypeError), match=next(iter(options))):
+    for name, options in (("relu", {"alpha": 1.0}), ("softmax", {"beta": 2.0})):
+        with pytest.raises(TypeError, match=next(iter(options))):
             OPS[name](x=torch.zeros(2), **options)
-
-
-@pytest.mark.parametrize("mode", ["EXACT", "TANH_APPROXIMATION", "SIGMOID_APPROXIMATION"])
-def test_every_kind_of_gelu_in_a_program(mode, tmp_path):
-    x = np.linspace(-4, 4, 64, dtype=np.float16)[None]
-    path = save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.gelu(x=x, mode=mode, name="y"))
-    found, of = Evaluator(path)({"x": x})["y"].numpy(), x.astype(float)
-    phi = {
-        "EXACT": lambda v: 0.5 * (1 + np.vectorize(math.erf)(v / math.sqrt(2))),
-        "TANH_APPROXIMATION": lambda v: (
-            0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (v + 0.044715 * v**3)))
-        ),
-        "SIGMOID_APPROXIMATION": lambda v: 1 / (1 + np.exp(-1.702 * v)),
-    }[mode]
-    np.testing.assert_allclose(found, of * phi(of), rtol=1e-9, atol=1e-12)
 
 
 # ---- whole programs
@@ -205,50 +176,6 @@ def test_fp16_mode_rounds_every_result(tmp_path):
     )
 
 
-def test_alarms(tmp_path):
-    weight = np.full((16, 16, 1, 1), 8, dtype=np.float16)
-
-    def body(x):
-        a, b = mb.split(x=mb.conv(x=x, weight=weight, name="c"), num_splits=2, axis=3, name="s")
-        square = mb.mul(x=a, y=a, name="m")
-        return mb.sub(x=square, y=square, name="d"), b
-
-    evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 16, 1, 32), body), mode="fp16")
-    evaluate({"x": torch.full((1, 16, 1, 32), 0.5)})
-    assert evaluate.alarms == []
-    evaluate({"x": torch.full((1, 16, 1, 32), 40.0)})  # 5120 of a slice, whose square no fp16 holds
-    kinds = {alarm.op: alarm.kind for alarm in evaluate.alarms}
-    assert kinds == {"s": "saturation", "m": "overflow", "d": "nan"}
-    evaluate({"x": torch.full((1, 16, 1, 32), 300.0)})
-    worst = {alarm.op: alarm.value for alarm in evaluate.alarms}
-    assert worst["c"] == 38400 and worst["s"] == 38400 and worst["m"] == np.inf
-    double = Evaluator(tmp_path / "p.mlpackage")
-    double({"x": torch.full((1, 16, 1, 32), 300.0)})
-    assert double.alarms == []
-
-
-def test_alarms_of_inputs_and_of_sums_inside(tmp_path):
-    """Results that fp16 holds, of inputs and sums that it does not."""
-
-    def body(x):
-        mean = mb.reduce_mean(x=x, axes=[1], keep_dims=True, name="mean")
-        return mean, mb.reduce_mean(x=mb.mul(x=x, y=x), axes=[1], keep_dims=False, name="square")
-
-    evaluate = Evaluator(save(tmp_path / "p.mlpackage", (1, 1000), body), mode="fp16")
-    signs = torch.ones(1, 1000)
-    signs[:, ::2] = -1
-    evaluate({"x": signs})
-    assert evaluate.alarms == []
-    out = evaluate({"x": 100 * signs})
-    assert all(bool(value.isfinite().all()) for value in out.values())
-    found = {alarm.op: (alarm.kind, alarm.value) for alarm in evaluate.alarms}
-    assert found == {"mean": ("sum", 1e5), "square": ("sum", 1e7)}
-    evaluate({"x": 65520 * signs})
-    assert ("x", "input", "overflow", np.inf) in [
-        (a.op, a.type, a.kind, a.value) for a in evaluate.alarms
-    ]
-
-
 @pytest.mark.parametrize(
     "declared", [dict(shape=(1, 32)), dict(shape=(64,)), dict(dtype="int32"), dict(dtype="bool")]
 )
@@ -268,7 +195,7 @@ def test_a_result_that_is_not_as_declared_is_refused(declared, tmp_path):
 def test_what_is_no_package_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_package(tmp_path / "none.mlpackage")
-    with pytest.raises(ValueError, match="mlpackage"):
+    with pytest.raises(FileNotFoundError, match="mlpackage"):
         read_package(tmp_path)
     path = save(tmp_path / "p.mlpackage", (1, 64), lambda x: mb.relu(x=x))
     next(path.rglob("*.mlmodel")).write_bytes(b"rubbish")

@@ -1,4 +1,4 @@
-"""The paper's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of
+"""GPU-NDP's evaluation (§IV) as a sweep: models × units × systems × seeds, and the numbers of
 Figs. 8 to 11 from it.
 
 Routing depends on model and seed alone, and MoE-OnDemand and Fiddler not on N, so both are computed
@@ -8,19 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any
 
 from moelab.cards import load_model
+from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.costs import Costs, NotSupported
-from moelab.ndp.hardware import VARIANTS, Hardware, hardware
-from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import Result, simulate
-from moelab.ndp.systems import GPUNDP, PAPER, SYSTEMS, MoNDE, System
+from moelab.ndp.systems import PAPER, System
 from moelab.progress import progress
-from moelab.registry import require
 from moelab.specs import MoESpec
 
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
@@ -29,90 +25,6 @@ SHORT = dict(zip(MODELS, ("DeepSeek-MoE", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtr
 UNITS = (1, 2, 3, 4, 5, 6)
 SEEDS = (0, 1, 2)
 Spread = tuple[float, float, float]  # mean, least, most
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What the paper leaves open; notebook 07 says where each is, and what else it could be.
-
-    The defaults are one of the combinations that fit six of the paper's numbers, found by a descent
-    that saw those only.
-    mapping, clock_ghz, efficiency, gpu_gb : see `hardware`. zipf, bias : see `simulated_routing`.
-    monde_… : of MoNDE, see `systems.MoNDE`. placement : see `simulation.place`.
-    rounding, eq2_tokens, limit : of the literal versions, see `systems.GPUNDP`.
-    cached : who keeps popular experts in GPU memory: "none", "Fiddler", or "all": equal means,
-        everyone fills it.
-    averaged : numbers of units that the paper's averages run over. shared_dram : see `hardware`;
-    not the paper's."""
-
-    zipf: float = 0.2
-    bias: float = 0.3
-    mapping: str = "RoBaRaCoCh"
-    clock_ghz: float = 0.8
-    efficiency: tuple[float, float] = (0.85, 0.8)
-    gpu_gb: float = 16.0
-    placement: str = "id"
-    monde_prefill: str = "none"
-    monde_relieves: str = "popular"
-    monde_rounding: str = "round"
-    rounding: str = "floor"
-    eq2_tokens: str = "mean"
-    limit: str = "K"
-    cached: str = "none"
-    averaged: tuple[int, ...] = (2, 3, 4, 5, 6)
-    shared_dram: bool = False
-
-    def hardware(self, N: int, **changes: Any) -> Hardware:
-        """The paper's machine under these assumptions; `changes` are other arguments of
-        `hardware`."""
-        own = {
-            name: getattr(self, name)
-            for name in ("mapping", "clock_ghz", "efficiency", "gpu_gb", "shared_dram")
-        }
-        return hardware(N, **own | changes)
-
-    def variant(self, name: str, N: int) -> Hardware:
-        """Another machine, of `moelab.ndp.hardware.VARIANTS`; its units have their own clock."""
-        require("machine", name, VARIANTS)
-        return self.hardware(N, **({"clock_ghz": None} | VARIANTS[name]))
-
-    def system(self, name: str) -> System:
-        """The system of that name (of `SYSTEMS`) under these assumptions."""
-        require("system", name, SYSTEMS)
-        system = SYSTEMS[name]
-        if self.cached in ("all", name):
-            system = replace(system, cached=True)
-        if isinstance(system, MoNDE):
-            return replace(
-                system,
-                rounding=self.monde_rounding,
-                relieves=self.monde_relieves,
-                prefill=self.monde_prefill,
-            )
-        if isinstance(system, GPUNDP):
-            limit = (
-                system.limit
-                if system.version == "improved"
-                else "memory"
-                if system.cached
-                else self.limit
-            )
-            return replace(system, rounding=self.rounding, eq2_tokens=self.eq2_tokens, limit=limit)
-        return system
-
-    def routing(
-        self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512
-    ) -> PromptRouting:
-        """A prompt and its answer in tokens, routed by the popularity that is assumed."""
-        return _routing(spec_of(model), seed, prompt, answer, self.zipf, self.bias)
-
-
-def spec_of(model: str | MoESpec) -> MoESpec:
-    """A model's spec, by the name of its card or as it is."""
-    return load_model(model) if isinstance(model, str) else model
-
-
-_routing = lru_cache(maxsize=16)(simulated_routing)
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +179,7 @@ def modules_needed(model: str | MoESpec, assumptions: Assumptions = Assumptions(
     cells."""
     for N in range(1, 1000):
         with suppress(NotSupported):
-            Costs(spec_of(model), assumptions.hardware(N)).check(0, "units")
+            spec = load_model(model) if isinstance(model, str) else model
+            Costs(spec, assumptions.hardware(N)).check(0, "units")
             return N
     raise NotSupported(f"{model} fits no machine of this kind")

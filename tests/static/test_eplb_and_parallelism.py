@@ -1,19 +1,16 @@
-"""EPLB against brute force and its own promises; advice and volumes."""
+"""EPLB against brute force and its own promises; the guide's choice of parallelism."""
 
 from __future__ import annotations
 
 from itertools import combinations
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.parallel.sharding import owners
 from moelab.specs import MoESpec
-from moelab.static import volumes
-from moelab.static.advice import advise
 from moelab.static.eplb import balance, consecutive, device_loads, imbalance, replicate
+from moelab.static.parallelism import choose
 
 
 @given(
@@ -50,33 +47,18 @@ def test_what_it_gains_and_what_it_refuses():
             balance(wrong, 2)
 
 
-@pytest.mark.parametrize("E, K, W", [(8, 2, 2), (6, 3, 4), (7, 2, 3), (5, 5, 4)])
-def test_expected_rows_are_the_mean_over_all_routings(E, K, W):
-    """Every set of K experts, from every owner."""
-    ids = torch.tensor(list(combinations(range(E), K)))
-    pairs = deduplicated = 0
-    for row in owners(E, W)[ids].tolist():
-        for owner in range(W):
-            pairs += sum(r != owner for r in row)
-            deduplicated += len(set(row) - {owner})
-    n = len(ids) * W
-    assert volumes.expected("ep-dedup", E, K, W) == pytest.approx(deduplicated / n)
-    assert volumes.expected("ep-a2a", E, K, W) == pytest.approx(pairs / n)
-    assert (volumes.expected("ep-a2a", E, K, W) > volumes.expected("ep", E, K, W)) == (K > W)
-
-
 def toy(E, I):
     return MoESpec("toy", "toy", 1, (0,), E=E, K=1, H=64, I=I)
 
 
 def test_the_guides_examples():
-    assert advise(toy(8, 14336), 8).kind == "TP"
-    assert advise(toy(128, 768), 16).kind == "EP"
-    few = advise(toy(16, 512), 16)
+    assert choose(toy(8, 14336), 8).kind == "TP"
+    assert choose(toy(128, 768), 16).kind == "EP"
+    few = choose(toy(16, 512), 16)
     assert (few.tp, few.ep, few.kind) == (4, 4, "hybrid") and "128" in str(few)
-    assert advise(toy(48, 1024), 8).kind == "hybrid"
-    assert advise(toy(64, 1024), 128).tp == 2
-    assert advise(toy(64, 1024), 1).kind == "one device"
+    assert choose(toy(48, 1024), 8).kind == "hybrid"
+    assert choose(toy(64, 1024), 128).tp == 2
+    assert choose(toy(64, 1024), 1).kind == "one device"
 
 
 @given(
@@ -86,7 +68,7 @@ def test_the_guides_examples():
 )
 def test_advice_fits_and_its_reasons_are_true(E, I, devices):
     try:
-        made = advise(toy(E, I), devices)
+        made = choose(toy(E, I), devices)
     except ValueError as error:
         tps = range(1, min(devices, I) + 1)
         assert "too many" in str(error)

@@ -20,7 +20,7 @@ HYBRID = (2, 8)
 
 
 @dataclass(frozen=True)
-class Advice:
+class Parallelism:
     tp: int
     ep: int
     reasons: tuple[str, ...]
@@ -35,12 +35,12 @@ class Advice:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
 
 
-def advise(spec: MoESpec, devices: int) -> Advice:
+def choose(spec: MoESpec, devices: int) -> Parallelism:
     """How to spread experts over devices, with even routing."""
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")
     if devices == 1:
-        return Advice(1, 1, ("One device holds everything.",))
+        return Parallelism(1, 1, ("One device holds everything.",))
     divisors = [tp for tp in range(1, devices + 1) if devices % tp == 0]
     fitting = [tp for tp in divisors if devices // tp <= spec.E and tp <= spec.I]
     if not fitting:
@@ -54,7 +54,7 @@ def advise(spec: MoESpec, devices: int) -> Advice:
         part = spec.I / tp
         size = "at least" if part >= LEAST_I else "less than"
         reasons.append(f"A part keeps I = {part:.4g}, {size} {LEAST_I}.")
-    return Advice(tp, devices // tp, tuple(reasons))
+    return Parallelism(tp, devices // tp, tuple(reasons))
 
 
 def _rule(spec: MoESpec, devices: int, fitting: list[int]) -> tuple[int, str]:

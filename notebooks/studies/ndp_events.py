@@ -11,14 +11,18 @@ Events: resources "gpu", "link", "host" and "unit 0" …; kinds "read activation
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import simpy
 
 from moelab.ndp.closed_form import dram_seconds, send_seconds
 from moelab.ndp.costs import Costs
+from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import Plan
+from moelab.ndp.routing import PromptRouting
+from moelab.ndp.simulation import NDPRun
+from moelab.ndp.systems import System
 from moelab.specs import Event
 
 ACTIVATIONS, WEIGHTS = 0, 1  # priorities on the link: the lower goes first
@@ -130,3 +134,58 @@ class _Layer:
 def event_seconds(plan: Plan, costs: Costs) -> float:
     """Seconds that the layer takes, as `closed_form.layer_seconds` says them."""
     return simulate_layer(plan, costs)[0]
+
+
+def timeline(
+    hardware: Hardware, system: System, routing: PromptRouting, forwards: Iterable[int] = (1,)
+) -> tuple[list[Event], list[tuple[float, float, int, str]]]:
+    """(events, forwards) of chosen forwards by the event simulation, one after the other from time
+    0.
+
+    forwards : 0 is the prefill, with loading the prefetched experts after it; 1, 2 … the decode
+        steps; shown in this order. Returned as (start, end, tokens, "prefill" or "decode"), which
+        `metrics` takes.
+
+    Raises ValueError: a forward that the answer does not have. Others as `simulate`.
+    """
+    chosen = sorted(set(forwards))
+    D = len(routing.decode)
+    if any(not 0 <= number <= D for number in chosen):
+        raise ValueError(f"forwards are {chosen}; there are 0, the prefill, and 1 to {D}, decode")
+    run = NDPRun(hardware, system, routing)
+    events = []
+    done = []
+    left_out = 0.0
+    for number in chosen if run.timeless else range(max(chosen, default=-1) + 1):
+        began = run.now
+        first = len(run.loads)
+        dense = run.dense(number) / routing.spec.L
+        shown = []
+
+        def seconds(plan: Plan) -> float:
+            now = run.now - left_out
+            shown.append(Event("gpu", "other", plan.step.layer, -1, now - dense, now))
+            took, new = simulate_layer(plan, run.costs, plan.step.layer, now)
+            shown.extend(new)
+            return took
+
+        run.forward(number, seconds)
+        ended = run.now
+        if not number:
+            run.begin_decode()
+        if number not in chosen:
+            left_out += run.now - began
+            continue
+        events += shown + [
+            load._replace(start=load.start - left_out, end=load.end - left_out)
+            for load in run.loads[first:]
+        ]
+        done.append(
+            (
+                began - left_out,
+                ended - left_out,
+                1 if number else len(routing.prefill),
+                "decode" if number else "prefill",
+            )
+        )
+    return events, done

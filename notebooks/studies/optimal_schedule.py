@@ -1,10 +1,8 @@
-"""Lower bounds on the makespan of a layer's tasks, the exact optimum of small instances, and how
-far Algorithm 1 is from it.
+"""The exact optimum of a layer's tasks in small instances, and how far Algorithm 1 is from it.
 
-Bounds: ZipMoE, Lemma B.3. The paper's Z, eq. (3), adds up reading all E-chunks and decompressing
-them. With K ≥ 2 shards that is no lower bound, as the first shard is decompressed while the second
-is read: one missed tensor with K = 2, one worker, u → 0, v = c = 1 takes 3 s, not the 4 s of eq.
-(3). `critical_path` is exact instead.
+`makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A, B: one
+serial disk, L workers, one serial accelerator, recovery for free), so that its bound, Theorem 3.1,
+can be checked.
 
 Optimum: branch and bound over an order of reads and an order in which workers start chunks, which
 may begin with one that is not read yet; for up to about four tasks of one or two chunks. What
@@ -15,48 +13,115 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from heapq import heapreplace
+from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
 from moelab.progress import progress
 from moelab.specs import State
 from moelab.zipmoe.affinity import schedule
-from moelab.zipmoe.tasks import Task, makespan
+from moelab.zipmoe.tasks import Block, Task
 
 
-class Bounds(NamedTuple):
-    """Seconds; every one is at most the optimal makespan."""
+class Operation(NamedTuple):
+    """A node of the graph. `kind` is "read E", "read SM", "decompress", "recover" or "expert"; −1
+    for no tensor or no chunk."""
 
-    io: float  # I: the disk reads everything
-    workers: float  # C/L: the workers (the paper's L threads) share all decompression
-    compute: float  # P: every expert runs on the one accelerator
-    path: float  # Z: the longest single task
-
-    @property
-    def best(self) -> float:
-        return max(self)
+    kind: str
+    expert: int
+    tensor: int = -1
+    chunk: int = -1
 
 
-def bounds(tasks: Sequence[Task], workers: int) -> Bounds:
-    """Lemma B.3 for any set of tasks that is not FULL; all zero for none."""
-    return Bounds(
-        io=sum(task.io for task in tasks),
-        workers=sum(task.K * task.c for task in tasks) / workers,
-        compute=sum({task.expert: task.p for task in tasks}.values()),
-        path=max((critical_path(task, workers) for task in tasks), default=0.0),
-    )
+def operations(task: Task) -> dict[Operation, tuple[Operation, ...]]:
+    """What a task leaves to do (Fig. 6): each operation with those that must end before it starts,
+    in such an order."""
+    where = task.expert, task.tensor
+    expert = Operation("expert", task.expert)
+    recover = Operation("recover", *where)
+    sm = Operation("read SM", *where)
+    if task.state is State.FULL:
+        return {expert: ()}
+    graph: dict[Operation, tuple[Operation, ...]] = {}
+    for chunk in range(task.K):
+        read = (Operation("read E", *where, chunk),) if task.reads_e else ()
+        graph |= dict.fromkeys(read, ()) | {Operation("decompress", *where, chunk): read}
+    decompressed = tuple(operation for operation in graph if operation.kind == "decompress")
+    if task.type_1:
+        graph[sm] = ()
+    return graph | {
+        recover: (*decompressed, sm) if task.type_1 else decompressed,
+        expert: (recover,),
+    }
 
 
-def critical_path(task: Task, workers: int) -> float:
-    """Seconds that a task takes when it is alone: E-chunks first, each decompressed as soon as it
-    is there."""
-    threads = [0.0] * workers
-    decompressed = 0.0
-    for chunk in range(1, task.K + 1):
-        decompressed = max(chunk * task.v if task.reads_e else 0.0, threads[0]) + task.c
-        heapreplace(threads, decompressed)
-    return max(decompressed, task.io) + task.p
+RESOURCES = {
+    "read E": "disk",
+    "read SM": "disk",
+    "decompress": "workers",
+    "recover": "stream",
+    "expert": "compute",
+}
+
+
+def timetable(blocks: Sequence[Block], workers: int) -> dict[Operation, tuple[float, float]]:
+    """Start and end in seconds of every operation of the tasks, chunk by chunk. Disk: block by
+    block the E-chunks, then the SM-chunks, in the order of the tasks. Workers: the first ready
+    chunk in that order. Recovery takes no time."""
+    seconds = {}
+    rank = {}
+    waits_for = {}
+    for number, block in enumerate(blocks):
+        for position, task in enumerate(block):
+            costs = {
+                "read E": task.v,
+                "read SM": task.u,
+                "decompress": task.c,
+                "recover": 0.0,
+                "expert": task.p,
+            }
+            for operation, before in operations(task).items():
+                waits_for.setdefault(operation, set()).update(before)
+                seconds[operation] = costs[operation.kind]
+                rank[operation] = (number, operation.kind == "read SM", position, operation.chunk)
+    then: dict[Operation, list[Operation]] = {}
+    for operation, before in waits_for.items():
+        for earlier in before:
+            then.setdefault(earlier, []).append(operation)
+
+    ready: dict[str, list] = {resource: [] for resource in RESOURCES.values()}
+    free = {"disk": 1, "workers": workers, "stream": len(rank), "compute": 1}
+
+    def enqueue(operation: Operation) -> None:
+        if not waits_for[operation]:
+            heappush(ready[RESOURCES[operation.kind]], (rank[operation], operation))
+
+    for operation in waits_for:
+        enqueue(operation)
+    times: dict[Operation, tuple[float, float]] = {}
+    running: list[tuple[float, Operation]] = []
+    now = 0.0
+    while True:
+        for resource, queue in ready.items():
+            while queue and free[resource]:
+                operation = heappop(queue)[1]
+                free[resource] -= 1
+                times[operation] = now, now + seconds[operation]
+                heappush(running, (now + seconds[operation], operation))
+        if not running:
+            return times
+        now = running[0][0]
+        while running and running[0][0] == now:  # all that end together, before anything starts
+            operation = heappop(running)[1]
+            free[RESOURCES[operation.kind]] += 1
+            for later in then.get(operation, ()):
+                waits_for[later].discard(operation)
+                enqueue(later)
+
+
+def makespan(blocks: Sequence[Block], workers: int) -> float:
+    """Seconds until the last expert of the blocks is computed."""
+    return max((end for _, end in timetable(blocks, workers).values()), default=0.0)
 
 
 def optimum(tasks: Sequence[Task], workers: int) -> float:
