@@ -127,6 +127,7 @@ ONLY_IN = {
     "ipywidgets": {"viz"},
     "anywidget": {"viz"},
     "simpy": {"ndp"},
+    "pandas": {"lab"},
     "pyarrow": {"lab"},
     "distributed": {"lab"},
 }

@@ -62,7 +62,7 @@ def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
         "20250102-1",
         "20250101-2",
         "20250103-1@h@1.part",
-        "20250104-1.failed",
+        "failed",
         "20250101-9-lab",
         "20250105-1-lab@h@1.part",
         "interactive-1",
