@@ -498,6 +498,27 @@ def test_a_view_that_nobody_scrolls_to_is_in_the_saved_notebook(page, lab, resul
     page.wait_for_function(PICTURED, timeout=30_000)
 
 
+@one_page
+def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, results, tmp_path):
+    cells = [
+        "x: int = 1\nseed: int = 0",
+        "import moelab.lab\nfrom moelab.viz.notebook import knobs\n"
+        "run = moelab.lab.open_run('01_x', globals())",
+        "y = x + 1",
+        "run.metric('y', y, '', 'exact')\nrun.takeaway('y is {y}', y=y)",
+        "knobs(globals(), 'y = x', x=[1, 2, 3])\nrun.save()",
+    ]
+    run_all(page, lab(write(tmp_path / "knobs.ipynb", cells)))
+    page.wait_for_function("() => window.finished", timeout=60_000)
+    page.locator(".noUi-handle").first.press("ArrowRight")
+    page.get_by_text("y is 3").wait_for(timeout=30_000)
+    assert errors(page) == []
+    (run,) = saved_runs("01_x")
+    found = read_json(run / "metrics.json")
+    assert found["metrics"]["y"]["value"] == 2 and len(found["takeaways"]) == 1
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory):
     """A repository as `make` sets it up, whose notebooks have `smoke` set and committed."""
