@@ -140,15 +140,13 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    if (args.estimator is None) != (args.prefetch != "estimator"):
-        raise ValueError(
-            "--prefetch estimator and --estimator FILE need each other; moelab.speculate.train makes the "
-            "file (notebook 04)"
-        )
-    if args.prefetch == "static" and args.calibration is None:
-        raise ValueError(
-            "--prefetch static needs --calibration FILE, made by `moelab calibrate MODEL FILE`"
-        )
+    for prefetch, file, maker in (
+        ("estimator", args.estimator, "moelab.speculate.train (notebook 04)"),
+        ("static", args.calibration, "`moelab calibrate MODEL FILE`"),
+    ):
+        if args.prefetch == prefetch and file is None:
+            needs = "calibration" if prefetch == "static" else prefetch
+            raise ValueError(f"--prefetch {prefetch} needs --{needs} FILE, made by {maker}")
     if args.estimator is not None:
         options["prefetch"] = estimating(args.estimator)
     if args.calibration:

@@ -42,7 +42,8 @@ def execute(
             about["argv"][0:1] = [sys.executable, "-W", "ignore"]
             return KernelSpec(**about)
 
-    logging.getLogger("papermill").setLevel(logging.CRITICAL)  # what it says is in the error
+    for name in ("papermill", "asyncio"):  # what they say is in the error
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     code = [cell for cell in nbformat.read(source, 4).cells if cell.cell_type == "code"]
     output = directory / source.name
     at = []  # the cells that have begun

@@ -47,18 +47,17 @@ def new_run_id(folder: Path) -> str:
     return f"{last + 1:04d}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
 
 
-def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
+def open_run(notebook: str, params: Record) -> Run:
     """The run that a notebook, such as "01_calibration", writes to.
 
     params : the parameters that determine the metrics; runs where they differ are not compared. Of
-        a notebook's `globals()`: what its cells annotate, `name: type = value`. seed : that of
-        params if None.
+        a notebook's `globals()`: what its cells annotate, `name: type = value`.
     """
     shell = getattr(builtins, "get_ipython", lambda: None)()
     if "__builtins__" in params:
         params = {name: params[name] for name in annotated(shell.user_ns["In"])}
     params = dict(params)
-    seed = params.pop("seed") if seed is None else seed
+    seed = params.pop("seed")
     busy = None if shell is None else why_busy()
     if busy:
         print(f"This machine is busy: {busy}. Times below mean little.", file=sys.stderr)
