@@ -137,16 +137,20 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n\n".join(kinds)
 
 
+def _require_files(args: argparse.Namespace) -> None:
+    """ValueError before a model is opened: a predictor lacks the file that it is made from."""
+    for prefetch, needs, maker in (
+        ("estimator", "estimator", "moelab.speculate.train (notebook 04)"),
+        ("static", "calibration", "`moelab calibrate MODEL FILE`"),
+    ):
+        if args.prefetch == prefetch and getattr(args, needs) is None:
+            raise ValueError(f"--prefetch {prefetch} needs --{needs} FILE, made by {maker}")
+
+
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    for prefetch, file, maker in (
-        ("estimator", args.estimator, "moelab.speculate.train (notebook 04)"),
-        ("static", args.calibration, "`moelab calibrate MODEL FILE`"),
-    ):
-        if args.prefetch == prefetch and file is None:
-            needs = "calibration" if prefetch == "static" else prefetch
-            raise ValueError(f"--prefetch {prefetch} needs --{needs} FILE, made by {maker}")
+    _require_files(args)
     if args.estimator is not None:
         options["prefetch"] = estimating(args.estimator)
     if args.calibration:

@@ -113,7 +113,7 @@ def load(
         without a sandbox.
 
     Raises ImportError without lm-eval; ValueError for an unknown task, or one that executes code
-    without `run_code`; RuntimeError that names every task whose data cannot be had here."""
+    without `run_code`; RuntimeError: the data of a task cannot be had here."""
     try:
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.tasks import TaskManager
@@ -126,7 +126,7 @@ def load(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if run_code:
         os.environ[ALLOW_CODE] = "1"  # asked for when such a task is made
-    tasks, missing, unsafe, manager = [], [], [], None
+    tasks, manager = [], None
     for name in names:
         if name in LOCAL:
             config = local_config(name, model.tokenizer, n, tokens, seed)
@@ -143,32 +143,25 @@ def load(
                 f"are {', '.join(OWN)}, and `lm-eval ls tasks` lists lm-eval's"
             )
         try:
-            tasks += manager.load([known])["tasks"].values()
+            found = [*manager.load([known])["tasks"].values()]
+            unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in found)
         except Exception as error:  # each data set has its own kinds of "cannot be had"
-            if ALLOW_CODE in str(error):
-                unsafe.append(name)
-                continue
-            why = (str(error).splitlines() or ["no details"])[0]
-            missing.append(f"{name} ({type(error).__name__}: {why})")
-    unsafe += [
-        task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False) and not run_code
-    ]
-    _require_loaded(unsafe, missing)
+            if unsafe := ALLOW_CODE in str(error):
+                found = []
+            else:
+                why = (str(error).splitlines() or ["no details"])[0]
+                raise RuntimeError(
+                    f"the data of the task {name} cannot be loaded here: {type(error).__name__}: "
+                    f"{why}. Data need a network, or a cache that was filled before (HF_HOME); "
+                    f"without one, use {', '.join(LOCAL)}"
+                ) from error
+        if unsafe and not run_code:
+            raise ValueError(
+                f"{name}: the code that the model writes is executed, on this machine and without "
+                "a sandbox; --run-code (run_code=True) allows that"
+            )
+        tasks += found
     return tasks
-
-
-def _require_loaded(unsafe: Sequence[str], missing: Sequence[str]) -> None:
-    if unsafe:
-        raise ValueError(
-            f"{', '.join(unsafe)}: the code that the model writes is executed, on this machine and "
-            f"without a sandbox; --run-code (run_code=True) allows that"
-        )
-    if missing:
-        raise RuntimeError(
-            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. "
-            "Data need a network, or a cache that was filled before (HF_HOME); without one, "
-            f"use {', '.join(LOCAL)}"
-        )
 
 
 def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> Record:

@@ -116,6 +116,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check(name: str, results: Path, everything: bool) -> bool | None:
+    """Print how a notebook's newest run compares with its baseline; whether it failed, None where
+    there is no baseline."""
+    path = results / "baseline" / f"{name}.json"
+    found = _newest_metrics(name, results)
+    if found is None:
+        print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
+        return True
+    if not path.exists():
+        print(f"{name}: no baseline; `moelab check {name} --update` writes it")
+        return None
+    rows = compare(read_json(path, MetricsFile), found)
+    bad = sum(row.verdict == "FAILED" for row in rows)
+    print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
+    if shown := [row for row in rows if everything or row.verdict in ("FAILED", "new")]:
+        print(text_table(HEAD, shown))
+    return bad > 0
+
+
 def main(args: argparse.Namespace) -> int:
     results = results_root(args.results)
     known = {path.stem for path in (results / "baseline").glob("*.json")}
@@ -124,28 +143,15 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"nothing to check: no baseline and no run in {results}; first: moelab reproduce"
         )
-    compared = []  # whether each failed
-    for name in [resolved(of, known) for of in args.notebooks] or sorted(known):
-        path = results / "baseline" / f"{name}.json"
-        found = _newest_metrics(name, results)
-        if args.update:
-            if found is None:
-                print(f"{name}: no finished run; its baseline stays as it is")
-            else:
-                _update(path, found, args.busy)
-        elif found is None:
-            print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
-            compared.append(True)
-        elif not path.exists():
-            print(f"{name}: no baseline; `moelab check {name} --update` writes it")
-        else:
-            rows = compare(read_json(path, MetricsFile), found)
-            bad = sum(row.verdict == "FAILED" for row in rows)
-            compared.append(bad > 0)
-            print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
-            if shown := [row for row in rows if args.all or row.verdict in ("FAILED", "new")]:
-                print(text_table(HEAD, shown))
+    names = [resolved(of, known) for of in args.notebooks] or sorted(known)
     if args.update:
+        for name in names:
+            if (found := _newest_metrics(name, results)) is not None:
+                _update(results / "baseline" / f"{name}.json", found, args.busy)
+            else:
+                print(f"{name}: no finished run; its baseline stays as it is")
         return 0
+    judged = [_check(name, results, args.all) for name in names]
+    compared = [failed for failed in judged if failed is not None]
     print(f"{len(compared)} notebooks compared, {sum(compared)} failed")
     return 1 if any(compared) or not compared else 0

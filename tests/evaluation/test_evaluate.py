@@ -165,11 +165,7 @@ class FakeManager:
 @pytest.mark.parametrize(
     "tasks, message",
     [
-        (
-            "gsm8k,BoolQ",
-            "cannot be loaded here: gsm8k (ConnectionError: Couldn't reach gsm8k on the "
-            "Hub); BoolQ",
-        ),
+        ("BoolQ", "BoolQ cannot be loaded here: ConnectionError: Couldn't reach boolq on the Hub."),
         ("humaneval", "without a sandbox; --run-code"),
         ("gsm9k", "neither moelab nor lm-eval has a task 'gsm9k'"),
     ],
