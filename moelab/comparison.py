@@ -8,12 +8,13 @@ run says nothing about the noise."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from moelab.files import absolute, read_json, results_root
 from moelab.records import Record, Value
-from moelab.registry import near
+from moelab.registry import require
 from moelab.schema import Amount, Count, Must
 from moelab.table import format_value
 
@@ -79,7 +80,7 @@ class RunFile(TypedDict):
     parameters: dict[str, Any]
     seconds: Amount
     env: Environment
-    peak_anonymous_bytes: NotRequired[Count]
+    peak_bytes: NotRequired[Count]
 
 
 class Plot(TypedDict):
@@ -116,10 +117,27 @@ def finished_runs(
     return sorted(runs, key=lambda path: (run_number(path), path.name))
 
 
+def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
+    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab
+    included."""
+    runs = finished_runs(notebook, results, lab=True)
+    return [run for run in runs if (run / "metrics.json").is_file()]
+
+
 def run_number(run: Path) -> int:
     """The place of a run among those of its notebook; 0 for one of when only a clock told."""
     number = re.match(r"(\d+)-\d{8}-\d{6}-", run.name)
     return int(number[1]) if number else 0
+
+
+def resolved(name: str, known: Iterable[str], what: str = "notebook") -> str:
+    """The notebook that a name or number means: "01_calibration", "01" or "1". ValueError lists
+    those that are known."""
+    known = sorted(known)
+    for one in known:
+        if name == one or name.isdigit() and name.zfill(2) == one.split("_")[0]:
+            return one
+    return require(what, name, known)
 
 
 #: columns of `Comparison.cells`, beside the names of the runs
@@ -127,14 +145,14 @@ HEAD = ("metric", "unit", "kind")
 
 
 class Metric(NamedTuple):
-    """One metric in both runs; None where a run lacks it. spreads : least and most, None where it
-    never differed."""
+    """One metric in both runs; None where a run lacks it, units and kinds that differ joined by
+    " / ". spreads : least and most, None where it never differed."""
 
     name: str
     unit: str
     kind: str
     values: tuple[Any, Any]
-    spreads: tuple[Spread | None, Spread | None]
+    spreads: tuple[Spread | None, Spread | None] = (None, None)
 
     @property
     def note(self) -> str:
@@ -168,78 +186,46 @@ class Comparison(NamedTuple):
         ]
 
 
+def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list[Metric]]:
+    """(parameters that differ, every metric) of the contents of two metrics.json."""
+    params = [of["params"] | {"seed": of["seed"]} for of in (a, b)]
+    differ = {name: tuple(of.get(name) for of in params) for name in params[0] | params[1]}
+    metrics = []
+    for name in a["metrics"] | b["metrics"]:
+        both = [of["metrics"].get(name, {}) for of in (a, b)]
+        unit, kind = (
+            " / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind")
+        )
+        metrics.append(Metric(name, unit, kind, tuple(of.get("value") for of in both)))
+    return {name: of for name, of in differ.items() if of[0] != of[1]}, metrics
+
+
 def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> Comparison:
     """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never
     saved."""
     runs = find_run(a, results), find_run(b, results)
     found = [read_json(run / "metrics.json", MetricsFile) for run in runs]
-    params = [of["params"] | {"seed": of["seed"]} for of in found]
-    metrics, spreads = [of["metrics"] for of in found], [_spreads(run) for run in runs]
-    rows = []
-    for name in metrics[0] | metrics[1]:
-        both = [of.get(name, {}) for of in metrics]
-        unit, kind = (
-            " / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind")
-        )
-        rows.append(
-            Metric(
-                name,
-                unit,
-                kind,
-                tuple(of.get("value") for of in both),
-                tuple(of.get(name) for of in spreads),
-            )
-        )
+    params, metrics = side_by_side(*found)
+    spreads = [_spreads(run) for run in runs]
+    kept = [of.get("figures", {}) for of in found]
     figures = {
-        name: tuple(
-            read_json(run / of["figures"][name]["file"], FigureFile) for run, of in zip(runs, found)
-        )
-        for name in found[0].get("figures", {})
-        if name in found[1].get("figures", {})
+        name: tuple(read_json(run / of[name]["file"], FigureFile) for run, of in zip(runs, kept))
+        for name in kept[0]
+        if name in kept[1]
     }
-    return Comparison(
-        runs,
-        {
-            name: (params[0].get(name), params[1].get(name))
-            for name in params[0] | params[1]
-            if params[0].get(name) != params[1].get(name)
-        },
-        rows,
-        figures,
-    )
+    metrics = [m._replace(spreads=tuple(of.get(m.name) for of in spreads)) for m in metrics]
+    return Comparison(runs, params, metrics, figures)
 
 
 def find_run(run: str | Path, results: str | Path | None = None) -> Path:
-    """The folder of a run, or of the newest run of a notebook given by name or number."""
+    """The folder of a run, or of the newest saved run of a notebook given by name or number."""
     folder = absolute(run)
     if (folder / "metrics.json").is_file():
         return folder
-    names = sorted(
-        path.name for path in (results_root(results) / "runs").glob("*") if path.is_dir()
-    )
-    matches = [name for name in names if is_named(name, str(run))]
-    newest = [path for name in matches for path in saved_runs(name, results)][-1:]
-    if not newest:
-        raise ValueError(
-            f"{run} is neither the folder of a saved run nor a notebook that has one."
-            f"{near(str(run), names)} There are runs of {', '.join(names) or 'none'}: `moelab list`"
-        )
-    return newest[0]
-
-
-def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab
-    included."""
-    return [
-        run
-        for run in finished_runs(notebook, results, lab=True)
-        if (run / "metrics.json").is_file()
-    ]
-
-
-def is_named(notebook: str, name: str) -> bool:
-    """Whether `name` is the notebook's name or number: "01_calibration", "01" or "1"."""
-    return name == notebook or name.isdigit() and name.zfill(2) == notebook.split("_")[0]
+    root = results_root(results)
+    saved = {path.name: saved_runs(path.name, root) for path in (root / "runs").glob("*")}
+    names = [name for name, of in saved.items() if of]
+    return saved[resolved(str(run), names, "saved run of a notebook, or folder of one,")][-1]
 
 
 def are_numbers(*values: Any) -> bool:

@@ -137,18 +137,20 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n\n".join(kinds)
 
 
+def _require_files(args: argparse.Namespace) -> None:
+    """ValueError before a model is opened: a predictor lacks the file that it is made from."""
+    for prefetch, needs, maker in (
+        ("estimator", "estimator", "moelab.speculate.train (notebook 04)"),
+        ("static", "calibration", "`moelab calibrate MODEL FILE`"),
+    ):
+        if args.prefetch == prefetch and getattr(args, needs) is None:
+            raise ValueError(f"--prefetch {prefetch} needs --{needs} FILE, made by {maker}")
+
+
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    if (args.estimator is None) != (args.prefetch != "estimator"):
-        raise ValueError(
-            "--prefetch estimator and --estimator FILE need each other; moelab.speculate.train makes the "
-            "file (notebook 04)"
-        )
-    if args.prefetch == "static" and args.calibration is None:
-        raise ValueError(
-            "--prefetch static needs --calibration FILE, made by `moelab calibrate MODEL FILE`"
-        )
+    _require_files(args)
     if args.estimator is not None:
         options["prefetch"] = estimating(args.estimator)
     if args.calibration:

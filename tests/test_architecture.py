@@ -126,6 +126,7 @@ ONLY_IN = {
     "kaleido": {"viz"},
     "ipywidgets": {"viz"},
     "anywidget": {"viz"},
+    "pandas": {"lab"},
     "pyarrow": {"lab"},
     "distributed": {"lab"},
 }

@@ -22,16 +22,16 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import combinations
 from typing import Any
 
 import numpy as np
 
 from moelab.evaluation import questions, scores
-from moelab.evaluation.intervals import standard_error, t95
+from moelab.evaluation.intervals import interval, standard_error
 from moelab.evaluation.questions import Prompt
 from moelab.library import token_count
 from moelab.records import Numbers, Record, Records
+from moelab.registry import require
 from moelab.table import text_table
 
 #: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out
@@ -77,8 +77,7 @@ def compare(
     batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
 
     Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of
-    modes that count it; "pairs": {task: {"mode − other": row}} of any two that are not the
-    baseline; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
+    modes that count it; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
     fewer than two samples, an encoder-decoder, no tokenizer."""
     _require_scorable(model, modes, tasks)
     texts = {
@@ -114,24 +113,17 @@ def compare(
 
 
 def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
-    unknown = [task for task in tasks if task not in TASKS]
-    if unknown or not tasks:
+    for task in tasks:
+        require("task", task, TASKS)
+    if not modes or not tasks:
         raise ValueError(
-            f"unknown task {', '.join(map(repr, unknown)) or 'none'}; the tasks are "
-            f"{', '.join(TASKS)}"
+            "there is no mode or no task; give at least a baseline, such as {'baseline': "
+            f"nullcontext}}, and one of {', '.join(TASKS)}"
         )
-    if not modes:
+    if model.config.is_encoder_decoder or getattr(model, "tokenizer", None) is None:
         raise ValueError(
-            "there is no mode to score; give at least a baseline, such as {'baseline': nullcontext}"
-        )
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder: the tasks here continue a text, "
-            "which it doesn't do; lm-eval's tasks can be used"
-        )
-    if getattr(model, "tokenizer", None) is None:
-        raise ValueError(
-            "the model has no tokenizer; put one beside its weights, or set model.tokenizer"
+            f"{type(model).__name__} is an encoder-decoder or has no tokenizer, and the tasks here "
+            "continue a text; put a tokenizer beside its weights, or use lm-eval's tasks"
         )
 
 
@@ -189,14 +181,6 @@ def result(samples: Samples, settings: Record) -> Record:
         "kind": "measured",
         "settings": settings,
         "scores": summarise(samples),
-        "pairs": {
-            task: {
-                f"{mode} − {other}": paired(by_mode[other], by_mode[mode])
-                for other, mode in combinations(list(by_mode)[1:], 2)
-            }
-            for task, by_mode in samples.items()
-            if len(by_mode) > 2
-        },
         "samples": {
             task: {mode: values.tolist() for mode, values in by_mode.items()}
             for task, by_mode in samples.items()
@@ -207,33 +191,30 @@ def result(samples: Samples, settings: Record) -> Record:
 def summarise(samples: Samples) -> dict[str, Records]:
     """{task: {mode: row}}; the first mode of a task is its baseline.
 
-    A row has "unit", "n", "score" and "error" and, but for the baseline, "difference", "difference
-    error", "interval" and, for answers, "lost", "gained" and "p" or, for other scores, "relative"
-    and "relative error" (per cent)."""
+    A row has "unit", "n", "score" and "error" and, but for the baseline, what `paired` returns."""
     rows: dict[str, Records] = {}
-    for task, by_mode in samples.items():
-        by_mode = {mode: np.asarray(values) for mode, values in by_mode.items()}
-        (baseline, base), rows[task] = next(iter(by_mode.items())), {}
+    for task, of in samples.items():
+        by_mode = {mode: np.asarray(values) for mode, values in of.items()}
+        base = next(iter(by_mode.values()))
         # a metric that happens to be 0 or 1 throughout in one mode is no count of right answers
         answers = all(values.dtype == bool for values in by_mode.values())
+        unit = "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
+        rows[task] = {}
         for mode, values in by_mode.items():
             if len(values) < 2 or len(values) != len(base):
                 raise ValueError(
                     f"{task}: {mode} has {len(values)} samples and the baseline {len(base)}; "
                     "a standard error needs at least two, and pairs as many of each"
                 )
-            unit = (
-                "share of right answers" if answers else {"loss": "nats a token"}.get(task, "score")
-            )
-            rows[task][mode] = {"unit": unit, "n": len(values)} | _mean("score", "error", values)
-            if mode != baseline:
-                rows[task][mode] |= paired(base, values)
+            row = {"unit": unit, "n": len(values)} | _mean("score", "error", values)
+            rows[task][mode] = row if values is base else row | paired(base, values)
     return rows
 
 
 def paired(base: np.ndarray, values: np.ndarray) -> Record:
-    """One mode's scores against another's, over the same windows or prompts [n]: right answers if
-    both are bool."""
+    """One mode's scores against another's, over the same windows or prompts [n]: "difference",
+    "difference error" and "interval"; of right answers, if both are bool, "lost", "gained" and "p",
+    of other scores "relative" and "relative error" (per cent of the baseline's mean)."""
     base = np.asarray(base)
     values = np.asarray(values)
     if base.dtype == values.dtype == bool:
@@ -244,8 +225,7 @@ def paired(base: np.ndarray, values: np.ndarray) -> Record:
 def paired_means(base: np.ndarray, values: np.ndarray) -> Record:
     """Difference of means over pairs [n], absolute and relative to the baseline's mean."""
     row = _mean("difference", "difference error", values - base)
-    reach = t95(len(base) - 1) * row["difference error"]
-    row["interval"] = [row["difference"] - reach, row["difference"] + reach]
+    row["interval"] = list(interval(values - base)[1:])
     if base.mean() > 0:
         ratio = values.mean() / base.mean()
         row["relative"] = 100 * (ratio - 1)
@@ -258,12 +238,10 @@ def paired_answers(base: np.ndarray, values: np.ndarray) -> Record:
     lost = int((base & ~values).sum())
     gained = int((~base & values).sum())
     n = len(base)
-    row = _mean("difference", "difference error", values.astype(float) - base)
     # Agresti and Min: 1/2 to each cell of the 2×2 table
     mean = (gained - lost) / (n + 2)
-    changed = (lost + gained + 1) / (n + 2)
-    half = 1.96 * math.sqrt((changed - mean**2) / (n + 2))
-    return row | {
+    half = 1.96 * math.sqrt(((lost + gained + 1) / (n + 2) - mean**2) / (n + 2))
+    return _mean("difference", "difference error", values.astype(float) - base) | {
         "interval": [max(mean - half, -1.0), min(mean + half, 1.0)],
         "lost": lost,
         "gained": gained,
@@ -289,38 +267,27 @@ def table(found: Record) -> str:
     token."""
     lines = []
     for task, by_mode in found["scores"].items():
-        unit = next(iter(by_mode.values()))["unit"]
-        for mode, row in (by_mode | found["pairs"].get(task, {})).items():
-            answers = unit.startswith("share")
-            scale, digits, sign = (100, 1, " %") if answers else (1, 4, "")
-            line = [
-                task,
-                mode,
-                f"{scale * row['score']:.{digits}f}{sign} ± {scale * row['error']:.{digits}f}"
-                if "score" in row
-                else "–",
-            ]
-            if "difference" not in row:
-                lines.append(line + ["–"] * 4)
-                continue
-            line.append(
-                f"{scale * row['difference']:+.{digits}f} ± "
-                f"{scale * row['difference error']:.{digits}f}"
-            )
-            line.append(
-                "[" + ", ".join(f"{scale * side:+.{digits}f}" for side in row["interval"]) + "]"
-            )
-            lines.append(
-                line
-                + [
-                    f"{row['lost']} lost, {row['gained']} gained, p = {row['p']:.2g}"
-                    if answers
-                    else f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
-                    if "relative" in row
-                    else "–",
-                    f"{100 * row['recall']:.1f} %" if "recall" in row else "–",
-                ]
-            )
+        answers = next(iter(by_mode.values()))["unit"].startswith("share")
+        scale, digits, sign = (100, 1, " %") if answers else (1, 4, "")
+
+        def written(row: Record, name: str, error: str, plus: str = "", end: str = "") -> str:
+            return f"{scale * row[name]:{plus}.{digits}f}{end} ± {scale * row[error]:.{digits}f}"
+
+        for mode, row in by_mode.items():
+            line = {"score": written(row, "score", "error", end=sign)}
+            line |= dict.fromkeys(("difference", "interval", "change", "recall"))
+            if "difference" in row:
+                ends = ", ".join(f"{scale * end:+.{digits}f}" for end in row["interval"])
+                line["difference"] = written(row, "difference", "difference error", "+")
+                line["interval"] = f"[{ends}]"
+            if answers and "p" in row:
+                p = row["p"]
+                line["change"] = f"{row['lost']} lost, {row['gained']} gained, p = {p:.2g}"
+            elif "relative" in row:
+                line["change"] = f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
+            if "recall" in row:
+                line["recall"] = f"{100 * row['recall']:.1f} %"
+            lines.append([task, mode, *line.values()])
     return text_table(
         ["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines
     )

@@ -71,7 +71,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    check_writable(args.file, args.force)
+    if writable(args.file).exists() and not args.force:
+        raise FileExistsError(
+            f"{args.file} is there already; choose another name, or replace it with --force"
+        )
     name = None if args.model == "small" else args.model
     require_tokenizer(name)
     model = open_model(name, experts="external" if args.external else "resident")
@@ -80,14 +83,6 @@ def main(args: argparse.Namespace) -> int:
     )
     print(f"{found.save(args.file)}\n{summary(found)}")
     return 0
-
-
-def check_writable(file: Path, force: bool) -> None:
-    """A file that cannot be written is an error before a model is opened."""
-    if writable(file).exists() and not force:
-        raise FileExistsError(
-            f"{file} is there already; choose another name, or replace it with --force"
-        )
 
 
 def calibration(
@@ -112,25 +107,19 @@ def calibration(
     return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
 
 
-def hot_share(found: Calibration, phase: int) -> float:
-    """Share of the routings that go to the most popular `HOT` of each layer's experts; nan without
-    tokens."""
-    counts = found.counts(phase).double().sort(1, descending=True).values
-    return float(counts[:, : max(round(HOT * found.spec.E), 1)].sum() / counts.sum())
-
-
 def summary(found: Calibration) -> str:
     """What was counted, in lines: tokens, popularity and imbalance of both phases."""
     spec = found.spec
-    hot = max(round(HOT * found.spec.E), 1)
+    hot = max(round(HOT * spec.E), 1)
     lines = [f"{spec.name}: {spec.L} MoE layers of {spec.E} experts, top-{spec.K}; {found.source}"]
     for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
         if found.tokens[phase]:
+            counts = found.counts(phase).double().sort(1, descending=True).values
             r = found.imbalance(phase)
             lines.append(
                 f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a "
-                f"layer get {hot_share(found, phase):.0%} of the routings ({hot / spec.E:.0%} "
-                f"if all were alike), the busiest one {r.nanquantile(0):.2f} to "
-                f"{r.nanquantile(1):.2f} times the mean"
+                f"layer get {float(counts[:, :hot].sum() / counts.sum()):.0%} of the routings "
+                f"({hot / spec.E:.0%} if all were alike), the busiest one {r.nanquantile(0):.2f} "
+                f"to {r.nanquantile(1):.2f} times the mean"
             )
     return "\n".join(lines)

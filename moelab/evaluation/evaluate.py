@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from functools import cached_property, partial
@@ -82,11 +83,6 @@ OPTIONS: Record = {
         "metavar": "B",
         "help": "texts a forward pass (%(default)s); 1 where an executor drops tokens",
     },
-    "--vectors": {
-        "type": Path,
-        "metavar": "FILE",
-        "help": "default vectors, measured if not given",
-    },
     "--estimator": {
         "type": Path,
         "metavar": "FILE",
@@ -147,7 +143,7 @@ def main(args: argparse.Namespace) -> int:
                 batch_size=batch,
             )
             found = {"kind": mine["kind"]} | {
-                key: mine[key] | found[key] for key in ("settings", "scores", "pairs", "samples")
+                key: mine[key] | found[key] for key in ("settings", "scores", "samples")
             }
     print(accuracy.table(found))
     settings = {
@@ -193,8 +189,6 @@ def _contexts(
     modes: Record = {"baseline": nullcontext}
     parts = Ingredients(model, args)
     batch = args.batch
-    if args.vectors:  # a file that cannot be read is refused before anything is measured
-        _ = parts.vectors
     for mode, predictor in pairs:
         if mode == EXECUTOR:
             name, options = executor_options(predictor)
@@ -204,9 +198,8 @@ def _contexts(
         elif mode == CACHE_AWARE:
             context = partial(moelab.using, model, executor="fast", cache_aware=float(predictor))
         else:
-            context = partial(
-                speculation, model, mode, predictor, parts.of(predictor), not args.decode_only
-            )
+            made = partial(registry.make, "predictor", predictor, model, **parts.of(predictor))
+            context = partial(speculation, model, made, mode, not args.decode_only)
         modes[mode if mode == "router-free" else f"{mode}:{predictor}"] = context
     return modes, batch
 
@@ -276,13 +269,11 @@ def executor_options(text: str) -> tuple[str, Record]:
     return name, given
 
 
-def speculation(model: Any, mode: str, predictor: str, ingredients: Record, prefill: bool) -> Any:
+def speculation(model: Any, made: Callable[[], Any], mode: str, prefill: bool) -> Any:
     """The context in which a model speculates; every use has a predictor of its own."""
     from moelab.speculate import Speculation
 
-    return Speculation(
-        model, registry.make("predictor", predictor, model, **ingredients), mode, prefill=prefill
-    )
+    return Speculation(model, made(), mode, prefill=prefill)
 
 
 class Ingredients:
@@ -318,11 +309,9 @@ class Ingredients:
 
     @cached_property
     def vectors(self) -> Any:
-        """Default vectors, from the file that was given or measured on `prompts`."""
-        from moelab.speculate import DefaultVectors, default_vectors
+        """Default vectors, measured on `prompts`."""
+        from moelab.speculate import default_vectors
 
-        if self.args.vectors is not None:
-            return DefaultVectors.load(self.args.vectors, self.model)
         return default_vectors(self.model, self.prompts)
 
     @cached_property

@@ -17,7 +17,6 @@ import numpy as np
 
 from moelab.evaluation.accuracy import TASKS, Modes, Samples, task_prompts
 from moelab.models.greedy import greedy
-from moelab.progress import progress
 from moelab.records import Record
 from moelab.registry import near
 
@@ -26,18 +25,8 @@ INSTALL = "pip install 'moelab[peers]'"
 #: moelab's tasks under lm-eval
 LOCAL = {f"moelab_{task}": task for task in TASKS if task != "loss"}
 OWN = [*TASKS, *LOCAL]
-#: the benchmarks of the sources → what lm-eval calls them
-BENCHMARKS = {
-    "humaneval": "humaneval",
-    "mbpp+": "mbpp_plus",
-    "gsm8k": "gsm8k",
-    "aime24": "aime24",
-    "aime25": "aime25",
-    "strategyqa": "bigbench_strategyqa_multiple_choice",
-    "boolq": "boolq",
-    "hellaswag": "hellaswag",
-    "ruler": "ruler",
-}
+#: the benchmarks of the sources that lm-eval calls otherwise
+BENCHMARKS = {"mbpp+": "mbpp_plus", "strategyqa": "bigbench_strategyqa_multiple_choice"}
 
 
 def compare(
@@ -63,7 +52,7 @@ def compare(
     }
     samples: Samples = {}
     for mode, context in modes.items():
-        lm = _adapter(model, batch_size, mode)
+        lm = _adapter(model, batch_size)
         with context():
             found = simple_evaluate(
                 lm, tasks=list(tasks), limit=limit, apply_chat_template=chat, **options
@@ -92,19 +81,16 @@ def per_question(found: Record) -> dict[str, np.ndarray]:
     for task, rows in found["samples"].items():
         filters = list(dict.fromkeys(row["filter"] for row in rows))
         for kind in filters:
-            questions = sorted(
-                (row for row in rows if row["filter"] == kind), key=lambda row: row["doc_id"]
-            )
-            for metric in questions[0]["metrics"]:
-                values = np.array([row[metric] for row in questions], dtype=object)
-                reported = found["results"][task].get(f"{metric},{kind}", np.nan)
-                if not all(
-                    isinstance(value, (bool, int, float, np.number)) for value in values
-                ) or not np.isclose(values.astype(float).mean(), reported):
+            own = sorted((of for of in rows if of["filter"] == kind), key=lambda of: of["doc_id"])
+            for metric in own[0]["metrics"]:
+                try:
+                    values = np.array([float(row[metric]) for row in own])
+                except (TypeError, ValueError):  # no number
                     continue
-                values = values.astype(float)
-                name = " ".join([task, metric] + [kind] * (len(filters) > 1))
-                scores[name] = values.astype(bool) if np.isin(values, (0, 1)).all() else values
+                reported = found["results"][task].get(f"{metric},{kind}", np.nan)
+                if np.isclose(values.mean(), reported):
+                    name = " ".join([task, metric] + [kind] * (len(filters) > 1))
+                    scores[name] = values.astype(bool) if {*values} <= {0.0, 1.0} else values
     return scores
 
 
@@ -119,7 +105,7 @@ def load(
 ) -> list[Any]:
     """lm-eval's task objects, their data loaded.
 
-    names : of `LOCAL`, of `BENCHMARKS` in any case, or lm-eval's own; a group or tag stands for its
+    names : of `LOCAL`, or lm-eval's own; a group or tag stands for its
         members.
     n, tokens, seed : prompts of a local task; `tokens`, of the model's tokenizer, is RULER's
         context length too.
@@ -127,7 +113,7 @@ def load(
         without a sandbox.
 
     Raises ImportError without lm-eval; ValueError for an unknown task, or one that executes code
-    without `run_code`; RuntimeError that names every task whose data cannot be had here."""
+    without `run_code`; RuntimeError: the data of a task cannot be had here."""
     try:
         from lm_eval.api.task import ConfigurableTask
         from lm_eval.tasks import TaskManager
@@ -140,7 +126,7 @@ def load(
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     if run_code:
         os.environ[ALLOW_CODE] = "1"  # asked for when such a task is made
-    tasks, missing, unsafe, manager = [], [], [], None
+    tasks, manager = [], None
     for name in names:
         if name in LOCAL:
             config = local_config(name, model.tokenizer, n, tokens, seed)
@@ -149,39 +135,33 @@ def load(
         if manager is None:
             about = {"max_seq_lengths": [tokens], "pretrained": model.name_or_path}
             manager = TaskManager(metadata=about)
-        known = BENCHMARKS.get(name.lower(), name)
-        if known not in manager.all_tasks:
+        called = (name, BENCHMARKS.get(name.lower(), name.lower()))
+        known = next((one for one in called if one in manager.all_tasks), None)
+        if known is None:
             raise ValueError(
                 f"neither moelab nor lm-eval has a task {name!r}.{near(name, OWN)} moelab's "
                 f"are {', '.join(OWN)}, and `lm-eval ls tasks` lists lm-eval's"
             )
         try:
-            tasks += manager.load([known])["tasks"].values()
+            found = [*manager.load([known])["tasks"].values()]
+            unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in found)
         except Exception as error:  # each data set has its own kinds of "cannot be had"
-            if ALLOW_CODE in str(error):
-                unsafe.append(name)
-                continue
-            why = (str(error).splitlines() or ["no details"])[0]
-            missing.append(f"{name} ({type(error).__name__}: {why})")
-    unsafe += [
-        task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False) and not run_code
-    ]
-    _require_loaded(unsafe, missing)
+            if unsafe := ALLOW_CODE in str(error):
+                found = []
+            else:
+                why = (str(error).splitlines() or ["no details"])[0]
+                raise RuntimeError(
+                    f"the data of the task {name} cannot be loaded here: {type(error).__name__}: "
+                    f"{why}. Data need a network, or a cache that was filled before (HF_HOME); "
+                    f"without one, use {', '.join(LOCAL)}"
+                ) from error
+        if unsafe and not run_code:
+            raise ValueError(
+                f"{name}: the code that the model writes is executed, on this machine and without "
+                "a sandbox; --run-code (run_code=True) allows that"
+            )
+        tasks += found
     return tasks
-
-
-def _require_loaded(unsafe: Sequence[str], missing: Sequence[str]) -> None:
-    if unsafe:
-        raise ValueError(
-            f"{', '.join(unsafe)}: the code that the model writes is executed, on this machine and "
-            f"without a sandbox; --run-code (run_code=True) allows that"
-        )
-    if missing:
-        raise RuntimeError(
-            f"the data of these lm-eval tasks cannot be loaded here: {'; '.join(missing)}. "
-            "Data need a network, or a cache that was filled before (HF_HOME); without one, "
-            f"use {', '.join(LOCAL)}"
-        )
 
 
 def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> Record:
@@ -208,28 +188,12 @@ def local_config(name: str, tokenizer: Any, n: int, tokens: int, seed: int) -> R
     }
 
 
-def _adapter(model: Any, batch_size: int, label: str) -> Any:
-    """lm-eval's view of an open model, with moelab's progress bar in place of its own."""
+def _adapter(model: Any, batch_size: int) -> Any:
+    """lm-eval's view of an open model, which decodes as the model does."""
     from lm_eval.models.huggingface import HFLM
 
-    def with_bar(method: str) -> Any:
-        def answer(self: Any, requests: list, disable_tqdm: bool = False) -> list:
-            with progress(
-                total=len(requests), desc=f"{label}: {requests[0].task_name}", unit="request"
-            ) as bar:
-                self.cache_hook.add_partial = lambda *_: (
-                    bar.update()
-                )  # lm-eval calls it once a request
-                return getattr(HFLM, method)(self, requests, disable_tqdm=True)
+    class OpenModel(HFLM):
+        def _model_generate(self, *args: Any, **options: Any) -> Any:
+            return super()._model_generate(*args, **greedy(model) | options)
 
-        return answer
-
-    def generate(self: Any, *args: Any, **options: Any) -> Any:
-        return HFLM._model_generate(self, *args, **greedy(model) | options)
-
-    methods = ("loglikelihood", "loglikelihood_rolling", "generate_until")
-    return type(
-        "OpenModel",
-        (HFLM,),
-        {name: with_bar(name) for name in methods} | {"_model_generate": generate},
-    )(pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)
+    return OpenModel(pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)

@@ -28,6 +28,7 @@ from functools import lru_cache
 
 from moelab.files import small_model
 from moelab.library import Count, budget, in_split, passage
+from moelab.registry import require
 
 #: the words of invented facts
 _ADJECTIVES = """
@@ -101,15 +102,12 @@ def prompts(
             for one in source
             for prompt in prompts(one, n, tokens=tokens, seed=seed, split=split, count=count)
         ]
-    if source not in SOURCES:
-        raise ValueError(f"unknown prompt source {source!r}; the sources are {', '.join(SOURCES)}")
-    if split not in ("train", "test"):
-        raise ValueError(f"split is {split!r}; it must be 'train' or 'test'")
-    if n < 1:
-        raise ValueError(f"n is {n}; ask for at least one prompt")
-    if tokens < 64:
+    require("prompt source", source, SOURCES)
+    require("split", split, ("train", "test"))
+    if n < 1 or tokens < 64:
         raise ValueError(
-            f"tokens is {tokens}; a prompt needs at least 64 to hold its facts and question"
+            f"n is {n} and tokens {tokens}; ask for at least one prompt, of at least 64 tokens to "
+            "hold its facts and question"
         )
     count = count or _small_token_count()
     seeds = (f"{source}/{split}/{seed}/{i}" for i in range(n))

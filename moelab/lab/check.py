@@ -16,14 +16,21 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.comparison import MetricsFile, are_numbers, finished_runs, is_named
+from moelab.comparison import (
+    Metric,
+    MetricsFile,
+    are_numbers,
+    finished_runs,
+    resolved,
+    side_by_side,
+)
 from moelab.files import read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
 from moelab.records import Record
-from moelab.registry import require
 from moelab.table import text_table
 
 TOLERANCE = 0.02
+HEAD = ["metric", "kind", "baseline", "now", "", ""]
 
 
 class Row(NamedTuple):
@@ -40,51 +47,29 @@ class Row(NamedTuple):
 def compare(baseline: Record, found: Record) -> list[Row]:
     """Compare a baseline and a run's metrics.json: {"params", "seed", "metrics": {name: {"value",
     "unit", "kind"}}}."""
-    rows = [
-        Row(name, "", baseline[name], found[name], "FAILED", "the run had other parameters")
-        for name in ("params", "seed")
-        if baseline[name] != found[name]
-    ]
-    for name, old in baseline["metrics"].items():
-        new = found["metrics"].get(name)
-        if new is None:
-            rows.append(Row(name, old["kind"], old["value"], None, "FAILED", "missing in the run"))
-        elif (new["kind"], new["unit"]) != (old["kind"], old["unit"]):
-            note = f"was {old['kind']} [{old['unit']}], is {new['kind']} [{new['unit']}]"
-            rows.append(Row(name, new["kind"], old["value"], new["value"], "FAILED", note))
-        else:
-            rows.append(
-                Row(
-                    name,
-                    old["kind"],
-                    old["value"],
-                    new["value"],
-                    *_compare_values(old, new["value"]),
-                )
-            )
-    return rows + [
-        Row(name, new["kind"], None, new["value"], "new", "not in the baseline; --update adds it")
-        for name, new in found["metrics"].items()
-        if name not in baseline["metrics"]
-    ]
+    params, metrics = side_by_side(baseline, found)
+    rows = [Row(name, "", *of, "FAILED", "another parameter") for name, of in params.items()]
+    for metric in metrics:
+        tolerance = baseline["metrics"].get(metric.name, {}).get("tolerance", TOLERANCE)
+        rows.append(Row(metric.name, metric.kind, *metric.values, *_judged(metric, tolerance)))
+    return rows
 
 
-def _compare_values(old: Record, now: Any) -> tuple[str, str]:
+def _judged(metric: Metric, tolerance: float) -> tuple[str, str]:
     """(verdict, note)."""
-    was = old["value"]
-    kind = old["kind"]
-    numbers = are_numbers(was, now)
-    if kind == "measured":
-        return "shown", f"{now / was:.2f} × the baseline" if numbers and was else ""
-    if kind in ("simulated", "modelled") and numbers:
-        tolerance = old.get("tolerance", TOLERANCE)
-        off = abs(now - was) / abs(was) if was else float(now != was)
-        return (
-            "ok" if off <= tolerance else "FAILED",
-            f"{off:.2%} off, {tolerance:.2%} allowed" if off else "",
-        )
-    same = was == now and isinstance(was, str) == isinstance(now, str)
-    return ("ok", "") if same else ("FAILED", "must be equal")
+    was, now = metric.values
+    if was is None:
+        return "new", "not in the baseline; --update adds it"
+    if now is None:
+        return "FAILED", "missing in the run"
+    if "/" in metric.kind or " / " in metric.unit:
+        return "FAILED", f"was {metric.kind} [{metric.unit}]".replace(" / ", " and is ")
+    if metric.kind == "measured":
+        return "shown", metric.note
+    if metric.kind in ("simulated", "modelled") and are_numbers(was, now):
+        ok = abs(now - was) <= tolerance * abs(was)
+        return "ok" if ok else "FAILED", f"{metric.note or 'differs'}, {tolerance:.2%} allowed"
+    return ("ok", "") if was == now else ("FAILED", "must be equal")
 
 
 def _newest_metrics(notebook: str, results: Path) -> Record | None:
@@ -108,33 +93,9 @@ def _update(path: Path, found: Record, busy: bool) -> None:
         name: metric | {k: v for k, v in old.get(name, {}).items() if k == "tolerance"}
         for name, metric in found["metrics"].items()
     }
-    write_json(
-        path,
-        {
-            "schema": SCHEMA,
-            "notebook": path.stem,
-            "params": found["params"],
-            "seed": found["seed"],
-            "metrics": metrics,
-        },
-    )
-    print(f"wrote {path}")
-
-
-def _names(wanted: list[str], results: Path) -> list[str]:
-    """Notebooks by name or number, among those that have a baseline or a run; all without
-    `wanted`."""
-    known = {path.stem for path in (results / "baseline").glob("*.json")}
-    known |= {
-        path.name for path in (results / "runs").glob("*") if finished_runs(path.name, results)
-    }
-    names = []
-    for want in wanted:
-        matches = [name for name in known if is_named(name, want)]
-        if len(matches) != 1:
-            require("baseline or run of a notebook", want, sorted(known))
-        names += matches
-    return names if wanted else sorted(known)
+    about = {"schema": SCHEMA, "notebook": path.stem}
+    about |= {"params": found["params"], "seed": found["seed"]}
+    print(f"wrote {write_json(path, about | {'metrics': metrics})}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -155,43 +116,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _check(name: str, results: Path, everything: bool) -> bool | None:
+    """Print how a notebook's newest run compares with its baseline; whether it failed, None where
+    there is no baseline."""
+    path = results / "baseline" / f"{name}.json"
+    found = _newest_metrics(name, results)
+    if found is None:
+        print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
+        return True
+    if not path.exists():
+        print(f"{name}: no baseline; `moelab check {name} --update` writes it")
+        return None
+    rows = compare(read_json(path, MetricsFile), found)
+    bad = sum(row.verdict == "FAILED" for row in rows)
+    print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
+    if shown := [row for row in rows if everything or row.verdict in ("FAILED", "new")]:
+        print(text_table(HEAD, shown))
+    return bad > 0
+
+
 def main(args: argparse.Namespace) -> int:
     results = results_root(args.results)
-    names = _names(args.notebooks, results)
-    if not names:
+    known = {path.stem for path in (results / "baseline").glob("*.json")}
+    known |= {of.name for of in (results / "runs").glob("*") if finished_runs(of.name, results)}
+    if not known:
         raise ValueError(
             f"nothing to check: no baseline and no run in {results}; first: moelab reproduce"
         )
-    failed = compared = 0
-    for name in names:
-        path = results / "baseline" / f"{name}.json"
-        found = _newest_metrics(name, results)
-        if args.update:
-            if found is None:
-                print(f"{name}: no finished run; its baseline stays as it is")
-            else:
-                _update(path, found, args.busy)
-        elif not path.exists():
-            print(f"{name}: no baseline; `moelab check {name} --update` writes it")
-            failed += bool(args.notebooks)  # asked for by name, it is expected to be there
-        elif found is None:
-            print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
-            compared = compared + 1
-            failed = failed + 1
-        else:
-            rows = compare(read_json(path, MetricsFile), found)
-            bad = sum(row.verdict == "FAILED" for row in rows)
-            compared = compared + 1
-            failed = failed + bool(bad)
-            print(f"{name}: {f'{bad} FAILED' if bad else 'ok'}, {len(rows)} compared")
-            if differing := [row for row in rows if args.all or row.verdict in ("FAILED", "new")]:
-                print(
-                    text_table(
-                        ["metric", "kind", "baseline", "now", "", ""],
-                        [[r.name, r.kind, r.baseline, r.now, r.verdict, r.note] for r in differing],
-                    )
-                )
+    names = [resolved(of, known) for of in args.notebooks] or sorted(known)
     if args.update:
+        for name in names:
+            if (found := _newest_metrics(name, results)) is not None:
+                _update(results / "baseline" / f"{name}.json", found, args.busy)
+            else:
+                print(f"{name}: no finished run; its baseline stays as it is")
         return 0
-    print(f"{compared} notebooks compared, {failed} failed")
-    return 1 if failed or not compared else 0
+    judged = [_check(name, results, args.all) for name in names]
+    compared = [failed for failed in judged if failed is not None]
+    print(f"{len(compared)} notebooks compared, {sum(compared)} failed")
+    return 1 if any(compared) or not compared else 0

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 
 from moelab.comparison import HEAD, compare, saved_runs
-from moelab.files import results_root
 from moelab.lab.runner import notebooks
 from moelab.lab.sweep import extremes, read, told
 from moelab.table import head_and_rows, text_table
@@ -29,27 +28,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     runs = args.runs
     if len(runs) == 1 and runs[0].endswith(".parquet"):
-        rows = read(runs[0])
-        print(told(rows), "\n", text_table(*head_and_rows(extremes(rows))), sep="\n")
+        table = read(runs[0])
+        print(told(table), "\n", text_table(*head_and_rows(extremes(table))), sep="\n")
         return 0
     if len(runs) == 1:
-        (path,) = notebooks(runs)
-        runs = saved_runs(path.stem, results_root(args.results))[-2:]
-        if len(runs) < 2:
-            raise ValueError(
-                f"{path.stem} has {len(runs)} finished run(s), and two are compared; "
-                f"`moelab run {path.stem}` makes one"
-            )
-    elif len(runs) > 2:
-        raise ValueError(f"{len(runs)} runs are given; two are compared")
+        runs = saved_runs(notebooks(runs)[0].stem, args.results)[-2:]
+    if len(runs) != 2:
+        raise ValueError(
+            f"two runs are compared, and there are {len(runs)}; `moelab run NOTEBOOK` makes one, "
+            "`moelab list` shows those there are"
+        )
     found = compare(*runs, args.results)
     if found.params:
-        print(
-            text_table(
-                ["parameter", *found.names],
-                [[name, *map(str, of)] for name, of in found.params.items()],
-            )
-        )
-        print()
+        rows = [[name, *map(str, of)] for name, of in found.params.items()]
+        print(text_table(["parameter", *found.names], rows), end="\n\n")
     print(text_table([*HEAD, *found.names, ""], found.cells))
     return 0

@@ -22,6 +22,7 @@ import math
 import os
 import platform
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,19 +47,17 @@ def new_run_id(folder: Path) -> str:
     return f"{last + 1:04d}-{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
 
 
-def open_run(notebook: str, params: Record, seed: int | None = None) -> Run:
+def open_run(notebook: str, params: Record) -> Run:
     """The run that a notebook, such as "01_calibration", writes to.
 
     params : the parameters that determine the metrics; runs where they differ are not compared. Of
-        a notebook's `globals()`: what its cells annotate, `name: type = value`. seed : that of
-        params if None.
+        a notebook's `globals()`: what its cells annotate, `name: type = value`.
     """
     shell = getattr(builtins, "get_ipython", lambda: None)()
-    cells = [] if shell is None else shell.user_ns.get("In", [])
     if "__builtins__" in params:
-        params = {name: params[name] for name in annotated(cells)}
+        params = {name: params[name] for name in annotated(shell.user_ns["In"])}
     params = dict(params)
-    seed = params.pop("seed") if seed is None else seed
+    seed = params.pop("seed")
     busy = None if shell is None else why_busy()
     if busy:
         print(f"This machine is busy: {busy}. Times below mean little.", file=sys.stderr)
@@ -168,13 +167,8 @@ class Run:
         `moelab.claims`."""
         from moelab import claims
 
-        wanted = set(metrics)
-        own = [
-            claim
-            for claim in claims.ledger()
-            if claim.metric[:1] == (self.notebook,)
-            and (not wanted or wanted.issuperset(claim.metric[1:]))
-        ]
+        own = [of for of in claims.ledger() if of.metric[:1] == (self.notebook,)]
+        own = [of for of in own if not metrics or {*metrics}.issuperset(of.metric[1:])]
         return claims.rows(own, own={self.notebook: self.metrics}) if own else []
 
     def verdicts(self, metrics: Iterable[str] = ()) -> None:
@@ -197,69 +191,56 @@ class Run:
         from moelab.viz import theme
         from moelab.viz.notebook import show
 
-        if not re.fullmatch(r"[\w-]+", name):
+        if not (re.fullmatch(r"[\w-]+", name) and caption.strip() and alt.strip()):
             raise ValueError(
-                f"figure name {name!r}: use letters, digits, - and _ only; it becomes a file name"
+                f"figure {name!r} needs a name of letters, digits, - and _ only, which becomes a "
+                "file's, a caption, and a text that describes it (alt)"
             )
-        if not caption.strip() or not alt.strip():
-            raise ValueError(f"figure {name!r} needs a caption and a text that describes it (alt)")
         content = {"caption": caption, "alt": alt, "figure": theme.to_json(fig)}
         write_json(self.directory / "figures" / f"{name}.json", content)
         self.figures[name] = {"file": f"figures/{name}.json", "caption": caption, "alt": alt}
         show(fig, caption, alt, name)
 
     def save(self) -> Path:
-        """Write metrics.json; returns its path. Call it in the last cell; a cell may be run again
-        afterwards."""
+        """Write metrics.json and run.json; returns the first's path. Call it in the last cell; a
+        cell may be run again afterwards."""
+        about = environment()
+        kept = ("takeaways", "metrics", "figures", "tables")
         content = {
             "schema": SCHEMA,
             "notebook": self.notebook,
             "params": self.params,
             "seed": self.seed,
-            "env": environment() | {"busy": self.busy, "load": load_average()},
-            "takeaways": self.takeaways,
-            "metrics": self.metrics,
-            "figures": self.figures,
-            "tables": self.tables,
-        }
+            "env": about | {"busy": self.busy, "load": load_average()},
+        } | {name: getattr(self, name) for name in kept}
         write_json(self.directory / "metrics.json", content)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB, but on macOS bytes
+        content = {
+            "notebook": self.notebook,
+            "parameters": self.params | {"seed": self.seed},
+            "seconds": round(time.monotonic() - self.opened, 1),
+            "peak_bytes": most * (1 if sys.platform == "darwin" else 1024),
+            "env": about,
+            "packages": sorted(f"{d.name}=={d.version}" for d in metadata.distributions()),
+        }
+        write_json(self.directory / "run.json", content)
         if self.home is not None:
-            write_json(
-                self.directory / "run.json",
-                about(
-                    self.notebook, self.params | {"seed": self.seed}, time.monotonic() - self.opened
-                ),
-            )
             os.replace(self.directory, self.home)
-            self.directory = self.home
+            self.directory, self.home = self.home, None
         return self.directory / "metrics.json"
-
-
-def about(notebook: str, parameters: Record, seconds: float) -> Record:
-    """The content of run.json: with what, for how long and on what a notebook ran."""
-    packages = sorted(f"{d.metadata['Name']}=={d.version}" for d in metadata.distributions())
-    return {
-        "notebook": notebook,
-        "parameters": parameters,
-        "seconds": round(seconds, 1),
-        "env": environment(),
-        "packages": packages,
-    }
 
 
 def _plain(name: str, value: Any) -> float | int | str | bool:
     """`value` as JSON knows it: numpy and torch scalars become Python's."""
-    value = (
-        value.item()
-        if getattr(value, "size", 0) == 1 or getattr(value, "shape", None) == ()
-        else value
-    )
-    if not isinstance(value, (bool, int, float, str)):
+    if getattr(value, "size", 0) == 1 or getattr(value, "shape", None) == ():
+        value = value.item()
+    if (
+        not isinstance(value, (bool, int, float, str))
+        or value in (math.inf, -math.inf)
+        or value != value
+    ):
         raise ValueError(
-            f"{name!r} is {type(value).__name__}; it must be one number, text or truth value"
-        )
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(
-            f"{name!r} is {value}; it must be finite, so say in words what happened instead"
+            f"{name!r} is {value!r}; it must be one finite number, text or truth value, so say in "
+            "words what happened instead"
         )
     return value

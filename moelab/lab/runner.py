@@ -1,13 +1,12 @@
-"""Runs a notebook headlessly in a process of its own (`moelab.lab.execute`); its run is kept
-atomically.
+"""Runs a notebook headlessly (`moelab.lab.execute`); its run is kept atomically.
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
     results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/,
                                                          run.json
     results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a
                                                          notebook
-    results/runs/<notebook>/<run id>.failed              failed: the notebook as far as it came,
-                                                         error.txt
+    results/runs/<notebook>/failed                       the last one, if it failed: the notebook as
+                                                         far as it came, error.txt
 
 A notebook whose parameters cell is tagged `side-by-side` measures no times but those of its own
 processor use, so that others may run meanwhile."""
@@ -16,25 +15,24 @@ from __future__ import annotations
 
 import argparse
 import ast
-import io
 import json
 import os
-import subprocess
+import shutil
 import sys
 import time
-import tokenize
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
+from typing import Any
 
 from moelab.arguments import number
-from moelab.comparison import RunFile, is_named
-from moelab.files import CHECKOUT, absolute, read_json, remove_leftovers, results_root, write_json
-from moelab.lab.results import about, new_run_id, part_name
+from moelab.comparison import resolved
+from moelab.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
+from moelab.lab.results import new_run_id, part_name
 from moelab.records import Record
-from moelab.registry import near, require
-from moelab.schema import Must, naming, parse_json, typed
+from moelab.registry import near
+from moelab.schema import naming
+from moelab.table import duration
 
 CELL_TIMEOUT = 1200.0
 
@@ -71,84 +69,51 @@ def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> lis
 
     others : what else might have been meant, for the error.
     """
-    known = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
-    if not names:
-        return known
+    paths = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
+    known = {path.stem: path for path in paths}
     found = []
-    for name in names:
+    for name in names or known:
         given = absolute(name)
-        matches = [path for path in known if is_named(path.stem, name)]
-        if given.suffix == ".ipynb" and given.is_file():
-            matches = [given]
-        if len(matches) != 1:
-            require("notebook", name, [*(path.stem for path in known), *others])
-        found.append(matches[0].resolve())
+        if given.suffix != ".ipynb" or not given.is_file():
+            given = known[resolved(name, [*known, *others])]
+        found.append(given.resolve())
     return found
 
 
-class _Metadata(TypedDict):
-    tags: NotRequired[list[str]]
+def read_notebook(path: str | Path) -> Any:
+    """A notebook of nbformat; FileNotFoundError, or ValueError if it is none."""
+    # an optional package of jsonschema that takes seconds to import
+    sys.modules.setdefault("rfc3987_syntax", None)
+    import nbformat
 
-
-class Cell(TypedDict):
-    """A cell of a notebook, as far as the runner reads it."""
-
-    cell_type: Literal["code", "markdown", "raw"]
-    metadata: _Metadata
-    source: str | list[str]
-
-
-class _Notebook(TypedDict):
-    nbformat: Annotated[int, Must(lambda version: version == 4, "4; Jupyter saves others as such")]
-    metadata: Record
-    cells: list[Cell]
-
-
-def cells_of(path: str | Path) -> list[Cell]:
-    """The cells of a notebook; FileNotFoundError, or ValueError if it is none."""
     with naming(path, "notebook", "Jupyter"):
-        return typed(parse_json(Path(path).read_bytes()), _Notebook)["cells"]
+        notebook = nbformat.v4.reads(Path(path).read_text(encoding="utf-8"))
+        try:
+            nbformat.validate(notebook, version=4)
+        except nbformat.ValidationError as error:
+            raise ValueError(error.message[:200]) from None
+        return notebook
 
 
 def inspect(path: str | Path) -> dict[str, Parameter]:
-    """The parameters of a notebook, from its tagged cell; papermill's own reader ignores lines with
-    two `=`."""
-    source = next(
-        (
-            "".join(cell["source"])
-            for cell in cells_of(path)
-            if "parameters" in cell["metadata"].get("tags", ())
-        ),
-        "",
-    )
-    with naming(path, "notebook", "a parameters cell of assignments only"):
-        statements = ast.parse(source).body
-    comments = {
-        token.start[0]: token.string.lstrip("# ")
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
+    """The parameters of a notebook, from its tagged cell, as papermill reads them: a comment must
+    have no `=`."""
+    cells = read_notebook(path).cells
+    from papermill.translators import PythonTranslator
+
     found = {}
-    for node in statements:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-        if not isinstance(target, ast.Name) or node.value is None:
-            continue
-        try:
-            default = ast.literal_eval(node.value)
-        except ValueError:
-            default = ast.unparse(node.value)  # an expression, known by its text only
-        kind = (
-            ast.unparse(node.annotation)
-            if isinstance(node, ast.AnnAssign)
-            else type(default).__name__
-        )
-        found[target.id] = Parameter(target.id, kind, default, comments.get(node.end_lineno, ""))
+    tagged = [of for of in cells if "parameters" in of.metadata.get("tags", ())]
+    for of in (of for cell in tagged for of in PythonTranslator.inspect(cell)):
+        default = read_literal(of.default)
+        kind = of.inferred_type_name
+        kind = type(default).__name__ if kind == "None" else kind
+        found[of.name] = Parameter(of.name, kind, default, of.help)
     return found
 
 
 def is_side_by_side(path: Path) -> bool:
     """Whether other notebooks may run beside this one."""
-    return any("side-by-side" in cell["metadata"].get("tags", ()) for cell in cells_of(path))
+    return any("side-by-side" in of.metadata.get("tags", ()) for of in read_notebook(path).cells)
 
 
 def check_parameters(path: str | Path, given: Record) -> Record:
@@ -173,36 +138,19 @@ def check_parameters(path: str | Path, given: Record) -> Record:
 def convert(parameter: Parameter, value: Any) -> Any:
     """`value` as the parameter's type; the error for one that cannot be says what was expected."""
     base = parameter.type.split("[")[0].strip()
-    truths = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    readers = {
-        "bool": lambda text: truths.get(text.lower()),
-        "int": int,
-        "float": float,
-        "str": str,
-    }
-    types = {
-        "bool": bool,
-        "int": int,
-        "float": (int, float),
-        "str": str,
-        "list": list,
-        "tuple": (list, tuple),
-        "dict": dict,
-    }
-    try:
-        read = readers.get(base, read_literal)(value) if isinstance(value, str) else value
-        expected = types.get(base, object)
-        if not isinstance(read, expected) or (isinstance(read, bool) and base in ("int", "float")):
-            raise ValueError
-    except (ValueError, SyntaxError):
-        example = {"bool": "true", "list": '\'["a", "b"]\'', "dict": "'{\"a\": 1}'"}.get(
-            base, repr(parameter.default)
-        )
+    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "dict": dict}
+    kinds |= {"list": list, "tuple": (list, tuple)}
+    if isinstance(value, str) and base == "bool":
+        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
+    elif isinstance(value, str) and base != "str":
+        value = read_literal(value)
+    number_of_truth = isinstance(value, bool) and base in ("int", "float")
+    if number_of_truth or not isinstance(value, kinds.get(base, object)):
         raise ValueError(
             f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
-            f"for example {parameter.name}={example}"
-        ) from None
-    return float(read) if base == "float" else read
+            f"for example {parameter.name}={parameter.default!r}"
+        )
+    return float(value) if base == "float" else value
 
 
 def read_literal(text: str) -> Any:
@@ -229,91 +177,47 @@ def run_notebook(
     results: str | Path | None = None,
     timeout: float = CELL_TIMEOUT,
 ) -> Path:
-    """Execute a notebook in a process of its own; returns the directory of the finished run.
+    """Execute a notebook; returns the directory of the finished run.
 
     parameters : name → value, or → text that is read by the parameter's type. timeout : seconds
         that one cell may take.
 
-    Raises NotebookFailed: a cell or a widget's callback raised, took too long, or the kernel died.
+    Raises NotebookFailed: a cell raised, took too long, or the kernel died.
     """
+    from moelab.lab.execute import execute
+
     path = absolute(path).resolve()
-    if not path.is_file():
-        raise FileNotFoundError(f"no notebook at {path}")
     parameters = check_parameters(path, parameters or {})
-    in_force = {name: parameter.default for name, parameter in inspect(path).items()} | parameters
+    smoke = inspect(path).get("smoke")
     folder = results_root(results) / "runs" / path.stem
     remove_leftovers(folder)
     run_id = new_run_id(folder)
     part = folder / part_name(run_id)
     part.mkdir(parents=True)
-    job = {
-        "notebook": str(path),
-        "parameters": parameters,
-        "directory": str(part),
-        "timeout": timeout,
-        "pictures": in_force.get("smoke") is not True,
-    }
-    start = time.monotonic()
-    status = _in_a_process(job)
-    took = time.monotonic() - start
-    peak = read_json(part / "run.json") if (part / "run.json").exists() else {}
-    write_json(part / "run.json", about(path.stem, in_force, took) | peak)
-    if status != 0:
-        failed = folder / f"{run_id}.failed"
-        os.replace(part, failed)
-        raise NotebookFailed(path.stem, _error_of(failed, status), failed)
-    os.replace(part, folder / run_id)
-    return folder / run_id
-
-
-def _in_a_process(job: Record) -> int:
-    """Execute a notebook in a process of its own; returns its exit status."""
+    # as in JupyterLab, a notebook may import what lies beside it
     variables = {
         "MOELAB_HEADLESS": "1",
-        "MOELAB_RUN_DIR": job["directory"],
+        "MOELAB_RUN_DIR": str(part),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+        "PYTHONPATH": os.pathsep.join([str(path.parent), child_environment()["PYTHONPATH"]]),
     }
-    environment = child_environment(**variables)
-    # as in JupyterLab, a notebook may import what lies beside it
-    beside = str(Path(job["notebook"]).parent)
-    environment["PYTHONPATH"] = os.pathsep.join([beside, environment["PYTHONPATH"]])
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-m", "moelab.lab.execute"],
-        stdin=subprocess.PIPE,
-        env=environment,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        process.wait()
-    finally:
-        process.stdin.close()  # the sign to end, if it has not
-        process.wait()
-    return process.returncode
+    pictures = not parameters.get("smoke", smoke and smoke.default)
+    error = execute(path, parameters, part, timeout, pictures, variables)
+    failed = folder / "failed"
+    shutil.rmtree(failed, ignore_errors=True)
+    if error is None:
+        os.replace(part, folder / run_id)
+        return folder / run_id
+    write_text(part / "error.txt", error.strip() + "\n")
+    os.replace(part, failed)
+    raise NotebookFailed(path.stem, error, failed)
 
 
-def _error_of(failed: Path, status: int) -> str:
-    report = failed / "error.txt"
-    if report.exists():
-        return report.read_text(encoding="utf-8").strip()
-    return f"its process ended with status {status} and left no word; see above"
-
-
-def child_environment(**variables: str) -> dict[str, str]:
+def child_environment() -> dict[str, str]:
     """Of a process that imports this moelab from the working folder of today, which paths in
     parameters count from."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path} | variables
-
-
-def memory_of(about: Record) -> str:
-    """The kernel's peak of anonymous memory, of the content of run.json; "" where it was not
-    measured."""
-    return (
-        f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" if "peak_anonymous_bytes" in about else ""
-    )
+    return os.environ | {"PYTHONPATH": path}
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
@@ -351,6 +255,7 @@ def main(args: argparse.Namespace) -> int:
     if args.list:
         print("\n".join(map(str, inspect(path).values())) or f"{path.stem} has no parameters")
         return 0
+    start = time.monotonic()
     try:
         directory = run_notebook(
             path, split_assignments(args.parameter), args.results, args.timeout
@@ -358,9 +263,5 @@ def main(args: argparse.Namespace) -> int:
     except NotebookFailed as failure:
         print(f"moelab: {failure}", file=sys.stderr)
         return 1
-    ran = read_json(directory / "run.json", RunFile)
-    print(
-        f"{path.stem} finished in {ran['seconds']:.1f} s, "
-        f"{memory_of(ran) or 'memory unknown'}: {directory}"
-    )
+    print(f"{path.stem} finished in {duration(time.monotonic() - start)}: {directory}")
     return 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from base64 import b64decode, b64encode
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from threading import Thread
@@ -37,10 +38,10 @@ DROPPED = tuple(
 def before_saving(model: dict[str, Any], **_: Any) -> None:
     """Jupyter's hook before a file is saved: of a notebook, the pictures of figures get few
     colours."""
-    for cell in model["content"]["cells"] if model["type"] == "notebook" else ():
-        for output in cell.get("outputs", ()):
-            if "image/png" in (data := output.get("data", {})) and PLOTLY in data:
-                data["image/png"] = _smaller("".join(data["image/png"]))
+    cells = model["content"]["cells"] if model["type"] == "notebook" else []
+    for data in (of.get("data", {}) for cell in cells for of in cell.get("outputs", ())):
+        if PLOTLY in data and "image/png" in data:
+            data["image/png"] = _smaller("".join(data["image/png"]))
 
 
 @lru_cache(maxsize=256)
@@ -64,23 +65,16 @@ def tell_git(path: Path) -> None:
     """Let git's index know the size of a notebook whose source is the one that it has; else change
     nothing."""
     git = ["git", "-C", str(path.parent)]
-    try:
-        if (
-            subprocess.run(
-                [*git, "diff", "--quiet", "--", path.name], capture_output=True
-            ).returncode
-            == 0
-        ):
+    with suppress(OSError):  # no git, so nothing to tell
+        same = subprocess.run([*git, "diff", "--quiet", "--", path.name], capture_output=True)
+        if same.returncode == 0:
             subprocess.run([*git, "add", "-u", "--", path.name], capture_output=True)
-    except OSError:  # no git, so nothing to tell
-        pass
 
 
 def main() -> None:
     """Standard input to standard output, or the files named, by nbstripout."""
-    sys.modules.setdefault(
-        "rfc3987_syntax", None
-    )  # an optional package that takes seconds to import
+    # an optional package that takes seconds to import
+    sys.modules.setdefault("rfc3987_syntax", None)
     from nbstripout._nbstripout import main as strip
 
     sys.argv[1:1] = ["--keep-id", "--extra-keys", " ".join(DROPPED)]

@@ -6,7 +6,11 @@ import os
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ipywidgets
@@ -93,6 +97,47 @@ def interact(
         ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]),
         text,
     )
+
+
+def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
+    """Show controls of the notebook's own parameters (name → values to choose from; its own is one
+    of them). A change runs the cells again from the last one that contains `since` to the one
+    before this, and shows below what they show; headless, nothing happens.
+
+    space : the notebook's `globals()`. The cells run on a copy of it, with a run that is thrown
+        away, so that what is saved stays what the notebook found. ValueError: no cell contains
+        `since`.
+    """
+    cells = space["In"][:-1]
+    first = [i for i, cell in enumerate(cells) if since in cell]
+    if not first:
+        raise ValueError(f"no cell that has run contains {since!r}; run all cells first")
+    shown = ipywidgets.Output()
+    controls = {}
+    for name, values in choices.items():
+        values = sorted({*values, space[name]})
+        controls[name] = ipywidgets.SelectionSlider(
+            options=values, value=space[name], description=name, continuous_update=False
+        )
+        controls[name].style.description_width, controls[name].layout.width = LABEL, "auto"
+
+    def turned(_: Any) -> None:
+        given = {name: control.value for name, control in controls.items()}
+        shown.clear_output(wait=True)
+        with shown, TemporaryDirectory() as folder:
+            print("running", ", ".join(f"{name} = {value}" for name, value in given.items()), "…")
+            kept = {of: copy(getattr(space["run"], of)) for of in ("metrics", "figures", "tables")}
+            run = replace(space["run"], directory=Path(folder), takeaways=[], home=None, **kept)
+            again = space | given | {"run": run}
+            for cell in cells[first[-1] :]:
+                exec(compile(cell, "<cell>", "exec"), again)
+
+    text = f"[To be turned in JupyterLab: {', '.join(controls)}]"
+    if os.environ.get("MOELAB_HEADLESS"):
+        return display({"text/plain": text}, raw=True)
+    for control in controls.values():
+        control.observe(turned, "value")
+    live(ipywidgets.VBox([*controls.values(), shown]), text)
 
 
 def follow_the_theme() -> None:

@@ -16,6 +16,8 @@ from moelab import registry
 from moelab.evaluation import accuracy, questions, scores
 from moelab.models import plugged
 
+scipy_stats = pytest.importorskip("scipy.stats")
+
 
 @pytest.fixture(scope="module")
 def model():
@@ -101,17 +103,6 @@ def test_answers_are_counted_as_by_hand(pairs):
     assert "difference" not in rows["baseline"]
 
 
-def test_intervals_of_answers_cover_the_truth():
-    """95 % nominal; 300 draws of 60 prompts, of which 4 % are lost and 1 % gained."""
-    rng, covered = np.random.default_rng(0), 0
-    for _ in range(300):
-        kind = rng.choice(4, 60, p=[0.04, 0.01, 0.85, 0.10])  # lost, gained, both right, both wrong
-        base, values = (kind == 0) | (kind == 2), (kind == 1) | (kind == 2)
-        low, high = accuracy.paired_answers(base, values)["interval"]
-        covered += low <= -0.03 <= high
-    assert covered / 300 > 0.92
-
-
 def test_errors_of_losses_are_the_spread_over_repetitions():
     rng, found = np.random.default_rng(1), []
     for _ in range(600):
@@ -123,17 +114,15 @@ def test_errors_of_losses_are_the_spread_over_repetitions():
     assert statistics.mean(row["relative"] for row in found) == pytest.approx(2.0, abs=0.1)
 
 
-@pytest.mark.parametrize("n", [3, 6, 12])
-def test_intervals_of_losses_cover_the_truth_with_few_windows(n):
-    """± 1.96 errors of six windows would hold it in 89 of 100 cases, of three in 81."""
-    rng, draws, covered = np.random.default_rng(n), 2000, 0
-    for _ in range(draws):
-        base = rng.gamma(4, 0.6, n)
-        low, high = accuracy.paired_means(base, base + 0.02 + 0.03 * rng.standard_normal(n))[
-            "interval"
-        ]
-        covered += low <= 0.02 <= high
-    assert abs(covered / draws - 0.95) < 0.02
+@settings(max_examples=30)
+@given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=2, max_size=30))
+def test_the_interval_of_losses_is_scipys_of_pairs(pairs):
+    base, values = (np.array(column) for column in zip(*pairs))
+    row = accuracy.paired(base, values)
+    assert row["difference"] == pytest.approx((values - base).mean())
+    if np.ptp(values - base) > 1e-6:
+        expected = scipy_stats.ttest_rel(values, base).confidence_interval(0.95)
+        assert row["interval"] == pytest.approx(list(expected), abs=1e-6)
 
 
 @settings(max_examples=60)
@@ -158,41 +147,7 @@ def test_a_metric_may_be_0_or_1_throughout_in_one_mode_only(data, n, kinds):
             )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
-        assert len(accuracy.table(found).splitlines()) == 2 + 3 + 1
-
-
-def test_any_two_modes_are_compared_in_pairs():
-    """Of three modes with a far noisier baseline: b − a on their own pairs, by scipy and by
-    hand."""
-    scipy_stats = pytest.importorskip("scipy.stats")
-    rng = np.random.default_rng(5)
-    truth = rng.normal(2, 1, 40)
-    samples = {
-        "loss": {
-            "baseline": rng.normal(2, 1, 40),
-            "a": truth,
-            "b": truth + rng.normal(0.1, 0.01, 40),
-        },
-        "needle": {"baseline": rng.random(40) < 0.5, "a": truth > 2, "b": truth > 1.8},
-    }
-    found = accuracy.result(samples, {})
-    assert list(found["pairs"]["loss"]) == list(found["pairs"]["needle"]) == ["b − a"]
-    row, differences = found["pairs"]["loss"]["b − a"], samples["loss"]["b"] - samples["loss"]["a"]
-    expected = scipy_stats.ttest_rel(
-        samples["loss"]["b"], samples["loss"]["a"]
-    ).confidence_interval(0.95)
-    assert row["interval"] == pytest.approx(list(expected)) and row["difference"] == pytest.approx(
-        differences.mean()
-    )
-    answers = found["pairs"]["needle"]["b − a"]
-    gained = int(((truth > 1.8) & (truth <= 2)).sum())
-    assert (answers["lost"], answers["gained"]) == (0, gained)
-    assert answers["p"] == pytest.approx(scipy_stats.binomtest(0, gained).pvalue)
-    assert found["scores"]["loss"]["b"]["difference error"] > 10 * row["difference error"]
-    assert (
-        sum(line.split()[1:4] == ["b", "−", "a"] for line in accuracy.table(found).splitlines())
-        == 2
-    )
+        assert len(accuracy.table(found).splitlines()) == 2 + 3
 
 
 def test_unequal_or_single_samples_are_refused():
@@ -218,12 +173,9 @@ def found(model):
     )
 
 
-def test_the_same_mode_twice_differs_in_nothing(found):
+def test_damage_shows(found, model):
     for row in (by_mode["same"] for by_mode in found["scores"].values()):
         assert row["difference"] == row["difference error"] == 0
-
-
-def test_damage_shows(found, model):
     loss = found["scores"]["loss"]["damaged"]
     assert loss["difference"] > 3 * loss["difference error"] > 0 and loss["interval"][0] > 0
     windows = scores.text_windows(model.tokenizer, "test", 3, 64, seed=4)
@@ -237,10 +189,9 @@ def test_damage_shows(found, model):
 
 def test_a_result_is_json_and_a_table(found, monkeypatch):
     assert json.loads(json.dumps(found, allow_nan=False)) == found
-    assert {len(values) for values in found["samples"]["completion"].values()} == {6}
     monkeypatch.setenv("COLUMNS", "200")
     lines = accuracy.table(found).splitlines()
-    assert len(lines) == 2 + 3 * (3 + 1) and "nan" not in "".join(lines)
+    assert len(lines) == 2 + 3 * 3 and "nan" not in "".join(lines)
     assert lines[2].split()[:3] == [
         "loss",
         "baseline",
@@ -277,13 +228,13 @@ def test_hints_change_nothing_and_recall_is_reported(model):
 
 def test_what_cannot_be_scored_is_refused(model):
     modes = {"baseline": nullcontext}
-    with pytest.raises(ValueError, match="unknown task 'needel'; the tasks are loss"):
-        accuracy.compare(model, modes, ("needel",))
-    with pytest.raises(ValueError, match="no mode"):
-        accuracy.compare(model, {})
-    other = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True), tokenizer=None)
-    with pytest.raises(ValueError, match="encoder-decoder"):
-        accuracy.compare(other, modes)
-    other.config.is_encoder_decoder = False
-    with pytest.raises(ValueError, match="no tokenizer"):
-        accuracy.compare(other, modes)
+    about = SimpleNamespace(is_encoder_decoder=True)
+    other = SimpleNamespace(config=about, tokenizer=None)
+    for of, how, tasks, said in (
+        (model, modes, ("needel",), "no task 'needel'. Did you mean 'needle'"),
+        (model, {}, ("loss",), "no mode"),
+        (other, modes, ("loss",), "encoder-decoder"),
+        (SimpleNamespace(config=model.config, tokenizer=None), modes, ("loss",), "no tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            accuracy.compare(of, how, tasks)

@@ -90,7 +90,7 @@ def test_library_answers_continue_the_text_and_splits_share_nothing():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"source": "wiki"}, "unknown prompt source.*needle"),
+        ({"source": "wiki"}, "no prompt source 'wiki'.*needle"),
         ({"source": "needle", "split": "dev"}, "train.*test"),
         ({"source": "needle", "n": 0}, "at least one"),
         ({"source": "needle", "tokens": 8}, "at least 64"),

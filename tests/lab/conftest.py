@@ -6,7 +6,7 @@ PARAMETERS = "smoke: bool = True  # small and fast\nseed: int = 0  # random seed
 
 GOOD = [
     """from moelab.lab import open_run
-run = open_run("good", dict(smoke=smoke, seed=seed), seed)
+run = open_run("good", dict(smoke=smoke, seed=seed))
 run.metric("experts", 3, "experts", "exact")
 run.metric("time", 1.5, "s", "measured")
 run.takeaway("It has **{n}** experts & `code`.", n=3)

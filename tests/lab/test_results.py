@@ -10,7 +10,7 @@ from moelab.lab.results import new_run_id
 
 
 def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
-    run = open_run("01_x", {"a": 1}, seed=3)
+    run = open_run("01_x", {"a": 1, "seed": 3})
     run.metric("n", 1, "", "exact")
     write_json(run.directory / "figures" / "kept.json", {})
     assert not finished_runs("01_x", lab=True)
@@ -31,7 +31,7 @@ def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
 
 
 def test_takeaways_and_tables_are_kept_as_they_are_shown(capsys):
-    run = open_run("x", {"seed": 4, "smoke": True}, None)
+    run = open_run("x", {"seed": 4, "smoke": True})
     run.metrics_of({"a": 1, "b": 2.5}, "B", "exact")
     run.takeaway("It gains **{gain:.1f} %** with {by}.", gain=np.float64(12.34), by="LRU")
     run.table("By layer", [{"layer": 0, "bytes": 1234}, {"layer": 1}])
@@ -54,7 +54,7 @@ def test_takeaways_and_tables_are_kept_as_they_are_shown(capsys):
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None, [1], np.ones(2), {"a": 1}])
 def test_other_values_are_refused(value):
     with pytest.raises(ValueError, match="'m' is"):
-        open_run("x", {}, 0).metric("m", value, "B", "exact")
+        open_run("x", {"seed": 0}).metric("m", value, "B", "exact")
 
 
 def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
@@ -62,7 +62,7 @@ def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
         "20250102-1",
         "20250101-2",
         "20250103-1@h@1.part",
-        "20250104-1.failed",
+        "failed",
         "20250101-9-lab",
         "20250105-1-lab@h@1.part",
         "interactive-1",

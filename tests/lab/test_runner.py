@@ -60,7 +60,6 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
         "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
         "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
         "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
-        "import numpy, time\nlarge = numpy.ones(40_000_000)\ntime.sleep(0.5)\ndel large",
         "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, "
         "os.environ['MOELAB_HEADLESS'])",
     )
@@ -68,16 +67,12 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     assert directory == finished_runs("good", results)[-1]
     assert not list((results / "runs").rglob("*.part"))
     metrics = json.loads((directory / "metrics.json").read_text())
-    assert metrics["params"] == {"smoke": True, "seed": 7} and metrics["seed"] == 7
+    assert metrics["params"] == {"smoke": True} and metrics["seed"] == 7
     assert metrics["metrics"]["experts"] == {"value": 3, "unit": "experts", "kind": "exact"}
     about = json.loads((directory / "run.json").read_text())
     assert about["parameters"] == {"smoke": True, "seed": 7}
-    if sys.platform == "linux":
-        assert 3.2e8 < about["peak_anonymous_bytes"] < 3e9
-        assert (
-            main(["list"]) == 0
-            and f"{about['peak_anonymous_bytes'] / 1e9:.2f} GB" in capsys.readouterr().out
-        )
+    assert 1e8 < about["peak_bytes"] < 3e9
+    assert main(["list"]) == 0 and directory.name in capsys.readouterr().out
     assert about["env"]["versions"]["python"] == sys.version.split()[0]
     assert any(package.startswith("numpy==") for package in about["packages"])
     # the kernel is this interpreter and works where the person does, whose paths are from there
@@ -92,43 +87,29 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     assert "widgets" not in nb.metadata and not any(WIDGET in o["data"] for o in outputs)
 
 
-def test_an_error_in_a_widget_callback_fails_the_run(notebook, results):
-    pytest.importorskip("ipywidgets")
-    path = notebook(
-        "widget",
-        "import ipywidgets\ndef inverse(x): return 1 / x\n"
-        "ipywidgets.interactive_output(inverse, {'x': ipywidgets.IntSlider(0, -3, 3)})",
-        "print('end')",
-    )
-    with pytest.raises(NotebookFailed, match="callback of a widget") as failure:
-        run_notebook(path)
-    assert "ZeroDivisionError" in failure.value.error and "return 1 / x" in failure.value.error
-    assert not finished_runs("widget", results)
-    assert "widgets" not in nbformat.read(failure.value.directory / "widget.ipynb", 4).metadata
+def test_the_last_failure_is_kept_until_the_notebook_succeeds(notebook, results):
+    failing = ("print('before')", "x = 1\nraise ValueError('a broken thing')", "print('after')")
+    for _ in range(2):
+        with pytest.raises(NotebookFailed, match="a broken thing") as failure:
+            run_notebook(notebook("fails", *failing))
+        directory = failure.value.directory
+        assert [*directory.parent.iterdir()] == [directory] and not finished_runs("fails", results)
+        assert printed(directory / "fails.ipynb") == "before\n"
+        assert "Traceback" in (directory / "error.txt").read_text()
+    run = run_notebook(notebook("fails", "print('good')"))
+    assert [*directory.parent.iterdir()] == [run]
 
 
-def test_a_failing_cell_keeps_the_partial_notebook_and_the_error(notebook, results):
-    path = notebook(
-        "fails", "print('before')", "x = 1\nraise ValueError('a broken thing')", "print('after')"
-    )
-    with pytest.raises(NotebookFailed, match="a broken thing") as failure:
-        run_notebook(path)
-    directory = failure.value.directory
-    assert directory.name.endswith(".failed") and not finished_runs("fails", results)
-    assert printed(directory / "fails.ipynb") == "before\n"
-    assert "Traceback" in (directory / "error.txt").read_text()
-
-
-def test_a_cell_that_takes_too_long_is_ended(notebook):
-    with pytest.raises(NotebookFailed, match=r"longer than 1 s.*time\.sleep.*--timeout"):
-        run_notebook(notebook("slow", "import time; time.sleep(300)", parameters=None), timeout=1)
-
-
-def test_a_killed_kernel_is_told_in_a_sentence(notebook):
-    with pytest.raises(
-        NotebookFailed, match="the kernel died in the cell that begins `import os"
-    ) as failure:
-        run_notebook(notebook("dies", "print('before')", "import os; os.kill(os.getpid(), 9)"))
+@pytest.mark.parametrize(
+    "cell, seconds, said",
+    [
+        ("import time; time.sleep(300)", 1, r"longer than 1 s.*time\.sleep.*--timeout"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "the kernel died in the cell that begins `imp"),
+    ],
+)
+def test_what_ends_a_cell_is_told_in_a_sentence(cell, seconds, said, notebook):
+    with pytest.raises(NotebookFailed, match=said) as failure:
+        run_notebook(notebook("dies", "print('before')", cell, parameters=None), timeout=seconds)
     assert printed(failure.value.directory / "dies.ipynb") == "before\n"
 
 
@@ -137,18 +118,14 @@ def test_a_killed_runner_leaves_only_a_part_that_later_runs_remove(notebook, res
     runner = subprocess.Popen([sys.executable, "-m", "moelab", "run", str(path)], cwd=CHECKOUT)
     folder = results / "runs" / "long"
     until = time.monotonic() + 60
-    descendants = []  # the process that executes the notebook, and its kernel
-    while time.monotonic() < until and not (
-        len(descendants) > 1 and list(folder.glob("*.part/long.ipynb"))
-    ):
+    descendants = []  # the kernel
+    while time.monotonic() < until and not (descendants and list(folder.glob("*.part/long.ipynb"))):
         time.sleep(0.1)
         descendants = psutil.Process(runner.pid).children(recursive=True)
     os.kill(runner.pid, signal.SIGKILL)
     runner.wait()
     _, alive = psutil.wait_procs(descendants, timeout=30)
-    assert len(descendants) > 1 and not alive, (
-        "the notebook's process and its kernel must end with the runner"
-    )
+    assert descendants and not alive, "the kernel must end with the runner"
     (part,) = folder.iterdir()
     assert part.name.endswith(".part") and not finished_runs("long", results)
     assert main(["check"]) == 2  # nothing there that counts
@@ -171,51 +148,35 @@ def test_a_part_of_a_living_process_or_another_machine_is_left_alone(tmp_path):
 ALL_TYPES = """smoke: bool = True  # small and fast
 seed: int = 0  # random seed
 budget_gb: float = 0.5  # memory for experts, GB
-source: str = "needle"  # prompts; name = value
+source: str = "needle"  # prompts, by name
 sources: list[str] = ["needle", "yesno"]  # several
 layers = [1, 2]  # no annotation
-limit: int = None  # none is all
+limit: int = 3  # of them
 options: dict = {"a": 1}  # a dictionary"""
 
 
-def test_parameters_are_read_by_their_type(notebook):
+def test_parameters_are_read_by_their_type(notebook, results, capsys):
     path = notebook("types", parameters=ALL_TYPES)
     assert inspect(path)["budget_gb"].help == "memory for experts, GB"
     given = {
-        "smoke": "false",
-        "seed": "3",
-        "budget_gb": "2",
-        "source": "3",
-        "sources": '["prose"]',
-        "layers": "[4]",
-        "limit": "5",
-        "options": "{'b': 2}",
+        "smoke": ("false", False),
+        "seed": ("3", 3),
+        "budget_gb": ("2", 2.0),
+        "source": ("3", "3"),
+        "sources": ('["prose"]', ["prose"]),
+        "layers": ("[4]", [4]),
+        "limit": ("5", 5),
+        "options": ("{'b': 2}", {"b": 2}),
     }
-    read = check_parameters(path, given)
-    assert read == {
-        "smoke": False,
-        "seed": 3,
-        "budget_gb": 2.0,
-        "source": "3",
-        "sources": ["prose"],
-        "layers": [4],
-        "limit": 5,
-        "options": {"b": 2},
-    }
+    read = check_parameters(path, {name: text for name, (text, _) in given.items()})
+    assert read == {name: value for name, (_, value) in given.items()}
     assert isinstance(read["budget_gb"], float) and read["smoke"] is False
-
-
-def test_an_unknown_parameter_is_refused_with_the_list_of_those_there_are(
-    notebook, results, capsys
-):
-    path = notebook("good", *GOOD)
+    for name, text in (("seed", "x"), ("smoke", "2"), ("seed", "true"), ("sources", "3")):
+        with pytest.raises(ValueError, match=f"parameter {name} is"):
+            check_parameters(path, {name: text})
     assert main(["run", str(path), "-p", "sede=1"]) == 2
     told = capsys.readouterr().err
-    assert (
-        "no parameter 'sede'" in told
-        and "seed: int = 0   # random seed" in told
-        and "small and fast" in told
-    )
+    assert "no parameter 'sede'" in told and "seed: int = 0   # random seed" in told
     assert not (results / "runs").exists()
 
 
@@ -223,9 +184,5 @@ def test_names_of_notebooks():
     with pytest.raises(ValueError, match="no notebook '77'"):
         notebooks(["77"])
     for path in notebooks():
-        assert (
-            notebooks([path.stem])
-            == notebooks([path.stem.split("_")[0]])
-            == notebooks([str(path)])
-            == [path]
-        )
+        for name in (path.stem, path.stem.split("_")[0], str(path)):
+            assert notebooks([name]) == [path]

@@ -46,10 +46,9 @@ def test_runs_are_listed_and_compared(results, capsys):
     told = capsys.readouterr().out
     assert "1.500 ×" in told and "lru" in told and "parameter" not in told
     assert main(["compare", *map(str, folders)]) == 0 and capsys.readouterr().out == told
-    assert main(["compare", "2"]) == 2 and "two are compared" in capsys.readouterr().err
+    assert main(["compare", "2"]) == 2 and "two runs are compared" in capsys.readouterr().err
     assert (
-        main(["compare", "1", "2"]) == 2
-        and "There are runs of 01_calibration" in capsys.readouterr().err
+        main(["compare", "1", "2"]) == 2 and "There are: 01_calibration" in capsys.readouterr().err
     )
 
 
