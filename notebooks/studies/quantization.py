@@ -94,7 +94,7 @@ def compare_formats(model: Any, tasks: Sequence[str] = ("loss",), **how: Any) ->
             codec: sum(compress_tensor(w.contiguous(), codec).nbytes for w in own)
             for codec in CODECS
         }
-        size |= {name: sum(of.nbytes(*key) for key in of.kept) for name, of in sources.items()}
+        size |= {name: sum(of.bytes.values()) for name, of in sources.items()}
         modes = {name: partial(plugged, model, source=of) for name, of in sources.items()}
         scores = accuracy.compare(model, {"raw": nullcontext} | modes, tasks, **how)["scores"]
     count = sum(w.numel() for w in own)
