@@ -241,10 +241,6 @@ class NDPRun:
             times.append(seconds(self.plans[situation], self.costs))
         return np.array(times)[which].reshape(T, L)
 
-    def loading(self, x: int) -> float:
-        """Seconds of bringing x experts of each layer to the GPU."""
-        return x * self.costs.spec.L * self.costs.transfer()
-
     def experts_that_pay(self, usual: int) -> int:
         """x, as many as fit at most, that is predicted to gain most over the `usual` x, which stays
         if none gains for sure.
@@ -268,7 +264,7 @@ class NDPRun:
         def gain(x: int) -> float:
             a_token = as_usual - self.decode_seconds(ids, place < x).sum(1)
             sure = D * a_token.mean() - 2 * a_token.std() * (D + D * D / len(ids)) ** 0.5
-            return self.loading(usual) - self.loading(x) + sure
+            return (usual - x) * self.costs.spec.L * self.costs.transfer() + sure
 
         return max((usual, *range(self.most + 1)), key=gain)
 

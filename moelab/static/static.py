@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ class Saliency:
 
     def __enter__(self) -> Saliency:
         self._hooks = [
-            attention.register_forward_hook(self._keep(index))
+            attention.register_forward_hook(partial(self._keep, index))
             for index, attention in self._attention.items()
         ]
         return self
@@ -84,12 +85,9 @@ class Saliency:
             )
         return self._norms[layer]
 
-    def _keep(self, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            output = output if isinstance(output, Tensor) else output[0]
-            self._norms[index] = torch.linalg.vector_norm(output.detach().float(), dim=-1).flatten()
-
-        return hook
+    def _keep(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
+        output = output if isinstance(output, Tensor) else output[0]
+        self._norms[index] = torch.linalg.vector_norm(output.detach().float(), dim=-1).flatten()
 
 
 def _attention_beside(model: nn.Module, name: str) -> nn.Module:
@@ -157,8 +155,7 @@ class StaticExecutor(Executor):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if overflow not in ("prune", "pad"):
-            raise ValueError(f"overflow is {overflow!r}; it must be 'prune' or 'pad'")
+        require("overflow", overflow, ("prune", "pad"))
         require("order", order, ORDERS)
         if overflow == "prune" and order in NEED_SALIENCY and saliency is None:
             raise ValueError(

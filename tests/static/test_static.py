@@ -141,7 +141,7 @@ def test_the_capacity_factor_drops_the_last_of_its_order(case, factor, order):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda: Tiered([[1]], "spill"), "'prune' or 'pad'"),
+        (lambda: Tiered([[1]], "spill"), "prune, pad"),
         (lambda: Tiered([[1]], order="loudest"), "saliency, router"),
         (lambda: Tiered([[1]]), "pass saliency="),
         (lambda: Tiered([], "pad"), "each MoE layer"),
