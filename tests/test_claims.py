@@ -25,27 +25,15 @@ from moelab.claims import (
 from moelab.files import CHECKOUT
 
 BASELINES = CHECKOUT / "results"
+EFFECT = {"value": 1.2, "tolerance": 0.2, "neutral": 1.0}
 
 
 def claim(**how):
     """A claim of value 2, answered by a metric."""
     value = {} if {"above", "below"} & how.keys() else {"value": 2.0}
     metric = {} if how.get("needs") or how.get("contradicted") else {"metric": ("n", "x")}
-    return Claim(
-        **{
-            "source": "s",
-            "title": "S",
-            "id": "i",
-            "where": "§1",
-            "text": "t",
-            "hardware": "h",
-            "model": "m",
-            "tolerance": 0.1,
-        }
-        | value
-        | metric
-        | how
-    )
+    names = ("source", "title", "id", "where", "text", "hardware", "model")
+    return Claim(**dict.fromkeys(names, "s") | {"tolerance": 0.1} | value | metric | how)
 
 
 @pytest.mark.parametrize(
@@ -61,23 +49,11 @@ def claim(**how):
         ({"value": [1.0, inf]}, 1e9, REPRODUCED),
         ({"value": True}, True, REPRODUCED),
         ({"value": "TP"}, "EP", NOT_REPRODUCED),
-        (
-            {"value": 1.2, "tolerance": 0.2, "neutral": 1.0},
-            1.05,
-            NOT_REPRODUCED,
-        ),  # half of the effect is 0.1
-        ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0}, 1.29, REPRODUCED),
-        ({"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True}, 1.06, DIRECTION),
-        (
-            {"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True},
-            1.04,
-            NOT_REPRODUCED,
-        ),  # a fifth of it
-        (
-            {"value": 1.2, "tolerance": 0.2, "neutral": 1.0, "either_way": True},
-            0.95,
-            NOT_REPRODUCED,
-        ),
+        (EFFECT, 1.05, NOT_REPRODUCED),  # half of the effect is 0.1
+        (EFFECT, 1.29, REPRODUCED),
+        (EFFECT | {"either_way": True}, 1.06, DIRECTION),
+        (EFFECT | {"either_way": True}, 1.04, NOT_REPRODUCED),  # a fifth of it
+        (EFFECT | {"either_way": True}, 0.95, NOT_REPRODUCED),
         ({"instead": "a small model"}, 2.0, DIRECTION),
         ({"instead": "a small model"}, 3.0, NOT_REPRODUCED),
         ({"above": 1.0}, 1.1, DIRECTION),
@@ -157,14 +133,9 @@ def test_the_newest_run_counts_and_the_others_are_its_spread(tmp_path):
     assert rows(one, tmp_path)[0].verdict == UNANSWERED
     write(tmp_path / "baseline" / "n.json", 5.0)
     assert rows(one, tmp_path)[0].ours == 5.0
-    for name, value, params in (
-        ("1", 1.5, {}),
-        ("2", 2.5, {}),
-        ("3", 2.0, {}),
-        ("4", 9.0, {"smoke": True}),
-        ("5-lab", 8.0, {}),
-    ):
-        write(tmp_path / "runs" / "n" / name / "metrics.json", value, **params)
+    for name, value in (("1", 1.5), ("2", 2.5), ("3", 2.0), ("4", 9.0), ("5-lab", 8.0)):
+        path = tmp_path / "runs" / "n" / name / "metrics.json"
+        write(path, value, **({"smoke": True} if name == "4" else {}))
     (row,) = rows(one, tmp_path)
     assert (row.ours, row.spread, row.verdict) == (
         2.0,
@@ -221,15 +192,9 @@ def test_what_holds_by_one_choice_only_is_not_reproduced(how, by_ours, by_anothe
     [(1.02, 1.2, DIRECTION), (0.98, 1.2, NOT_REPRODUCED), (1.02, None, UNANSWERED)],
 )
 def test_an_order_must_hold_at_both_ends_of_its_interval(low, high, verdict):
-    ends = {
-        name: {"value": value, "kind": "measured"}
-        for name, value in (("low", low), ("high", high))
-        if value
-    }
-    (row,) = rows(
-        [claim(above=1.0, interval=("low", "high"))],
-        own={"n": {"x": {"value": 1.1, "kind": "measured"}} | ends},
-    )
+    found = {"x": 1.1, "low": low, "high": high}
+    own = {"n": {k: {"value": v, "kind": "measured"} for k, v in found.items() if v}}
+    (row,) = rows([claim(above=1.0, interval=("low", "high"))], own=own)
     assert row.verdict == verdict and ("within its interval only" in row.why) == (
         verdict == NOT_REPRODUCED
     )

@@ -36,6 +36,7 @@ from moelab.bench.results import environment, load_average, why_busy
 from moelab.comparison import KINDS, LAB, run_number
 from moelab.files import remove_leftovers, results_root, write_json
 from moelab.records import Numbers, Record, Records
+from moelab.registry import require
 
 SCHEMA = "moelab.metrics/1"
 
@@ -120,15 +121,11 @@ class Run:
         readings : what it is by other choices, by their names, where the source leaves one open;
             claims are to hold by each (`moelab.claims`).
         """
-        if kind not in KINDS:
-            raise ValueError(
-                f"metric {name!r} is of kind {kind!r}; the kinds are {', '.join(KINDS)}"
-            )
-        self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind} | (
-            {"readings": {of: _plain(name, other) for of, other in readings.items()}}
-            if readings
-            else {}
-        )
+        require("kind of number", kind, KINDS)
+        self.metrics[name] = {"value": _plain(name, value), "unit": unit, "kind": kind}
+        if readings:
+            kept = {of: _plain(name, other) for of, other in readings.items()}
+            self.metrics[name]["readings"] = kept
 
     def metrics_of(
         self, values: Mapping[str, float | int | str], unit: str = "", kind: str = "measured"
