@@ -32,7 +32,6 @@ TOKEN = [
     Event("compute", "expert", 1, 6, 1.007, 1.008),
 ]
 CURVES = {"LRU": [(2e9, 0.2, 0.4), (1e9, 0.3, 0.1)], "LFU": [(1e9, 0.25, 0.2), (2e9, 0.1, 0.5)]}
-LIMITS = {"reads": [(1e9, 0.1), (2e9, 0)]}
 BITS = np.array([0x3F80, 0x3F80, 0xBF80, 0x4040], np.uint16)  # 1, 1, -1 and 3 in bf16
 MADE = Lazily(
     {
@@ -86,9 +85,7 @@ MADE = Lazily(
         "budget curve": lambda: figures.budget_curve(
             CURVES,
             [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)],
-            LIMITS,
             {"one token": 0.5e9},
-            most_hits=[(1e9, 0.5)],
             measured=[("LRU", (1e9, 0.3, 0.1))],
             target=(0.2, "fluent"),
         ),
@@ -167,7 +164,6 @@ def test_the_budget_curve_has_tpot_in_ms_above_hits_in_percent():
     lru = [trace for trace in figure.data if trace.name == "LRU"]
     assert [trace.xaxis for trace in lru] == ["x", "x2"]
     np.testing.assert_allclose([lru[0].x, lru[0].y, lru[1].y], [[1, 2], [300, 200], [10, 40]])
-    np.testing.assert_allclose(named(figure, "limit: reads").y, [100, 0])
     assert "(GB)" in figure.layout.xaxis2.title.text
     small = figures.budget_curve({"LRU": [(2e6, 0.2, 0.4)]})
     assert list(small.data[0].x) == [2] and "(MB)" in small.layout.xaxis2.title.text

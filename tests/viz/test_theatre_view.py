@@ -44,16 +44,9 @@ def stage(predictions):
         [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)],
     )
     found = Recorded("tiny", run, _as_opened(settings), new=list(range(6)))
-    made = theatre.Stage(
-        found,
-        None,
-        2,
-        {("mine", 1): predictions},
-        {("mine", 1): 0.0},
-        {None: 2.0, ("mine", 1): 2.1},
-        Machine(Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), other=(3e-3, 0.0)),
-    )
-    return made
+    machine = Machine(Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), other=(3e-3, 0.0))
+    losses = {None: 2.0, ("mine", 1): 2.1}
+    return theatre.Stage(found, {("mine", 1): (predictions, 0.0)}, losses, machine)
 
 
 TRUE = [{}] + [{layer: list(experts) for layer, experts in step if layer} for step in STEPS[1:]]
@@ -127,7 +120,7 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
 
 def test_a_click_selects_the_token():
     staged = stage(TRUE)
-    view = theatre._view(staged, "hint", ("mine",), (1,), None)
+    view = theatre.view_of(staged, ("mine",), (1,))
     view.widget
     strip = view.pictures[1]
     strip._handle_custom_msg({"curve": 2, "point": 0, "data": None}, [])  # a point beside the bars

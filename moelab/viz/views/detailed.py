@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from html import escape
 from typing import Any, NamedTuple
 
 from moelab.registry import require
-from moelab.table import format_value
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View
+from moelab.viz.views.page import html_rows as html_rows
 
 
 class Detail(NamedTuple):
@@ -107,22 +106,3 @@ class Detailed(View):
             self._first = ""
         if self._menu.value:
             self._chosen(self._menu.value)
-
-
-def html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], summary: str = "") -> str:
-    """A table as HTML, folded under a summary if there is one."""
-    cells = "".join(
-        "<tr>"
-        + "".join(
-            f"<td style='text-align:left;vertical-align:top'>{escape(format_value(cell))}</td>"
-            for cell in row
-        )
-        + "</tr>"
-        for row in rows
-    )
-    heads = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in head)
-    table = (
-        "<table "
-        f"style='line-height:1.4'><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
-    )
-    return f"<details><summary>{escape(summary)}</summary>{table}</details>" if summary else table

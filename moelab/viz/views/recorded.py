@@ -21,8 +21,11 @@ from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import find, names
 
 TOKENS = 16
-#: decode steps of an assumed run: as many tokens to fill the cache as to look at
-ASSUMED = 12
+#: decode steps of an assumed run: as many as see nearly every expert, and those that are timed
+TIMED = 6
+ASSUMED = 60 + TIMED
+#: tokens whose keys and values it is said to have
+CONTEXT = 4096
 
 
 @dataclass
@@ -36,6 +39,7 @@ class Recorded:
     options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by
         default.
     how : words for whose routing this is.
+    context : tokens that an assumed run is said to go on from; 0 of one that was recorded.
     """
 
     name: str
@@ -49,6 +53,7 @@ class Recorded:
     asked: dict[str, Any] = field(default_factory=dict)
     model: Any = field(default=None, repr=False)
     how: str = "of this text"
+    context: int = 0
 
     @classmethod
     def of(
@@ -184,12 +189,14 @@ def _as_opened(settings: EngineSettings) -> Residency:
 def _assumed(name: str) -> Recorded:
     import numpy as np
 
+    from moelab.advice.model import find_model
     from moelab.zipmoe.planner import drawn
 
     spec = load_model(name)
-    pools = Pools(F=spec.L * spec.E)
-    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), 0)
+    dense, pools = find_model(name).others, Pools(F=spec.L * spec.E)
+    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense)
     run = EngineRun(settings, residency := _as_opened(settings))
     run.steps = drawn(np.full((spec.L, spec.E), spec.K / spec.E), ASSUMED)
     run.forwards = [Forward(0.0, 0.0, 1, "decode")] * ASSUMED
-    return Recorded(name, run, residency, how="assumed: every expert as often as every other")
+    how = "assumed: every expert as often as every other"
+    return Recorded(name, run, residency, how=how, context=CONTEXT)

@@ -10,7 +10,6 @@ from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from moelab.specs import Event, State
 from moelab.viz import theme
 from moelab.viz.charts import EDGE, finish, hover, panels, pattern, whole_steps
 from moelab.viz.plotly_json import Figure
+from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import TOKENS, Recorded, recorded
@@ -216,17 +216,18 @@ class Scrubber(View):
         self.pictures[0].token = self.values["token"]
 
     def html(self) -> str:
-        script = (Path(__file__).with_name("player.js")).read_text(encoding="utf-8")
-        data = theme.in_script(content(self.data[0]))
-        return f"""<!doctype html><meta charset="utf-8"><title>{escape(self.data[0].name)}</title>
-<body style="font-family: system-ui, sans-serif"><div id="view"></div><p>{escape(self.words[0])}</p>
-<script type="module">
-{script.replace("export default", "const widget =")}
-const values = {{data: {data}, token: {self.values["token"]}}};
+        return page.whole(self, {}, _script(self))
+
+
+def _script(view: Scrubber) -> str:
+    """The player, of what it is given by a page instead of a kernel."""
+    player = Path(__file__).with_name("player.js").read_text(encoding="utf-8")
+    values = {"data": content(view.data[0]), "token": view.values["token"]}
+    return f"""{player.replace("export default", "const widget =")}
+const values = {theme.in_script(values)};
 widget.render({{el: document.getElementById("view"), model: {{
   get: (name) => values[name], set: (name, value) => {{ values[name] = value; }}, save_changes() {{}}, on() {{}},
-  off() {{}} }} }});
-</script></body>"""
+  off() {{}} }} }});"""
 
 
 def content(found: Scrub) -> dict[str, Any]:
@@ -258,7 +259,7 @@ def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = T
     found = recorded(source, prompt, tokens)
     scrubbed = scrub(found)
     last = len(scrubbed.words) - 1
-    controls = {"token": slider("forward pass", min(token, last), 0, last, 1)}
+    controls = {"token": slider("forward pass", min(token, last), 0, last)}
     return Scrubber(
         "scrubber",
         controls,

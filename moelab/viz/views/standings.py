@@ -156,6 +156,7 @@ def arena(
         _rows,
         command,
         words,
+        plays=tuple(controls),
         label="where it chose wrongly",
         names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling),
         tell=tell,

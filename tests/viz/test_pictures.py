@@ -1,7 +1,6 @@
-"""The findings' pictures show the numbers that lie in results/; README shows every picture, and all
-are small."""
+"""The findings' pictures show the numbers that lie in results/, and all are small."""
 
-import re
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,13 @@ pytest.importorskip("plotly")
 
 from moelab.bench.results import sections_of
 from moelab.files import results_root
-from moelab.viz import findings, theme
+from moelab.viz import theme
 
 ROOT = Path(__file__).parents[2]
 RESULTS = results_root(ROOT / "results")
+spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "pictures.py")
+findings = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(findings)
 
 
 def traces(figure, name):
@@ -43,10 +45,7 @@ def test_bytes_are_those_that_were_read():
 
 
 @pytest.mark.parametrize("name", findings.FINDINGS)
-def test_the_picture_is_there_small_and_shown(name):
+def test_the_picture_is_there_and_small(name):
     read, draw = findings.FINDINGS[name]
     assert theme.to_json(draw(read(RESULTS)))["data"]
     assert (RESULTS / f"{name}.png").stat().st_size <= 60_000
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (alt,) = re.findall(rf"!\[(.+)\]\(results/{name}\.png\)", readme)
-    assert len(alt) > 40
