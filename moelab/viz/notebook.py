@@ -11,7 +11,7 @@ from html import escape
 from typing import Any
 
 import ipywidgets
-from IPython.display import Markdown, clear_output, display
+from IPython.display import Markdown, display
 
 from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
@@ -32,7 +32,9 @@ DARK = (
 
 #: in the place of a widget whose kernel is gone, JupyterLab says that its model is not found
 FAILED = (
-    "<style>.jp-OutputArea-child:has(> .jupyter-widgets:not(:has(*))) { display: none; }</style>"
+    "<style>.jp-OutputArea-output.jupyter-widgets:not(:has(*)) { display: none; } "
+    # and what a cell has shown first gives way to controls that turn it
+    ".jp-OutputArea-child:has(~ .jp-OutputArea-child .moelab-turned) { display: none; }</style>"
 )
 
 
@@ -76,7 +78,8 @@ def interact(
     """Show controls, and below them what `function` shows for their values (argument name →
     widget); headless, what it shows for the first ones.
 
-    shown : the cell has shown just that; in Jupyter it gives way to the controls.
+    shown : the cell has shown just that. In Jupyter it gives way to the controls, and is there again
+        where the notebook is opened without them.
     """
     for name, control in controls.items():
         if not getattr(control, "description", ""):
@@ -89,16 +92,15 @@ def interact(
         "[To be turned in JupyterLab: "
         f"{', '.join(control.description for control in controls.values())}]"
     )
+    if not shown:
+        function(**{name: control.value for name, control in controls.items()})
     if os.environ.get("MOELAB_HEADLESS"):
-        if not shown:
-            function(**{name: control.value for name, control in controls.items()})
         return display({"text/plain": text}, raw=True)
-    if shown:
-        clear_output(wait=True)
-    live(
-        ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]),
-        text,
-    )
+    turned = ipywidgets.interactive_output(function, controls)
+    box = ipywidgets.VBox([*controls.values(), turned])
+    box.add_class("moelab-turned")
+    live(box, text)
+    display({"text/html": FAILED, "text/plain": ""}, raw=True)
 
 
 def follow_the_theme() -> None:

@@ -331,7 +331,7 @@ class View:
     def _tell(self) -> None:
         caption, alt = self.words
         self._caption.value = (
-            f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
+            f'<p role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></p>'
         )
         with self._tools.hold_sync():
             self._tools.shell, self._tools.python = self.commands

@@ -68,32 +68,17 @@ class Recorded:
     ) -> Recorded:
         """A generation of an opened model."""
         session = lm.moelab
-        settings = run.settings
-        options = {}
-        if isinstance(settings.policy, str) and settings.policy != DEFAULT_POLICY:
-            options["cache"] = settings.policy
+        policy, options = run.settings.policy, {}
+        if isinstance(policy, str) and policy != DEFAULT_POLICY:
+            options["cache"] = policy
         if session.speculation is not None:
             used = type(session.speculation.predictor)
-            for name in names("predictor"):
-                if find("predictor", name) is used:
-                    options["prefetch"] = name
-        asked = {
-            key: value
-            for key, value, usual in (("prompt", prompt, None), ("tokens", tokens, TOKENS))
-            if value != usual
-        }
-        return cls(
-            settings.spec.name,
-            run,
-            before,
-            ids,
-            new,
-            lm.name_or_path,
-            session.budget,
-            options,
-            asked,
-            lm,
-        )
+            known = {find("predictor", name): name for name in names("predictor")}
+            options |= {"prefetch": known[used]} if used in known else {}
+        asked = {} if prompt is None else {"prompt": prompt}
+        asked |= {} if tokens == TOKENS else {"tokens": tokens}
+        opened = lm.name_or_path, session.budget, options, asked
+        return cls(run.settings.spec.name, run, before, ids, new, *opened, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text, one by one; their numbers without a tokenizer."""
@@ -115,24 +100,19 @@ def recorded(
 
     Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything
     else."""
-    if isinstance(source, Recorded):
-        return source
     if isinstance(source, str) and source in names("model"):
         return _assumed(source)
     if isinstance(source, EngineRun):
-        return _whole(
-            Recorded(source.settings.spec.name, run := source.copy(), _as_opened(run.settings))
-        )
-    if not hasattr(source, "moelab"):
+        run = source.copy()
+        found = Recorded(run.settings.spec.name, run, _as_opened(run.settings))
+    elif hasattr(source, "moelab"):
+        found = _generate(source, prompt, tokens)
+    else:
         raise TypeError(
             f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
             "has opened, of its run (lm.moelab.run), or of a card: "
             f"{', '.join(names('model'))}"
         )
-    return _whole(_generate(source, prompt, tokens))
-
-
-def _whole(found: Recorded) -> Recorded:
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
         raise ValueError(
             "this run has fewer than two decode steps, so nothing can be said about TPOT: "
@@ -145,12 +125,12 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
     """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no
     tokenizer."""
     if prompt is None:
-        prompt = (
-            prompts("prose", 1, tokens=64)[0].text if lm.tokenizer is not None else [1, 2, 3, 4]
-        )
-    if isinstance(prompt, str) and lm.tokenizer is None:
+        prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer else [1, 2, 3, 4]
+    if not isinstance(prompt, str):
+        return [*prompt]
+    if lm.tokenizer is None:
         raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
-    return lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+    return lm.tokenizer(prompt)["input_ids"]
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
@@ -174,14 +154,9 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
 
 
 def _as_opened(settings: EngineSettings) -> Residency:
-    residency = Residency(
-        settings.spec.L,
-        settings.spec.E,
-        settings.pools,
-        deepcopy(settings.policy),
-        settings.scope,
-        settings.margin,
-    )
+    spec = settings.spec
+    policy = deepcopy(settings.policy), settings.scope, settings.margin
+    residency = Residency(spec.L, spec.E, settings.pools, *policy)
     residency.fill()
     return residency
 
