@@ -1,5 +1,4 @@
-"""The figure of an advice: time of a token against memory and against loss, and what no other way
-beats."""
+"""The figure of an advice: time of a token against memory, and what no other way beats."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from moelab.advice.ways import Way, front
 from moelab.records import Record
 from moelab.table import duration, size, unit_of
 from moelab.viz import theme
-from moelab.viz.charts import ROUND, add_points, finish, panels, point_look
+from moelab.viz.charts import ROUND, add_points, finish, point_look
 from moelab.viz.notebook import say, show, table
 from moelab.viz.plotly_json import Figure
 
@@ -21,8 +20,7 @@ OPEN = {"int8", "int4"}
 
 
 def pareto(advice: Advice) -> Figure:
-    """TPOT against memory and, of ways whose loss is known, against their loss; the lossless Pareto
-    front is a line.
+    """TPOT against memory; the lossless Pareto front is a line.
 
     Each form of the experts has its colour and symbol, larger where measured; the legend says what
     it loses, and it or the axis what was modelled, simulated or measured. The ring is what is
@@ -33,25 +31,18 @@ def pareto(advice: Advice) -> Figure:
     best, times = advice.best, [way.tpot for way in ways]
     kinds = {way.kind for way in ways}
     (small, B), (fast, s) = unit_of(min(way.memory for way in ways), "B"), unit_of(min(times), "s")
-    axes = {f"memory of the process ({small})": lambda way: way.memory / B}
-    if any(way.loss for way in ways):
-        axes["more language loss (%)"] = lambda way: 100 * way.loss
     kind, wide = best.kind if len(kinds) == 1 else "", max(times) > 3 * min(times)
-    figure, places = panels([""] * len(axes), y=f"{kind} TPOT ({fast}{', log' * wide})".strip())
+    figure = Figure()
     if wide:
         figure.update_yaxes(type="log", tickvals=ROUND)
     groups: dict[str, list[Way]] = {}
     for way in ways:
         name = f"{way.form}, {way.loses}" + f", {way.kind}" * (not kind)
         groups.setdefault(name, []).append(way)
-    for (title, of), place in zip(axes.items(), places):
-        figure.update_xaxes(title=title, **place)
-        for name, group in groups.items():
-            known = [way for way in group if way.loss is not None or place is places[0]]
-            points = [(of(way), way.tpot / s) for way in known]
-            text = [f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in known]
-            look = {"marker": _look(group[0]), "text": text}
-            add_points(figure, points, name, 0, "%{text}", **look, **place)
+    for name, group in groups.items():
+        text = [f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in group]
+        points = [(way.memory / B, way.tpot / s) for way in group]
+        add_points(figure, points, name, 0, "%{text}", marker=_look(group[0]), text=text)
     # to the end of the axis: what fits less memory fits more
     line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
     line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]
@@ -62,8 +53,9 @@ def pareto(advice: Advice) -> Figure:
         ("advised", [(best.memory, best.tpot)], {"marker": ring}),
     ):
         scaled = [(memory / B, tpot / s) for memory, tpot in points]
-        add_points(figure, scaled, name, 0, "", hoverinfo="skip", **look, **places[0])
-    return finish(figure, height=440)
+        add_points(figure, scaled, name, 0, "", hoverinfo="skip", **look)
+    y = f"{kind} TPOT ({fast}{', log' * wide})".strip()
+    return finish(figure, f"memory of the process ({small})", y, height=440)
 
 
 def _look(way: Way) -> Record:

@@ -318,8 +318,8 @@ def _scale_axes(figure: Figure, log: str, *more: float, each: bool = False) -> N
             continue
         low, high = values[0], values[-1]
         ticks = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
-        ones = [tick for tick in ticks if f"{tick:e}"[0] == "1"]
-        ticks = ticks if len(ticks) < 7 else ones if len(ones) > 2 else ticks[::2]
+        if len(ticks) > 6:
+            ticks = [tick for tick in ticks if f"{tick:e}"[0] == "1"]
         ends = np.log10([low / 1.15, high * 1.15]).tolist()
         if each and axis == "x" and len(values) < 9:
             ticks, ends = values.tolist(), None

@@ -24,6 +24,7 @@ from moelab.viz.charts import (
     hover,
     label_right,
     line_look,
+    lines,
     panels,
     pattern,
 )
@@ -47,32 +48,26 @@ def budget_curve(
         …], points. target : (seconds, what it is), a horizontal line.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
-    figure, (upper, lower) = panels(
-        [""] * 2,
-        1,
-        f"memory for experts ({unit})",
-        shared_xaxes=True,
-        vertical_spacing=0.07,
-        row_heights=[0.55, 0.45],
-    )
-    series = [(name, sorted(of), line_look(i)) for i, (name, of) in enumerate(curves.items())]
-    line = {"color": theme.BLACK, "width": 3, "dash": "solid"}
-    series.append(("Belady, whole experts", sorted(optimum), {"mode": "lines", "line": line}))
-    star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
-    names = [name for name, _ in measured]
-    look = {"mode": "markers", "text": names, "marker": star}
-    series.append(("measured", [point for _, point in measured], look))
-    for name, points, look in series:
-        for at, place, factor, what in ((upper, 1, 1e3, "ms"), (lower, 2, 100, "%")):
-            if points:
-                figure.add_scatter(
-                    x=[point[0] / scale for point in points],
-                    y=[factor * point[place] for point in points],
-                    name=name,
-                    hovertemplate=hover(f"%{{x:.2f}} {unit}: %{{y:.1f}} {what}", name),
-                    **look,
-                    **at,
-                )
+    drawn = {name: sorted(points) for name, points in curves.items()}
+    best = {"Belady, whole experts": sorted(optimum)} if optimum else {}
+    stars = {"measured": [point for _, point in measured]} if measured else {}
+    titles = {}
+    panels = {}
+    for place, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")):
+        titles[title] = title
+        panels[title] = {
+            name: [(point[0] / scale, factor * point[place]) for point in points]
+            for name, points in (drawn | best | stars).items()
+        }
+    figure = lines(panels, titles, f"memory for experts ({unit})", kind="policies: simulated")
+    for trace in figure.traces:
+        if trace["name"] in best:
+            look = {"width": 3, "color": theme.BLACK, "dash": "solid"}
+            trace |= {"mode": "lines", "line": look}
+        if trace["name"] in stars:
+            star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
+            trace |= {"mode": "markers", "text": [name for name, _ in measured], "marker": star}
+    upper = {"row": 1, "col": 1}
     if target is not None:
         note = {"annotation_position": "top right", "annotation_font": NOTE}
         dotted = DASHED | {"dash": "dot"}
@@ -82,9 +77,7 @@ def budget_curve(
         look = {"yref": "paper", "yanchor": "bottom", "yshift": 13 * (i % 2), "font": NOTE}
         # neighbours may be close
         figure.add_annotation(x=memory / scale, y=1, text=name, showarrow=False, **look)
-    figure.update_yaxes(title="TPOT (ms)", **upper)
-    figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
-    return finish(figure, legend="policies: simulated", height=560)
+    return figure.update_yaxes(range=[0, 104], row=2).update_layout(height=560)
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:
@@ -161,20 +154,15 @@ def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
         f"{name}: {entropy(values):.3f} of {bits} bit{'s' * (bits > 1)}"
         for name, values, bits in zip(("sign", "exponent", "mantissa"), fields, (1, e, m))
     ]
-    figure, places = panels(
-        titles, y="share of weights (%)", column_widths=[0.2, 0.4, 0.4], horizontal_spacing=0.08
-    )
     used = np.flatnonzero(fields[1])
-    window = (used[0], used[-1] + 1) if len(used) else (0, len(fields[1]))
-    labels = (["+", "−"], np.arange(*window) - len(fields[1]) // 2 + 1, np.arange(len(fields[2])))
-    for at, x, values, name in zip(
-        places,
-        labels,
-        (fields[0], fields[1][slice(*window)], fields[2]),
-        ("sign of the weight", "exponent (power of two)", "mantissa bits"),
-    ):
+    first, end = (used[0], used[-1] + 1) if len(used) else (0, len(fields[1]))
+    exponents = np.arange(first, end) - len(fields[1]) // 2 + 1
+    shown = (("+", "−"), fields[0]), (exponents, fields[1][first:end]), (None, fields[2])
+    figure, places = panels(titles, y="share of weights (%)", column_widths=[0.2, 0.4, 0.4])
+    names = "sign of the weight", "exponent (power of two)", "mantissa bits"
+    for at, (x, values), name in zip(places, shown, names):
         figure.add_bar(
-            x=x,
+            x=np.arange(len(values)) if x is None else x,
             y=100 * values / max(counts.sum(), 1),
             marker=bar_look(0),
             hovertemplate="%{x}: %{y:.2f} %<extra></extra>",

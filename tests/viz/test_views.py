@@ -6,11 +6,11 @@ import gzip
 import io
 import json
 import re
-import zlib
 from base64 import b64decode
 from types import SimpleNamespace
 
 import pytest
+from PIL import Image
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
@@ -19,16 +19,6 @@ from moelab.viz.charts import finish
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import turned
-
-#: one black pixel: the chunks of a PNG
-DOT = b"".join(
-    len(body).to_bytes(4) + name + body + zlib.crc32(name + body).to_bytes(4)
-    for name, body in {
-        b"IHDR": b"\0\0\0\1" * 2 + b"\x08\x06\0\0\0",
-        b"IDAT": zlib.compress(b"\2\0\0\0\xff"),
-        b"IEND": b"",
-    }.items()
-)
 
 
 def powers(n, kind, who, fails):
@@ -99,12 +89,6 @@ def test_an_error_is_shown_and_breaks_nothing(view):
     assert view.picture.figure["data"][0]["x"] == list(range(5))
     view._built["fails"].value = False
     assert view.errors.outputs == ()
-    with pytest.raises(ValueError, match="it shall fail"):
-        view.set(fails=True)
-
-
-def ground(view):
-    return view.picture.figure["layout"]["template"]["layout"]["paper_bgcolor"]
 
 
 def test_all_charts_of_a_kernel_share_one_plotly(view):
@@ -121,12 +105,12 @@ def test_all_charts_of_a_kernel_share_one_plotly(view):
 
 def test_a_dark_page_has_no_dark_ink(view):
     view.widget
+    light = json.dumps(view.picture.figure)
     view._tools.dark = True
-    assert ground(view) == "#111111"
     ink = set(theme.DARK) - {"#0072b2"}
     assert not ink & {part.lower() for part in json.dumps(view.picture.figure).split('"')}
     view._tools.dark = False
-    assert ground(view) == "white"
+    assert json.dumps(view.picture.figure) == light
 
 
 def test_headless_it_is_a_figure_and_no_widget(view, monkeypatch):
@@ -157,9 +141,10 @@ def test_a_saved_notebook_has_words_and_the_browsers_last_picture(view, monkeypa
         f"class={view._tools.still}" in still["text/html"] and "5 &lt;b&gt;" in still["text/html"]
     )
     view.picture._handle_custom_msg({"curve": 0, "point": 1, "data": None}, [])
-    view.picture._handle_custom_msg({"png": True}, [memoryview(b"\x89PNG\r\n\x1a\n" + DOT)])
+    Image.new("RGBA", (1, 1)).save(dot := io.BytesIO(), "PNG")
+    view.picture._handle_custom_msg({"png": True}, [memoryview(dot.getvalue())])
     view.set(n=3)
-    view.picture._handle_custom_msg({"png": True}, [memoryview(b"\x89PNG\r\n\x1a\n" + DOT)])
+    view.picture._handle_custom_msg({"png": True}, [memoryview(dot.getvalue())])
     assert len(updates) == 2 and "3 &lt;b&gt;" in updates[1]
     (png,) = re.findall(r"base64,([^\"]+)", updates[1])
     assert b64decode(png)[:8] == b"\x89PNG\r\n\x1a\n"
@@ -205,47 +190,30 @@ def test_a_control_is_set_to_nothing_that_its_widget_could_not_have():
         "of": menu("of", "a", "ab"),
         "some": several("some", ["a"], ["a", "b"]),
     }
-    view = View(
-        "v",
-        controls,
+    rest = [
         lambda **values: values,
-        lambda data: Figure(),
-        lambda data: [],
-        lambda **_: ("", ""),
-        lambda data: ("", ""),
-    )
-    for good in (
-        {"n": 1},
-        {"x": 2.0},
-        {"of": "b"},
-        {"some": ("a", "b")},
-        {"some": ()},
-        {"rate": 900.0},
-    ):
-        assert view.set(**good).values.items() >= good.items()
+        lambda _: Figure(),
+        lambda _: [],
+        *[lambda *_, **__: ("", "")] * 2,
+    ]
+    view = View("v", controls, *rest)
+    good = {"n": 1}, {"x": 2.0}, {"of": "b"}, {"some": ("a", "b")}, {"some": ()}, {"rate": 900.0}
+    for values in good:
+        assert view.set(**values).values.items() >= values.items()
     assert view.set(rate=1 / 3).values["rate"] == 0.3333  # as a command has it
     before = dict(view.values)
-    for bad in (
-        {"n": 0},
-        {"n": "3"},
-        {"n": None},
-        {"x": float("nan")},
-        {"x": float("inf")},
-        {"x": 0.0},
-        {"of": "c"},
-        {"of": None},
-        {"some": ("c",)},
-        {"rate": 0.0},
-        {"rate": -1.0},
-    ):
+    for name, value in [
+        *(("n", value) for value in (0, "3", None)),
+        *(("x", value) for value in (float("nan"), float("inf"), 0.0)),
+        *(("of", value) for value in ("c", None)),
+        *(("rate", value) for value in (0.0, -1.0)),
+        ("some", ("c",)),
+    ]:
         with pytest.raises(ValueError, match="it must be"):
-            view.set(**bad)
+            view.set(**{name: value})
         assert view.values == before
         with pytest.raises(ValueError, match="it must be"):
-            name, value = *bad, *bad.values()
-            View(
-                "v", {name: controls[name]._replace(value=value)}, *[lambda *_, **__: ("", "")] * 5
-            )
+            View("v", {name: controls[name]._replace(value=value)}, *rest)
     for words in ("n=", "n", "n=x", "n=1e3", "of=c", "q=1", "", "x=nan"):
         with pytest.raises(ValueError):
             turned(view, [words])

@@ -32,7 +32,7 @@ from moelab.simulation.simulator import (
 from moelab.specs import Event
 from moelab.table import ms
 from moelab.viz import theme
-from moelab.viz.charts import EDGE, add_points, finish, gantt, hover, panels, pattern
+from moelab.viz.charts import finish, gantt, hover, pattern
 from moelab.viz.figures import kind_of
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, slider
@@ -83,7 +83,7 @@ class Stage:
 
     def play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
         """The simulation of a setting, bandwidth in bytes/s, once."""
-        setting = _setting(way, predictor, distance, bandwidth)
+        setting = (way, bandwidth) if way == "none" else (way, predictor, distance, bandwidth)
         if setting not in self.played:
             self.played[setting] = self._play(way, predictor, distance, bandwidth)
         return self.played[setting]
@@ -148,17 +148,12 @@ class Stage:
         return base and changed and 100 * (changed / base - 1)
 
 
-def _setting(way: str, predictor: str, distance: int, bandwidth: float) -> tuple[Any, ...]:
-    return (way, bandwidth) if way == "none" else (way, predictor, distance, bandwidth)
-
-
 class Scene(NamedTuple):
     """What is seen: one way of prefetching, and one decode step of it.
 
     runs : {title: events of this step}, without prefetching and so.
     stalls, took : [n], seconds of each decode step.
-    beside : {way: (mean seconds of a decode step, change of the loss in per cent or None)}, of the
-    ways that were seen."""
+    none : seconds of a decode step without prefetching. loss : its change in per cent, or None."""
 
     way: str
     title: str
@@ -167,7 +162,8 @@ class Scene(NamedTuple):
     runs: dict[str, list[Event]]
     stalls: list[float]
     took: list[float]
-    beside: dict[str, tuple[float, float | None]]
+    none: float
+    loss: float | None
     recall: float
     words: list[str]
     simulation: Simulation
@@ -178,13 +174,8 @@ def scene(
 ) -> Scene:
     """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
     of = predictor, distance
-    stage.play("none", *of, bandwidth)
     run = stage.play(way, *of, bandwidth)
-    beside = {
-        name: (fmean(end - start for start, end, *_ in decode_steps(done)), stage.loss(name, *of))
-        for name in WAYS
-        if (done := stage.played.get(_setting(name, *of, bandwidth))) is not None
-    }
+    none = decode_steps(stage.play("none", *of, bandwidth))
     titles = {way: f"{way}: {predictor}, {distance} ahead"} | {"none": "none"}
     forwards = decode_steps(run)
     token = min(token, len(forwards) - 1)
@@ -205,7 +196,8 @@ def scene(
         shown,
         stalls,
         [of.end - of.start for of in forwards],
-        beside,
+        fmean(of.end - of.start for of in none),
+        stage.loss(way, predictor, distance),
         stage.recall(predictor, distance),
         stage.found.words(stage.found.new),
         run,
@@ -231,21 +223,20 @@ def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
 
 
 def draw(found: Scene) -> Iterator[Figure]:
-    """The timelines of the chosen token; stalls by token, and the loss beside the time."""
+    """The timelines of the chosen token; stalls by token."""
     yield gantt(found.runs, "experts", "simulated")
     yield strip(found)
 
 
 def strip(found: Scene) -> Figure:
-    """Every token's time, its stall and the rest; and each way's change of the loss beside its
-    TPOT."""
-    figure, (left, right) = panels(["", ""], column_widths=[0.62, 0.38], horizontal_spacing=0.2)
-    widths = [3.0 if i == found.token else 0.5 for i in range(len(found.took))]
+    """Every token's time: its stall and the rest."""
+    figure = Figure()
+    width = [3.0 if i == found.token else 0.5 for i in range(len(found.took))]
     for name, values, colour, shape in (
         ("works", [a - b for a, b in zip(found.took, found.stalls)], theme.SKY, ""),
         ("waits", found.stalls, theme.VERMILLION, "x"),
     ):
-        line = {"color": theme.BLACK, "width": widths}
+        line = {"color": theme.BLACK, "width": width}
         figure.add_bar(
             x=[*range(len(values))],
             y=[1e3 * value for value in values],
@@ -253,17 +244,9 @@ def strip(found: Scene) -> Figure:
             customdata=[f"{i}: {word!r}" for i, word in enumerate(found.words[: len(values)])],
             marker={"color": colour, "pattern": pattern(shape, size=6), "line": line},
             hovertemplate=hover("%{customdata}: %{y:.2f} ms", name),
-            **left,
         )
-    for i, name in enumerate(WAYS):
-        seconds, loss = found.beside.get(name, (0.0, None))
-        points = [] if loss is None else [(1e3 * seconds, loss)]
-        add_points(figure, points, name, i, "%{x:.2f} ms, %{y:+.2f} %", **right)
-    figure.update_xaxes(title="decode step", **left).update_yaxes(title="time (ms)", **left)
-    figure.update_xaxes(title="TPOT (ms), simulated", rangemode="tozero", **right)
-    figure.update_yaxes(title="loss (%), measured", rangemode="normal", **right)
-    figure.add_hline(y=0, line=EDGE, **right)
-    return finish(figure, legend="", barmode="stack", height=330)
+    legend = {"legend": "simulated", "barmode": "stack", "height": 280}
+    return finish(figure, "decode step", "time (ms)", **legend)
 
 
 def rows(found: Scene) -> Rows:
@@ -282,20 +265,18 @@ def rows(found: Scene) -> Rows:
 
 
 def words(found: Scene) -> tuple[str, str]:
-    seconds, loss = found.beside[found.way]
     change = "no bit of the output changes"
     if found.way == "speculative":
-        change = "" if loss is None else f"the loss changes by {loss:+.2f} % (measured)"
+        change = "" if found.loss is None else f"the loss changes by {found.loss:+.2f} % (measured)"
     how = "" if found.way == "none" else f", recall {found.recall:.0%}; {change}"
     return (
-        f"{found.title}{how}. Disk: {found.bandwidth / 1e6:.4g} MB/s. {ms(seconds)} ms a token, of "
-        f"which {ms(fmean(found.stalls))} ms waiting; {ms(found.beside['none'][0])} ms without "
+        f"{found.title}{how}. Disk: {found.bandwidth / 1e6:.4g} MB/s. {ms(fmean(found.took))} ms a token, of "
+        f"which {ms(fmean(found.stalls))} ms waiting; {ms(found.none)} ms without "
         f"prefetching (simulated). Step {found.token} is shown; a click on a bar shows another. "
         "Numbers in the timelines are experts.",
         "Two timelines, one below the other: disk, workers and compute as rows; with "
         "prefetching, reads of the next layer lie under the computing of this one and the "
-        "waiting shrinks. Below, a bar a token, its waiting hatched; beside it, the change "
-        "of the loss against the time.",
+        "waiting shrinks. Below, a bar a token, its waiting hatched.",
     )
 
 
@@ -347,8 +328,7 @@ def _clicks(view: View) -> list[Any]:
     """A click on a bar of the strip selects its token."""
 
     def clicked(what: Mapping[str, Any]) -> None:
-        if what["curve"] < 2:
-            view.guarded(lambda: view.set(token=what["point"]))
+        view.guarded(lambda: view.set(token=what["point"]))
 
     view.pictures[1].on_click(clicked)
     return []
