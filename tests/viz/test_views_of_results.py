@@ -141,13 +141,6 @@ def claim(**how):
     return ledger.Claim("a", "A", "x", "§1", "text", "here", "model", **how)
 
 
-def test_a_claim_finds_the_figure_of_its_metrics(runs, results):
-    of = claim(value=2.0, metric=("01_calibration", "curve_of_hits"))
-    row = ledger.Row(of, 2.0, None, "exact", ledger.REPRODUCED)
-    assert claims_view.figure_of(row) == runs[1] / "figures" / "curve.json"
-    assert list(claims_view.tell(row).figure.data[0].y) == [3, 5]
-
-
 @pytest.mark.parametrize("card", ["Qwen3-30B-A3B", "gpt-oss-20b", "MIXTRAL-8x7B", "DeepSeek-V3"])
 def test_the_model_map_of_a_card_holds_every_byte_of_its_geometry(card):
     view = views.model_map(card)

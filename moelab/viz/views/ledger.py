@@ -5,17 +5,13 @@ views.claims("zipmoe")          views.claims(verdict="not reproduced")
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from shlex import quote
 
 import numpy as np
 
 from moelab import claims as ledger
-from moelab.comparison import FigureFile, MetricsFile, saved_runs
-from moelab.files import read_json
 from moelab.records import Record
 from moelab.viz.charts import by_row, hover, point_look
 from moelab.viz.plotly_json import Figure
@@ -31,26 +27,6 @@ def chosen(rows: Sequence[ledger.Row], source: str = "", verdict: str = "") -> l
     return [
         row for row in rows if source in ("", row.claim.source) and verdict in ("", row.verdict)
     ]
-
-
-def figure_of(row: ledger.Row, results: str | Path | None = None) -> Path | None:
-    """The figure that the notebook's newest run kept of a claim's metrics: the one that shares most
-    words with them."""
-    notebook, *metrics = row.claim.metric or ("",)
-    asked = _words(" ".join(metrics))
-    for run in reversed(saved_runs(notebook, results) if notebook else []):
-        figures = read_json(run / "metrics.json", MetricsFile).get("figures", {})
-        shared = {
-            name: (len(asked & _words(name)), len(asked & _words(of.get("caption", ""))))
-            for name, of in figures.items()
-        }
-        if best := max(shared, key=shared.get, default=""):
-            return run / figures[best]["file"]
-    return None
-
-
-def _words(text: str) -> set[str]:
-    return {word.removesuffix("s") for word in re.split(r"[\W_]+", text.lower()) if len(word) > 2}
 
 
 def name_of(row: ledger.Row) -> str:
@@ -85,25 +61,16 @@ def draw(rows: Sequence[ledger.Row]) -> Figure:
     return by_row(figure, [*map(name_of, there)], "found here ÷ what the source says")
 
 
-def tell(row: ledger.Row, results: str | Path | None = None) -> Detail:
-    """Everything about a claim, and the figure that shows it."""
-    where = " ".join(row.claim.metric[:1]) or "nothing here"
-    rows = [
-        *zip(ledger.HEAD, row.cells),
-        ("answered by", f"{where}: {', '.join(row.claim.metric[1:])}"),
-    ]
+def tell(row: ledger.Row) -> Detail:
+    """Everything about a claim."""
+    notebook, *metrics = row.claim.metric or ("nothing here",)
+    rows = [*zip(ledger.HEAD, row.cells), ("answered by", f"{notebook}: {', '.join(metrics)}")]
     rows += [(f"by another choice, {name}", value) for name, value in row.readings.items()]
-    told = html_rows([row.claim.title, ""], rows)
-    if (path := figure_of(row, results)) is None:
-        return Detail(told)
-    kept = read_json(path, FigureFile)
-    figure = Figure(kept["figure"]["data"], kept["figure"]["layout"])
-    return Detail(f"{told}<em>{escape(kept['caption'])}</em>", figure)
+    return Detail(html_rows([row.claim.title, ""], rows))
 
 
 def claims(source: str = "", verdict: str = "", results: str | Path | None = None) -> Detailed:
-    """The ledger as a view; a claim that is chosen shows its verdict's reason and the figure of the
-    newest run.
+    """The ledger as a view; a claim that is chosen shows its verdict's reason and what answers it.
 
     source, verdict : which claims at first; all if "". results : where runs lie.
     """
@@ -143,5 +110,5 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
         plays=("source", "verdict"),
         label="claim",
         names=lambda found: [*map(name_of, found)],
-        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name), results),
+        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name)),
     )
