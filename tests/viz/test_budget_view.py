@@ -9,30 +9,15 @@ import torch
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab import open_model
-from moelab.cache.pools import Pools
-from moelab.offloading.metrics import Forward
-from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import machine_of
-from moelab.specs import MoESpec
 from moelab.viz import views
 from moelab.viz.views import budgets as budget
 from moelab.viz.views import real
 from moelab.viz.views import recorded as recorded_module
-from moelab.viz.views.recorded import Recorded, _as_opened, recorded
+from moelab.viz.views.recorded import recorded
 from tests.models import tiny
-
-
-def a_run(steps, E, tokens=1, H=16):
-    spec = MoESpec("tiny", "tiny", 2, (0, 1), E, 1, H=H, I=8)
-    settings = EngineSettings(spec, Pools(), "lru", "model", None, 1, 1, 0, (), 1000)
-    run = EngineRun(settings, _as_opened(settings))
-    run.steps = steps
-    run.forwards = [
-        Forward(i, i + 1, tokens, "decode" if i else "prefill") for i in range(len(steps))
-    ]
-    return Recorded("tiny", run, _as_opened(settings))
-
+from tests.viz.conftest import a_run
 
 STEPS = [[(layer, {(i * (layer + 2)) % 5: 1}) for layer in range(2)] for i in range(12)]
 DELAYS = Delays(1e-3, 0, 0, 0, 1e-4, 0, e_bytes=768)

@@ -8,17 +8,13 @@ import torch
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab import open_model, record
-from moelab.cache.pools import Pools
-from moelab.offloading.metrics import Forward
-from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import make
 from moelab.simulation.costs import Delays, Machine
-from moelab.specs import MoESpec
 from moelab.speculate.routers import route
 from moelab.viz import views
 from moelab.viz.views import stage as theatre
-from moelab.viz.views.recorded import Recorded, _as_opened
 from tests.models import tiny
+from tests.viz.conftest import a_run
 
 STEPS = [
     [(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)]
@@ -27,25 +23,7 @@ STEPS = [
 
 
 def stage(predictions):
-    spec = MoESpec("tiny", "tiny", 3, (0, 1, 2), 6, 2, H=16, I=8)
-    settings = EngineSettings(
-        spec,
-        Pools(F=4),
-        "lru",
-        "model",
-        None,
-        1,
-        2,
-        0,
-        (),
-        0,
-    )
-    run = EngineRun(settings, _as_opened(settings))
-    run.steps, run.forwards = (
-        STEPS,
-        [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)],
-    )
-    found = Recorded("tiny", run, _as_opened(settings), new=list(range(6)))
+    found = a_run(STEPS, 6, 2, kept=4)
     machine = Machine(Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), other=(3e-3, 0.0))
     losses = {None: 2.0, ("mine", 1): 2.1}
     return theatre.Stage(found, {("mine", 1): (predictions, 0.0)}, losses, machine)
