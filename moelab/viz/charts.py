@@ -494,9 +494,8 @@ def intervals(
             )
         if zero is not None:
             figure.add_vline(x=zero, line=EDGE, **at)
-        if panel in (limits or {}):
-            figure.add_vline(x=limits[panel], line=dotted, **at)
-        for what, value in (marks or {}).get(panel, {}).items():
+        limit = {"": limits[panel]} if panel in (limits or {}) else {}
+        for what, value in (limit | (marks or {}).get(panel, {})).items():
             figure.add_vline(x=value, line=dotted, **at)
             _label_above(figure, value, what, log, at)
         figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **at)
@@ -524,47 +523,34 @@ def _label_above(figure: Figure, x: float, text: str, log: bool, at: Mapping[str
 
 
 def points(
-    groups: Mapping[str, Any],
+    groups: Mapping[str, Mapping[str, Sequence[float]]],
     y: str,
-    x: str | Mapping[str, str],
+    x: str,
     *,
     at: Values | None = None,
-    log: str = "",
     kind: str = "measured",
-    **layout: Any,
 ) -> Figure:
-    """Named points, a panel or several side by side.
-
-    groups : {series: {name: (x, y)}} or {panel: that}; (x, y, low, high) has an interval.
-    at : {what: x}, vertical lines.
-    """
-    groups = _panelled(groups, 3)
-    figure, places = panels([""] * len(groups), y=y, horizontal_spacing=0.12)
-    kinds = list(dict.fromkeys(name for of in groups.values() for name in of))
-    for place, (panel, of) in zip(places, groups.items()):
-        for name, by_name in of.items():
-            xs, ys, *ends = zip(*by_name.values()) if by_name else ((), ())
-            figure.add_scatter(
-                x=xs,
-                y=ys,
-                name=name,
-                mode="markers+text",
-                text=[f" {one}" for one in by_name],
-                textposition="middle right",
-                textfont={"size": 11},
-                cliponaxis=False,
-                marker=point_look(kinds.index(name)),
-                error_y=interval(ys, *ends) if ends else None,
-                customdata=list(by_name),
-                hovertemplate=hover("%{customdata}: %{x:.3g}, %{y:.3g}", name),
-                **place,
-            )
-        for what, value in (at or {}).items():
-            figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what, **place)
-        figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **place)
-    _scale_axes(figure, log)
-    finish(figure, legend=kind, height=440, showlegend=len(kinds) > 1)
-    return figure.update_layout(**layout)
+    """Named points {series: {name: (x, y)}}; (x, y, low, high) has an interval. at : {what: x},
+    vertical lines."""
+    figure = Figure()
+    for i, (series, named) in enumerate(groups.items()):
+        xs, ys, *ends = zip(*named.values())
+        add_points(
+            figure,
+            [*zip(xs, ys)],
+            series,
+            i,
+            "%{text}: %{x:.3g}, %{y:.3g}",
+            mode="markers+text",
+            text=[f" {name}" for name in named],
+            textposition="middle right",
+            textfont={"size": 11},
+            cliponaxis=False,
+            error_y=interval(ys, *ends) if ends else None,
+        )
+    for what, value in (at or {}).items():
+        figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what)
+    return finish(figure, x, y, legend=kind, height=440, showlegend=len(groups) > 1)
 
 
 def matrix(

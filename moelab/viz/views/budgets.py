@@ -24,7 +24,7 @@ from moelab.offloading.slots import Sizes, divide
 from moelab.records import Rows
 from moelab.registry import names
 from moelab.simulation.costs import Machine
-from moelab.simulation.simulator import flat, machine_of, ordered, simulate
+from moelab.simulation.simulator import flat, machine_of
 from moelab.store.layout import aligned
 from moelab.table import duration, size
 from moelab.viz.figures import budget_curve, memory_bar
@@ -32,7 +32,14 @@ from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.real import button
-from moelab.viz.views.recorded import TIMED, TOKENS, Recorded, recorded
+from moelab.viz.views.recorded import (
+    TIMED,
+    TOKENS,
+    Recorded,
+    recorded,
+    replay,
+    seconds_of,
+)
 
 #: budgets of a curve, per cent of what all experts take
 SHARES = (1, 5, *range(10, 101, 10))
@@ -106,22 +113,11 @@ class Explorer:
         return point
 
     def _played(self, policy: str, pools: Any, staging: int) -> tuple[float, float]:
-        steps = self.found.run.steps
-        rule = Belady(flat(steps)) if policy == BELADY else policy
+        rule = Belady(flat(self.found.run.steps)) if policy == BELADY else policy
         residency = Residency(self.spec.L, self.spec.E, pools, rule)
         residency.fill()
-        for step in flat(steps[: self.warm]):
-            residency.begin(*step)
-        done = simulate(
-            steps[self.warm :],
-            self.forwards[self.warm :],
-            residency,
-            replace(self.machine, workers=self.settings.workers),
-            staging=staging,
-            order=ordered(self.settings.scheduler, self.machine),
-        )
-        took = [of.end - of.start for of in done.forwards if of.phase == "decode"]
-        return fmean(took), done.counters.hit_rate()
+        done = replay(self.found, residency, self.warm, self.machine, staging=staging)
+        return fmean(seconds_of(done)), done.counters.hit_rate()
 
     def curve(self, policy: str) -> list[Point]:
         """What was simulated, by budget; at least `SHARES`."""

@@ -32,7 +32,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 1em aut
 #controls label {{ display: flex; gap: 1em; align-items: center; margin: 0.3em 0; }}
 #controls input {{ flex: 1; max-width: 40em; }}
 .note {{ color: light-dark(#555, #b5b5b5); font-size: 14px; }}
-pre {{ overflow: auto; padding: 0.5em; background: light-dark(#f3f3f3, #222); }}
+pre {{ white-space: pre-wrap; padding: 0.5em; background: light-dark(#f3f3f3, #222); }}
 table {{ border-collapse: collapse; font-size: 14px; }}
 td, th {{ padding: 0.1em 0.6em; text-align: left; vertical-align: top; }}
 </style></head>

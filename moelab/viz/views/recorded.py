@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
@@ -19,6 +19,8 @@ from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import find, names
+from moelab.simulation.costs import Machine
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 
 TOKENS = 16
 #: decode steps of an assumed run: as many as see nearly every expert, and those that are timed
@@ -84,6 +86,39 @@ class Recorded:
         """Tokens as text, one by one; their numbers without a tokenizer."""
         tokenizer = getattr(self.model, "tokenizer", None)
         return [str(i) if tokenizer is None else tokenizer.decode([i]) for i in ids]
+
+
+def replay(
+    found: Recorded,
+    residency: Residency,
+    warm: int,
+    machine: Machine,
+    steps: Any = None,
+    **how: Any,
+) -> Simulation:
+    """A run in simulated time on a machine, or other steps; the first `warm` only fill the cache.
+    how : further arguments of `simulate`."""
+    settings = found.run.settings
+    steps = found.run.steps if steps is None else steps
+    for step in flat(steps[:warm]):
+        residency.begin(*step)
+    return simulate(
+        steps[warm:],
+        [forward[2:] for forward in found.run.forwards[warm:]],
+        residency,
+        replace(machine, workers=settings.workers),
+        order=ordered(settings.scheduler, machine),
+        **how,
+    )
+
+
+def seconds_of(run: Simulation) -> list[float]:
+    """Of each decode step."""
+    return [of.end - of.start for of in decode_steps(run)]
+
+
+def decode_steps(run: Simulation) -> list[Forward]:
+    return [forward for forward in run.forwards if forward.phase == "decode"]
 
 
 def recorded(

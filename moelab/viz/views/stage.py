@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -21,14 +22,7 @@ from moelab.offloading.metrics import Forward
 from moelab.progress import progress
 from moelab.records import Rows
 from moelab.simulation.costs import Machine
-from moelab.simulation.simulator import (
-    Prefetching,
-    Simulation,
-    flat,
-    machine_of,
-    ordered,
-    simulate,
-)
+from moelab.simulation.simulator import Prefetching, Simulation, machine_of
 from moelab.specs import Event
 from moelab.table import ms
 from moelab.viz import theme
@@ -37,7 +31,7 @@ from moelab.viz.figures import kind_of
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command
-from moelab.viz.views.recorded import Recorded, prompt_ids
+from moelab.viz.views.recorded import Recorded, decode_steps, prompt_ids, replay, seconds_of
 
 WAYS = ("none", "hint", "speculative")
 #: of the text on which the loss is measured
@@ -62,18 +56,12 @@ class Stage:
         losses: Mapping[tuple[str, int] | None, float],
         machine: Machine,
     ) -> None:
-        self.found, self.predictions, self.losses, self.machine = (
-            found,
-            predictions,
-            losses,
-            machine,
-        )
-        self.settings, self.run = found.run.settings, found.run
-        #: experts that may be read ahead; with as much memory beside the cache
-        self.ahead = self.settings.ahead or self.settings.spec.K
-        self.forwards = [tuple(forward[2:]) for forward in self.run.forwards]
-        self.warm = next(n for n, forward in enumerate(self.forwards) if forward[1] == "decode")
-        self.played: dict[tuple[Any, ...], Simulation] = {}
+        self.found, self.predictions, self.losses = found, predictions, losses
+        self.machine, self.settings, self.run = machine, found.run.settings, found.run
+        phases = [forward.phase for forward in self.run.forwards]
+        self.warm = phases.index("decode")
+        self.last = phases.count("decode") - 1
+        self._done = cache(self._play)
 
     @property
     def bandwidth(self) -> float:
@@ -83,10 +71,8 @@ class Stage:
 
     def play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
         """The simulation of a setting, bandwidth in bytes/s, once."""
-        setting = (way, bandwidth) if way == "none" else (way, predictor, distance, bandwidth)
-        if setting not in self.played:
-            self.played[setting] = self._play(way, predictor, distance, bandwidth)
-        return self.played[setting]
+        predicted = () if way == "none" else (predictor, distance)
+        return self._done(way, bandwidth, *predicted)
 
     def steps(self, way: str, predictor: str, distance: int) -> Any:
         """What is executed: the true experts or, speculating, those predicted where there is a
@@ -112,34 +98,24 @@ class Stage:
         ]
         return sum(right for right, _ in found) / max(1, sum(true for _, true in found))
 
-    def _play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
-        """The decode steps in simulated time; the prompt only fills the cache. Bandwidth in
-        bytes/s."""
+    def _play(self, way: str, bandwidth: float, *predicted: Any) -> Simulation:
+        """The decode steps in simulated time; the prompt only fills the cache. As much memory as
+        may be read ahead lies beside the cache."""
         delays = self.machine.delays
         reads = {"e_read": delays.e_bytes, "sm_read": delays.sm_bytes}
         delays = replace(delays, **{part: n / bandwidth for part, n in reads.items()})
-        machine = replace(self.machine, delays=delays, workers=self.settings.workers)
-        prefetching = None
-        ahead = 0
-        if way != "none":
-            ahead = self.ahead
-            guessed, seconds = self.predictions[predictor, distance]
+        machine = replace(self.machine, delays=delays)
+        prefetching, steps, ahead = None, None, 0
+        if predicted:
+            ahead = self.settings.ahead or self.settings.spec.K
+            guessed, seconds = self.predictions[predicted]
             machine = replace(machine, predict=seconds)
             guessed = [[*of.items()] for of in guessed[self.warm :]]
-            prefetching = Prefetching(guessed, ahead, distance)
-        steps = self.steps(way, predictor, distance)
-        residency = deepcopy(self.found.before)
-        for step in flat(steps[: self.warm]):
-            residency.begin(*step)
-        return simulate(
-            steps[self.warm :],
-            self.forwards[self.warm :],
-            residency,
-            machine,
-            staging=self.settings.staging + ahead,
-            order=ordered(self.settings.scheduler, machine),
-            prefetching=prefetching,
-        )
+            prefetching = Prefetching(guessed, ahead, predicted[1])
+            steps = self.steps(way, *predicted)
+        residency, staging = deepcopy(self.found.before), self.settings.staging + ahead
+        how = {"steps": steps, "staging": staging, "prefetching": prefetching}
+        return replay(self.found, residency, self.warm, machine, **how)
 
     def loss(self, way: str, predictor: str, distance: int) -> float | None:
         """By how many per cent the loss changes; None if nobody knows."""
@@ -152,8 +128,8 @@ class Scene(NamedTuple):
     """What is seen: one way of prefetching, and one decode step of it.
 
     runs : {title: events of this step}, without prefetching and so.
-    stalls, took : [n], seconds of each decode step.
-    none : seconds of a decode step without prefetching. loss : its change in per cent, or None."""
+    stalls, took : [n], seconds of each decode step. none : of one without prefetching.
+    loss : its change in per cent, or None."""
 
     way: str
     title: str
@@ -174,38 +150,32 @@ def scene(
 ) -> Scene:
     """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
     of = predictor, distance
-    run = stage.play(way, *of, bandwidth)
-    none = decode_steps(stage.play("none", *of, bandwidth))
-    titles = {way: f"{way}: {predictor}, {distance} ahead"} | {"none": "none"}
-    forwards = decode_steps(run)
-    token = min(token, len(forwards) - 1)
-    shown = {}
-    for name in dict.fromkeys(["none", way]):
-        done = stage.play(name, *of, bandwidth)
-        shown[titles[name]] = step_events(done.events, decode_steps(done)[token])
+    none, run = (stage.play(name, *of, bandwidth) for name in ("none", way))
+    title = way if way == "none" else f"{way}: {predictor}, {distance} ahead"
+    token = min(token, stage.last)
+    shown = {
+        name: step_events(done.events, decode_steps(done)[token])
+        for name, done in {"none": none, title: run}.items()
+    }
     waits = [event for event in run.events if event.kind == "wait"]
     stalls = [
         sum(event.end - event.start for event in waits if of.start <= event.start < of.end)
-        for of in forwards
+        for of in decode_steps(run)
     ]
     return Scene(
         way,
-        titles[way],
+        title,
         token,
         bandwidth,
         shown,
         stalls,
-        [of.end - of.start for of in forwards],
-        fmean(of.end - of.start for of in none),
-        stage.loss(way, predictor, distance),
-        stage.recall(predictor, distance),
+        seconds_of(run),
+        fmean(seconds_of(none)),
+        stage.loss(way, *of),
+        stage.recall(*of),
         stage.found.words(stage.found.new),
         run,
     )
-
-
-def decode_steps(run: Simulation) -> list[Forward]:
-    return [forward for forward in run.forwards if forward.phase == "decode"]
 
 
 def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
@@ -312,13 +282,12 @@ def view_of(staged: Stage, predictors: Sequence[str], distances: Sequence[int]) 
     def compute(way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
         return scene(staged, way, predictor, distance, 1e6 * bandwidth, token)
 
-    last = sum(forward[1] == "decode" for forward in staged.forwards) - 1
     controls = {
         "way": menu("prefetching", "hint", WAYS),
         "predictor": menu("predictor", predictors[0], predictors),
         "distance": menu("distance (layers)", distances[0], distances),
         "bandwidth": slider("disk (MB/s)", rate, rate / 20, rate * 10, log=True),
-        "token": slider("decode step", min(1, last), 0, last),
+        "token": slider("decode step", min(1, staged.last), 0, staged.last),
     }
     said = command("theatre", staged.found)
     return View("theatre", controls, compute, draw, rows, said, words, ("way", "token"), _clicks)
