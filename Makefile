@@ -42,7 +42,8 @@ stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
 
 lab: $(INSTALLED)
-	@$(PYTHON) -m jupyter lab notebooks/00_start.ipynb --allow-root \
+	@$(PYTHON) -m jupyter lab --allow-root --ServerApp.root_dir=. \
+	  --LabApp.default_url=/lab/tree/notebooks/00_start.ipynb \
 	  --FileContentsManager.pre_save_hook=moelab.lab.strip.before_saving \
 	  --FileContentsManager.post_save_hook=moelab.lab.strip.after_saving
 

@@ -106,24 +106,20 @@ def panels(
     """
     titles = list(titles)
     columns = min(columns or len(titles), len(titles))
-    figure = Figure(
-        (),
-        _grid(
-            tuple(map(bool, titles)),
-            columns,
-            tuple(
-                (name, tuple(value) if isinstance(value, list) else value)
-                for name, value in how.items()
-            ),
-        ),
-        columns,
-    )
+    grid = _grid(tuple(map(bool, titles)), columns, tuple((k, _tuple(v)) for k, v in how.items()))
+    figure = Figure((), grid, columns)
     for note, title in zip(figure.frame.get("annotations", ()), filter(None, titles)):
         note["text"] = title
-    for column in range(1, columns + 1):
-        figure.update_xaxes(title=x, row=(len(titles) - column) // columns + 1, col=column)
+    bottom = range(max(0, len(titles) - columns), len(titles))
+    places = [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
+    for i in bottom:
+        figure.update_xaxes(title=x, **places[i])
     figure.update_yaxes(title=y, col=1).update_annotations(font_size=13)
-    return figure, [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
+    return figure, places
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 @cache
@@ -144,15 +140,10 @@ def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ..
 
 
 def add_lines(
-    figure: Figure,
-    series: Mapping[str, Sequence[Sequence[Any]]],
-    template: str = "%{x:g}: %{y:.3g}",
-    names: Iterable[str] = (),
-    **how: Any,
-) -> Figure:
+    figure: Figure, series: Mapping[str, Sequence[Sequence[Any]]], names: Sequence[str], **how: Any
+) -> None:
     """Add a line a series of points (x, y) or (x, y, low, high); one of `names` has the same look
     in every panel."""
-    names = list(names or series)
     for name, points in series.items():
         x, y, *ends = zip(*points) if points else ((), ())
         figure.add_scatter(
@@ -160,9 +151,10 @@ def add_lines(
             y=y,
             name=name,
             error_y=interval(y, *ends) if ends else None,
-            **line_look(names.index(name)) | {"hovertemplate": hover(template, name)} | how,
+            **line_look(names.index(name))
+            | {"hovertemplate": hover("%{x:g}: %{y:.3g}", name)}
+            | how,
         )
-    return figure
 
 
 def add_points(
@@ -170,72 +162,8 @@ def add_points(
 ) -> None:
     """Add points (x, y) in the look of the i-th series."""
     x, y = zip(*points) if points else ((), ())
-    figure.add_scatter(
-        **{
-            "x": x,
-            "y": y,
-            "name": name,
-            "mode": "markers",
-            "marker": point_look(i),
-            "hovertemplate": hover(template, name),
-        }
-        | how
-    )
-
-
-def add_ranges(
-    figure: Figure, rows: Mapping[str, Spread], name: str, template: str, i: int = 0, **how: Any
-) -> None:
-    """Add a point with its interval in each named row: {row: (value, low, high)}."""
-    value, low, high = np.array(list(rows.values()), dtype=float).reshape(-1, 3).T
-    figure.add_scatter(
-        x=value,
-        y=list(rows),
-        name=name,
-        mode="markers",
-        marker=point_look(i),
-        error_x=interval(value, low, high, color="#333333", thickness=1.5, width=4),
-        hovertemplate=hover(template, name),
-        **how,
-    )
-
-
-def add_band(
-    figure: Figure,
-    x: ArrayLike,
-    low: ArrayLike,
-    high: ArrayLike,
-    colour: str,
-    opacity: float,
-    name: str,
-    **how: Any,
-) -> None:
-    """Add a band from low to high in a colour "#rrggbb"."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    x, low, high = map(np.asarray, (x, low, high))
-    figure.add_scatter(
-        x=np.r_[x, x[::-1]],
-        y=np.r_[high, low[::-1]],
-        fill="toself",
-        name=name,
-        mode="lines",
-        line={"width": 0},
-        fillcolor=f"rgba({red},{green},{blue},{opacity})",
-        hoverinfo="skip",
-        **how,
-    )
-
-
-def add_reference(figure: Figure, y: float, text: str, dash: str = "dash", shift: int = 0) -> None:
-    """Add a grey horizontal line, labelled in the right margin; the label is `shift` pixels up."""
-    figure.add_hline(
-        y=y,
-        line=DASHED | {"dash": dash},
-        annotation_text=text,
-        annotation_position="right",
-        annotation_font_size=11,
-        annotation_yshift=shift,
-    )
+    look = {"mode": "markers", "marker": point_look(i), "hovertemplate": hover(template, name)}
+    figure.add_scatter(**{"x": x, "y": y, "name": name} | look | how)
 
 
 def quantiles(samples: Sequence[float]) -> Spread:
@@ -247,14 +175,6 @@ def quantiles(samples: Sequence[float]) -> Spread:
 def whole_steps(n: int) -> int:
     """A tick distance that keeps the labels of n layers apart and whole."""
     return max(1, -(-n // 12))
-
-
-def power_ticks(figure: Figure, values: Iterable[float]) -> None:
-    """Logarithmic horizontal axes with a tick at each of the values."""
-    ticks = sorted({float(value) for value in values})
-    figure.update_xaxes(
-        type="log", tickmode="array", tickvals=ticks, ticktext=[f"{tick:g}" for tick in ticks]
-    )
 
 
 def finish(
@@ -272,24 +192,31 @@ def finish(
     for i, (name, trace) in enumerate(zip(names, figure.traces)):
         if name and names.count(name) > 1 and "showlegend" not in trace:
             trace |= {"legendgroup": name, "showlegend": name not in names[:i]}
-    if legend is None:
-        place = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-        notes = [
-            len(note["text"])
-            for note in figure.frame.get("annotations", ())
-            if note.get("xref") == "x domain"
-        ]
-        right = 20 + 6 * max(notes, default=0)  # plotly leaves no room for them
-    else:
+    notes = figure.frame.get("annotations", ())
+    beside = [len(note["text"]) for note in notes if note.get("xref") == "x domain"]
+    shown = layout.get("showlegend", legend is not None or len(figure.traces) > 1)
+    place = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
+    if legend is not None:
         title = {"text": legend, "font": {"size": 13}}
         place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title}
-        right = 24
-    figure.update_layout(
-        legend=place,
-        showlegend=legend is not None or len(figure.traces) > 1,
-        margin={"l": 72, "r": right, "t": 40, "b": 56},
-    )
+    # plotly leaves no room for notes
+    right = 24 if legend is not None and shown else 20 + 6 * max(beside, default=0)
+    margin = {"l": 72, "r": right, "t": 40, "b": 56}
+    figure.update_layout(legend=place, showlegend=shown, margin=margin)
     return figure.update_layout(**layout)
+
+
+def by_row(figure: Figure, rows: Sequence[str], x: str) -> Figure:
+    """The figure of ratios in named rows, the first at the top, with a line at 1."""
+    figure.add_vline(x=1, line=EDGE)
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=[*rows][::-1],
+        range=[-0.8, len(rows) - 0.2],  # plotly leaves a share of the height, however high
+        tickfont={"size": 11},
+    )
+    return finish(figure, x, legend="", height=140 + 20 * max(len(rows), 4))
 
 
 def lines(
@@ -330,9 +257,8 @@ def lines(
     )
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
     for place, (panel, of) in zip(places, groups.items()):
-        look = {"mode": "lines"} if dots else {}
         given = {name: _pairs(points) for name, points in of.items()}
-        add_lines(figure, given, names=names, **look, **place)
+        add_lines(figure, given, names, **({"mode": "lines"} if dots else {}), **place)
         if at is not None:
             figure.add_vline(x=at, line=DASHED, **place)
         if below:
@@ -356,11 +282,11 @@ def _pairs(points: Any) -> Any:
 def _panelled(groups: Mapping[str, Any], deep: int) -> Mapping[str, Any]:
     """Dictionaries so many deep; one less is a panel without a title."""
     found = groups
-    n = 0
-    while isinstance(found, Mapping):
+    for _ in range(deep):
+        if not isinstance(found, Mapping):
+            return {"": groups}
         found = next(iter(found.values()), None)
-        n = n + 1
-    return groups if n >= deep else {"": groups}
+    return groups
 
 
 def _add_across(figure: Figure, across: Values) -> None:
@@ -381,26 +307,23 @@ def _scale_axes(figure: Figure, log: str, *more: float, each: bool = False) -> N
     for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
         if axis not in log:
             continue
-        found = [np.asarray(trace.get(axis, ()), float) for trace in figure.traces]
-        for trace, of in zip(figure.traces, [*found]):
+        found = [np.array(more, float)]
+        for trace in figure.traces:
+            of = np.asarray(trace.get(axis, ()), float)
             ends = trace.get(f"error_{axis}") or {"array": 0, "arrayminus": 0}
-            found += [of + ends["array"], of - ends["arrayminus"]]
-        values = np.concatenate([*found, more])
-        values = values[values > 0]
-        if each and axis == "x" and len(set(values)) < 9:
-            power_ticks(figure, values)
-        elif len(values):
-            low = values.min()
-            high = values.max()
-            few = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
-            ones = [tick for tick in few if f"{tick:e}"[0] == "1"]
-            few = few if len(few) < 7 else ones if len(ones) > 2 else few[::2]
-            update(
-                type="log",
-                tickvals=few,
-                range=np.log10([low / 1.15, high * 1.15]).tolist(),
-                ticktext=[f"{t:g}" for t in few],
-            )
+            found += [of, of + ends["array"], of - ends["arrayminus"]]
+        values = np.concatenate(found)
+        values = np.unique(values[values > 0])
+        if not len(values):
+            continue
+        low, high = values[0], values[-1]
+        ticks = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
+        if len(ticks) > 6:
+            ticks = [tick for tick in ticks if f"{tick:e}"[0] == "1"]
+        ends = np.log10([low / 1.15, high * 1.15]).tolist()
+        if each and axis == "x" and len(values) < 9:
+            ticks, ends = values.tolist(), None
+        update(type="log", tickvals=ticks, range=ends, ticktext=[f"{t:g}" for t in ticks])
 
 
 def bars(
@@ -413,7 +336,6 @@ def bars(
     line: tuple[float, str] | None = None,
     percent: bool = False,
     kind: str = "modelled",
-    upwards: bool = True,
     text: str = "",
     **layout: Any,
 ) -> Figure:
@@ -424,8 +346,8 @@ def bars(
     paper : {panel: {series: {group: values}}}, open diamonds on the bars; two values are the ends
         of a range.
     line : (value, what it is), drawn across. percent : values from 0 to 1 are drawn in per cent.
-    kind : the legend's title. upwards : the vertical axis begins at 0. text : the format of the
-        numbers on bars, such as ".2f". layout : barmode="stack" piles the series up.
+    kind : the legend's title. text : the format of the numbers on bars, such as ".2f". layout :
+        barmode="stack" piles the series up.
     """
     groups = _panelled(groups, 3)
     height = 310 * -(-len(groups) // columns) + 80
@@ -441,21 +363,20 @@ def bars(
                 _add_paper(figure, said, name, n, scale, at)
         every = list(dict.fromkeys(group for by_group in of.values() for group in by_group))
         figure.update_xaxes(categoryarray=every, **at)
-        _add_unsupported(figure, of, every, names, at)
+        _add_unsupported(figure, of, names, at)
         if line:
-            named = len(names) > 1 or len(groups) > 1  # by the legend
-            note = {} if named else {"annotation_text": line[1], "annotation_font": NOTE}
-            figure.add_hline(y=scale * line[0], line=DASHED, **note, **at)
+            figure.add_hline(y=scale * line[0], line=DASHED, **at)
+    shown = len(names) > 1 or bool(paper) or (len(groups) > 1 and bool(line))
+    if line and not shown:  # what it is stands in the margin, where no bar is
+        label_right(figure, scale * line[0], line[1].replace(" ", "<br>", 1))
     figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
-    figure.update_yaxes(rangemode=None if upwards else "normal")
     look = {"barmode": "group", "scattermode": "group", "bargap": 0.18, "height": height}
-    title = kind + (f"<br>dashed: {line[1]}" if line else "")
-    look |= {"showlegend": len(names) > 1 or bool(paper) or (len(groups) > 1 and bool(line))}
-    if not look["showlegend"]:
+    if not shown:
         figure.update_yaxes(title=f"{y}, {kind}" if kind and y else y, col=1)
     if layout.get("barmode") == "stack":
         figure.update_traces(offsetgroup=None)
-    return finish(figure, legend=title).update_layout(**look | layout)
+    title = kind + (f"<br>dashed: {line[1]}" if line else "")
+    return finish(figure, legend=title, showlegend=shown).update_layout(**look | layout)
 
 
 def _add_bars(
@@ -512,27 +433,21 @@ def _add_paper(
 
 
 def _add_unsupported(
-    figure: Figure,
-    of: Mapping[str, Mapping[str, Spread | None]],
-    groups: Sequence[str],
-    names: Sequence[str],
-    at: Mapping[str, Any],
+    figure: Figure, of: Mapping[str, Any], names: Sequence[str], at: Mapping[str, Any]
 ) -> None:
-    """N.S. in each group that has a series without a value."""
-    for group in groups:
-        missing = [
-            name for name, by_group in of.items() if group in by_group and by_group[group] is None
-        ]
+    """N.S. where a series has a group without a value."""
+    for name, by_group in of.items():
+        missing = [group for group, value in by_group.items() if value is None]
         if missing:
             figure.add_scatter(
-                x=[group],
-                y=[0],
+                x=missing,
+                y=[0] * len(missing),
                 mode="text",
                 text="N.S.",
                 textposition="top center",
-                offsetgroup=str(names.index(missing[len(missing) // 2])),
+                offsetgroup=str(names.index(name)),
                 showlegend=False,
-                textfont={"size": 11, "color": GREY},
+                textfont=NOTE,
                 hoverinfo="skip",
                 name="not supported",
                 **at,
@@ -566,18 +481,25 @@ def intervals(
     for at, (panel, of) in zip(places, groups.items()):
         for i, name in enumerate(kinds):
             rows = {row: v for row, v in of.items() if not series or series[row] == name}
-            label = name or panel
-            look = {"showlegend": None if series else False}
-            add_ranges(figure, rows, label, "%{y}: %{x:.3g}", i, **look, **at)
+            value, low, high = np.array([*rows.values()], float).reshape(-1, 3).T
+            add_points(
+                figure,
+                [*zip(value, rows)],
+                name or panel,
+                i,
+                "%{y}: %{x:.3g}",
+                error_x=interval(value, low, high, color="#333333", thickness=1.5, width=4),
+                showlegend=None if series else False,
+                **at,
+            )
         if zero is not None:
             figure.add_vline(x=zero, line=EDGE, **at)
-        if panel in (limits or {}):
-            figure.add_vline(x=limits[panel], line=dotted, **at)
-        for what, value in (marks or {}).get(panel, {}).items():
+        limit = {"": limits[panel]} if panel in (limits or {}) else {}
+        for what, value in (limit | (marks or {}).get(panel, {})).items():
             figure.add_vline(x=value, line=dotted, **at)
             _label_above(figure, value, what, log, at)
         figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **at)
-    figure.update_xaxes(tickangle=0, nticks=max(4, 15 // len(groups)), tickfont_size=12)
+    figure.update_xaxes(tickangle=0, nticks=max(3, 10 // len(groups)), tickfont_size=12)
     if log:
         _scale_axes(figure, "x", *(x for of in (marks or {}).values() for x in of.values()))
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
@@ -586,65 +508,49 @@ def intervals(
     return finish(figure, legend=kind, height=height, margin_l=left).update_layout(**layout)
 
 
+def label_right(figure: Figure, y: float, text: str, shift: int = 0) -> None:
+    """A name in the right margin at a height; `shift` pixels above it."""
+    look = {"xref": "x domain", "xanchor": "left", "align": "left", "font": NOTE, "yshift": shift}
+    figure.add_annotation(x=1, y=y, text=f" {text}", showarrow=False, **look)
+
+
 def _label_above(figure: Figure, x: float, text: str, log: bool, at: Mapping[str, int]) -> None:
     """A name at the top of a panel's vertical line."""
     (n,) = figure._panels(at["row"], at["col"])
-    figure.add_annotation(
-        x=np.log10(x) if log else x,
-        xref=f"x{n}",
-        y=1,
-        yref=f"y{n} domain",
-        yanchor="top",
-        xanchor="right",
-        textangle=-90,
-        showarrow=False,
-        text=text,
-        font=NOTE,
-    )
+    look = {"yanchor": "top", "xanchor": "right", "textangle": -90, "font": NOTE}
+    place = {"x": np.log10(x) if log else x, "xref": f"x{n}", "y": 1, "yref": f"y{n} domain"}
+    figure.add_annotation(text=text, showarrow=False, **place, **look)
 
 
 def points(
-    groups: Mapping[str, Any],
+    groups: Mapping[str, Mapping[str, Sequence[float]]],
     y: str,
-    x: str | Mapping[str, str],
+    x: str,
     *,
     at: Values | None = None,
-    log: str = "",
     kind: str = "measured",
-    **layout: Any,
 ) -> Figure:
-    """Named points, a panel or several side by side.
-
-    groups : {series: {name: (x, y)}} or {panel: that}; (x, y, low, high) has an interval.
-    at : {what: x}, vertical lines.
-    """
-    groups = _panelled(groups, 3)
-    figure, places = panels([""] * len(groups), y=y, horizontal_spacing=0.12)
-    kinds = list(dict.fromkeys(name for of in groups.values() for name in of))
-    for place, (panel, of) in zip(places, groups.items()):
-        for name, by_name in of.items():
-            xs, ys, *ends = zip(*by_name.values()) if by_name else ((), ())
-            figure.add_scatter(
-                x=xs,
-                y=ys,
-                name=name,
-                mode="markers+text",
-                text=[f" {one}" for one in by_name],
-                textposition="middle right",
-                textfont={"size": 11},
-                cliponaxis=False,
-                marker=point_look(kinds.index(name)),
-                error_y=interval(ys, *ends) if ends else None,
-                customdata=list(by_name),
-                hovertemplate=hover("%{customdata}: %{x:.3g}, %{y:.3g}", name),
-                **place,
-            )
-        for what, value in (at or {}).items():
-            figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what, **place)
-        figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **place)
-    _scale_axes(figure, log)
-    finish(figure, legend=kind, height=440, showlegend=len(kinds) > 1)
-    return figure.update_layout(**layout)
+    """Named points {series: {name: (x, y)}}; (x, y, low, high) has an interval. at : {what: x},
+    vertical lines."""
+    figure = Figure()
+    for i, (series, named) in enumerate(groups.items()):
+        xs, ys, *ends = zip(*named.values())
+        add_points(
+            figure,
+            [*zip(xs, ys)],
+            series,
+            i,
+            "%{text}: %{x:.3g}, %{y:.3g}",
+            mode="markers+text",
+            text=[f" {name}" for name in named],
+            textposition="middle right",
+            textfont={"size": 11},
+            cliponaxis=False,
+            error_y=interval(ys, *ends) if ends else None,
+        )
+    for what, value in (at or {}).items():
+        figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what)
+    return finish(figure, x, y, legend=kind, height=440, showlegend=len(groups) > 1)
 
 
 def matrix(

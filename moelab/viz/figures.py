@@ -6,8 +6,6 @@ Sizes come in bytes and are drawn in GB of 10⁹ bytes, or in MB."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -18,17 +16,15 @@ from moelab.viz.charts import (
     AHEAD,
     DASHED,
     EDGE,
-    GREY,
     NOTE,
-    Points,
     Values,
-    add_band,
-    add_reference,
     bar_look,
     finish,
     gantt,
     hover,
+    label_right,
     line_look,
+    lines,
     panels,
     pattern,
 )
@@ -40,144 +36,72 @@ READS = "disk", "link"  # resources that experts are read from, or sent over
 
 def budget_curve(
     curves: Mapping[str, Sequence[Sequence[float]]],
-    ceiling: Sequence[Sequence[float]] = (),
-    limits: Mapping[str, Points] | None = None,
+    optimum: Sequence[Sequence[float]] = (),
     marks: Values | None = None,
-    *,
-    most_hits: Points = (),
     measured: Sequence[tuple[str, Sequence[float]]] = (),
     target: tuple[float, str] | None = None,
 ) -> Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
 
-    curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1, …), …]}. ceiling : the same of
-        Belady's optimum.
-    limits : {name: [(bytes, seconds), …]}, lower bounds of the TPOT. marks : {name: bytes},
-        vertical lines.
-    most_hits : [(bytes, hit rate), …], an upper bound.
-    measured : [(policy, as of `curves`), …], points.
-    target : (seconds, what it is), a horizontal line.
+    curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1, …), …]}. optimum : the same of
+        Belady's rule. marks : {name: bytes}, vertical lines. measured : [(policy, as of `curves`),
+        …], points. target : (seconds, what it is), a horizontal line.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
-    figure, (upper, lower) = panels(
-        [""] * 2,
-        1,
-        f"memory for experts ({unit})",
-        shared_xaxes=True,
-        vertical_spacing=0.07,
-        row_heights=[0.55, 0.45],
-    )
-    halves = (upper, 1, 1e3, "ms"), (lower, 2, 100, "%")
-    add = partial(_add_half, figure, scale, unit)
-    optimum = {"mode": "lines", "line": {"color": theme.BLACK, "width": 3, "dash": "solid"}}
-    looks = [(name, of, line_look(i)) for i, (name, of) in enumerate(curves.items())]
-    for name, points, look in [*looks, ("Belady, whole experts", ceiling, optimum)]:
-        for half in halves if points else ():
-            add(name, sorted(points), half, **look)
-    grey = {"color": GREY, "width": 2}
-    for i, (name, points) in enumerate((limits or {}).items()):
-        dash = ("dot", "dashdot", "longdash")[i % 3]
-        add(f"limit: {name}", sorted(points), halves[0], mode="lines", line=grey | {"dash": dash})
-    if most_hits:
-        hits = [(size, 0, share) for size, share in sorted(most_hits)]
-        look = {"mode": "lines", "line": grey | {"dash": "longdashdot"}}
-        add("limit: hits of any cache", hits, halves[1], **look)
-    star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
-    for half in halves if measured else ():
-        names = [name for name, _ in measured]
-        add("measured", [of for _, of in measured], half, mode="markers", text=names, marker=star)
+    drawn = {name: sorted(points) for name, points in curves.items()}
+    best = {"Belady, whole experts": sorted(optimum)} if optimum else {}
+    stars = {"measured": [point for _, point in measured]} if measured else {}
+    titles = {}
+    panels = {}
+    for place, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")):
+        titles[title] = title
+        panels[title] = {
+            name: [(point[0] / scale, factor * point[place]) for point in points]
+            for name, points in (drawn | best | stars).items()
+        }
+    figure = lines(panels, titles, f"memory for experts ({unit})", kind="policies: simulated")
+    for trace in figure.traces:
+        if trace["name"] in best:
+            look = {"width": 3, "color": theme.BLACK, "dash": "solid"}
+            trace |= {"mode": "lines", "line": look}
+        if trace["name"] in stars:
+            star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
+            trace |= {"mode": "markers", "text": [name for name, _ in measured], "marker": star}
+    upper = {"row": 1, "col": 1}
     if target is not None:
         note = {"annotation_position": "top right", "annotation_font": NOTE}
         dotted = DASHED | {"dash": "dot"}
         figure.add_hline(y=1e3 * target[0], line=dotted, annotation_text=target[1], **note, **upper)
-    _add_marks(figure, marks or {}, scale)
-    figure.update_yaxes(title="TPOT (ms)", **upper)
-    figure.update_yaxes(title="hit rate (%)", range=[0, 104], **lower)
-    return finish(figure, legend="policies: simulated", height=560)
-
-
-def _add_half(
-    figure: Figure,
-    scale: float,
-    unit: str,
-    name: str,
-    points: Sequence[Sequence[float]],
-    half: tuple[Mapping[str, int], int, float, str],
-    **look: Any,
-) -> None:
-    """A series in one panel of the budget curve: (where it is, which number of a point, its factor,
-    its unit)."""
-    at, place, factor, what = half
-    figure.add_scatter(
-        x=[point[0] / scale for point in points],
-        y=[factor * point[place] for point in points],
-        name=name,
-        hovertemplate=hover("%{x:.2f} " + unit + ": %{y:.1f} " + what, name),
-        **look,
-        **at,
-    )
-
-
-def _add_marks(figure: Figure, marks: Values, scale: float) -> None:
-    """Vertical lines at sizes, with their names above."""
-    for i, (name, size) in enumerate(marks.items()):
-        figure.add_vline(x=size / scale, line=DASHED)
-        figure.add_annotation(
-            x=size / scale,
-            y=1,
-            yref="paper",
-            text=name,
-            showarrow=False,
-            yanchor="bottom",
-            yshift=13 * (i % 2),
-            font=NOTE,
-        )  # neighbours may be close
+    for i, (name, memory) in enumerate((marks or {}).items()):
+        figure.add_vline(x=memory / scale, line=DASHED)
+        look = {"yref": "paper", "yanchor": "bottom", "yshift": 13 * (i % 2), "font": NOTE}
+        # neighbours may be close
+        figure.add_annotation(x=memory / scale, y=1, text=name, showarrow=False, **look)
+    return figure.update_yaxes(range=[0, 104], row=2).update_layout(height=560)
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:
     """What takes memory, {part: bytes}, stacked; a line where memory ends and the part `on_disk`
     begins, hatched."""
     scale, unit = _unit([sum(parts.values())])
+    grey = {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
     figure = Figure()
-    for i, (name, size) in enumerate(parts.items()):
-        look = (
-            bar_look(i)
-            if name != on_disk
-            else {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
-        )
+    for i, (name, nbytes) in enumerate(parts.items()):
         figure.add_bar(
             y=["memory"],
-            x=[size / scale],
-            name=name,
+            x=[nbytes / scale],
+            name=f"{name}: {nbytes / scale:.3g} {unit}",
             orientation="h",
-            marker=look | {"line": EDGE},
-            text=f"{size / scale:.3g}",
-            textposition="inside",
-            textangle=0,
-            insidetextanchor="middle",
+            marker=(grey if name == on_disk else bar_look(i)) | {"line": EDGE},
             hovertemplate=hover("%{x:.3g} " + unit, name),
         )
-    end = sum(size for name, size in parts.items() if name != on_disk) / scale
+    end = sum(nbytes for name, nbytes in parts.items() if name != on_disk) / scale
+    look = {"yref": "paper", "yanchor": "bottom", "showarrow": False, "font": NOTE}
     figure.add_vline(x=end, line={"color": theme.BLACK, "width": 3})
-    figure.add_annotation(
-        x=end,
-        y=1,
-        yref="paper",
-        text=f"in memory: {end:.3g} {unit}",
-        showarrow=False,
-        yanchor="bottom",
-        font=NOTE,
-    )
+    figure.add_annotation(x=end, y=1, text=f"in memory: {end:.3g} {unit}", **look)
     figure.update_yaxes(showgrid=False, showticklabels=False)
-    return finish(
-        figure,
-        f"memory ({unit})",
-        legend="exact",
-        barmode="stack",
-        height=250,
-        uniformtext={"minsize": 9, "mode": "hide"},
-        legend_traceorder="normal",
-    )
+    finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250)
+    return figure.update_layout(legend_traceorder="normal")
 
 
 def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Figure:
@@ -190,8 +114,18 @@ def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Fig
     low, q1, median, q3, high = np.quantile(loads[:, order], [0, 0.25, 0.5, 0.75, 1], axis=0)
     ranks = np.arange(loads.shape[1])
     figure = Figure()
-    add_band(figure, ranks, low, high, theme.BLUE, 0.25, "all chunks")
-    add_band(figure, ranks, q1, q3, theme.BLUE, 0.5, "middle half of the chunks")
+    bands = {"all chunks": (low, high, 0.25), "middle half of the chunks": (q1, q3, 0.5)}
+    for name, (below, above, opacity) in bands.items():
+        figure.add_scatter(
+            x=np.r_[ranks, ranks[::-1]],
+            y=np.r_[above, below[::-1]],
+            fill="toself",
+            name=name,
+            mode="lines",
+            line={"width": 0},
+            fillcolor=f"rgba(0,114,178,{opacity})",  # blue
+            hoverinfo="skip",
+        )
     figure.add_scatter(
         x=ranks,
         y=median,
@@ -203,10 +137,10 @@ def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Fig
     shift = 0
     below = -np.inf
     for name, tokens in sorted((capacities or {}).items(), key=lambda item: item[1]):
-        shift = (
-            shift + 12 if tokens - below < 0.05 * high.max() else 0
-        )  # labels that would overlap move up
-        add_reference(figure, tokens, f"{name}: {tokens:.0f}", shift=shift)
+        # labels that would overlap move up
+        shift = shift + 12 if tokens - below < 0.05 * high.max() else 0
+        figure.add_hline(y=tokens, line=DASHED)
+        label_right(figure, tokens, f"{name}: {tokens:.0f}", shift)
         below = tokens
     return finish(figure, "popularity rank of the expert (0 = busiest)", "tokens in a chunk")
 
@@ -220,20 +154,15 @@ def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
         f"{name}: {entropy(values):.3f} of {bits} bit{'s' * (bits > 1)}"
         for name, values, bits in zip(("sign", "exponent", "mantissa"), fields, (1, e, m))
     ]
-    figure, places = panels(
-        titles, y="share of weights (%)", column_widths=[0.2, 0.4, 0.4], horizontal_spacing=0.08
-    )
     used = np.flatnonzero(fields[1])
-    window = (used[0], used[-1] + 1) if len(used) else (0, len(fields[1]))
-    labels = (["+", "−"], np.arange(*window) - len(fields[1]) // 2 + 1, np.arange(len(fields[2])))
-    for at, x, values, name in zip(
-        places,
-        labels,
-        (fields[0], fields[1][slice(*window)], fields[2]),
-        ("sign of the weight", "exponent (power of two)", "mantissa bits"),
-    ):
+    first, end = (used[0], used[-1] + 1) if len(used) else (0, len(fields[1]))
+    exponents = np.arange(first, end) - len(fields[1]) // 2 + 1
+    shown = (("+", "−"), fields[0]), (exponents, fields[1][first:end]), (None, fields[2])
+    figure, places = panels(titles, y="share of weights (%)", column_widths=[0.2, 0.4, 0.4])
+    names = "sign of the weight", "exponent (power of two)", "mantissa bits"
+    for at, (x, values), name in zip(places, shown, names):
         figure.add_bar(
-            x=x,
+            x=np.arange(len(values)) if x is None else x,
             y=100 * values / max(counts.sum(), 1),
             marker=bar_look(0),
             hovertemplate="%{x}: %{y:.2f} %<extra></extra>",

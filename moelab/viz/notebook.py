@@ -9,18 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import ipywidgets
-from IPython.display import DisplayHandle, Markdown, clear_output, display
+from IPython.display import Markdown, display
 
 from moelab.table import head_and_rows, markdown_table
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure
 
-WIDGET = "application/vnd.jupyter.widget-view+json"
 #: width of what stands before a control, so that all controls begin below one another
 LABEL = "16em"
 #: a dark JupyterLab shows figures in the opposite lightness, white as its #111, and the hues as
@@ -34,13 +34,21 @@ DARK = (
 )
 
 
+#: in the place of a widget whose kernel is gone, JupyterLab says that its model is not found
+FAILED = (
+    "<style>.jp-OutputArea-output.jupyter-widgets:not(:has(*)) { display: none; } "
+    # and what a cell has shown first gives way to controls that turn it
+    ".jp-OutputArea-child:has(~ .jp-OutputArea-child .moelab-turned) { display: none; }</style>"
+)
+
+
 def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:
     """Show a figure with its caption below; `alt` describes it in words, `name` is that under which
     a run keeps it."""
     drawn = theme.to_json(fig)
     drawn |= {
         "data": theme.packed(drawn["data"]),
-        "config": {"displaylogo": False, "responsive": True},
+        "config": theme.CONFIG,
     }
     display(
         {theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"},
@@ -74,7 +82,8 @@ def interact(
     """Show controls, and below them what `function` shows for their values (argument name →
     widget); headless, what it shows for the first ones.
 
-    shown : the cell has shown just that; in Jupyter it gives way to the controls.
+    shown : the cell has shown just that. In Jupyter it gives way to the controls, and is there again
+        where the notebook is opened without them.
     """
     for name, control in controls.items():
         if not getattr(control, "description", ""):
@@ -87,16 +96,15 @@ def interact(
         "[To be turned in JupyterLab: "
         f"{', '.join(control.description for control in controls.values())}]"
     )
+    if not shown:
+        function(**{name: control.value for name, control in controls.items()})
     if os.environ.get("MOELAB_HEADLESS"):
-        if not shown:
-            function(**{name: control.value for name, control in controls.items()})
         return display({"text/plain": text}, raw=True)
-    if shown:
-        clear_output(wait=True)
-    live(
-        ipywidgets.VBox([*controls.values(), ipywidgets.interactive_output(function, controls)]),
-        text,
-    )
+    turned = ipywidgets.interactive_output(function, controls)
+    box = ipywidgets.VBox([*controls.values(), turned])
+    box.add_class("moelab-turned")
+    live(box, text)
+    display({"text/html": FAILED, "text/plain": ""}, raw=True)
 
 
 def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
@@ -145,30 +153,42 @@ def follow_the_theme() -> None:
     display({"text/html": DARK, "text/plain": ""}, raw=True)
 
 
-def live(widget: ipywidgets.Widget, text: str, pictures: Iterable[ipywidgets.Widget] = ()) -> None:
-    """Show a widget; `text` is what a reader sees where nothing is live, and what the browser first
-    draws of each of `pictures`, parts of it, which send a message {"png"}.
-
-    Jupyter hides an output that names no widget; what shows no widgets shows its PNG.
-    """
+def live(widget: ipywidgets.Widget, text: str) -> None:
+    """Show a widget; `text` is what a reader sees where nothing is live."""
     display(widget._repr_mimebundle_() | {"text/plain": text}, raw=True)
-    for picture in pictures:
-        nothing = {
-            WIDGET: {"version_major": 2, "version_minor": 0, "model_id": ""},
-            "text/plain": "",
-        }
-        picture.on_msg(partial(_keep, display(nothing, raw=True, display_id=True), nothing))
 
 
-def _keep(
-    handle: DisplayHandle,
-    nothing: Mapping[str, Any],
-    _: Any,
-    message: Mapping[str, Any],
-    buffers: Sequence[Any],
-) -> None:
-    if "png" in message:
-        handle.update(
-            nothing | {"image/png": b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()},
-            raw=True,
+class Still:
+    """What a reader of the saved notebook sees in the place of a view: the last picture that the
+    browser drew of each of its parts, which send a message {"png"}, and its words.
+
+    tools : the view's toolbar, which hides this where it is itself shown. words : () → (caption, the
+        picture in words).
+    """
+
+    def __init__(
+        self,
+        tools: Any,
+        pictures: Iterable[ipywidgets.Widget],
+        words: Callable[[], tuple[str, str]],
+    ) -> None:
+        self._name, self._words = f"moelab-still-{tools.model_id}", words
+        self._pngs: dict[int, str] = {}
+        self._handle = display(self._bundle(), raw=True, display_id=True)
+        tools.still = self._name
+        for i, picture in enumerate(pictures):
+            picture.on_msg(partial(self._keep, i))
+
+    def _bundle(self) -> dict[str, str]:
+        caption, alt = map(escape, self._words())
+        shown = "".join(
+            f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{png}">'
+            for _, png in sorted(self._pngs.items())
         )
+        told = f"{FAILED}<div class={self._name}>{shown}<p><em>{caption}</em></p></div>"
+        return {"text/html": told, "text/plain": ""}
+
+    def _keep(self, i: int, _: Any, message: Mapping[str, Any], buffers: Sequence[Any]) -> None:
+        if "png" in message:
+            self._pngs[i] = b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()
+            self._handle.update(self._bundle(), raw=True)

@@ -9,10 +9,10 @@ told apart."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +30,7 @@ LAYER = re.compile(r"(.*?\.\d+)\.(.+)$")
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A tensor, or an expert's part of a stacked one. layer : its prefix, "" outside. expert : None
     if it is none's."""
 
@@ -43,8 +42,14 @@ class Part:
     @property
     def label(self) -> str:
         """The name after layer and expert."""
-        rest = self.name.removeprefix(self.layer).lstrip(".")
-        return EXPERT.sub("", rest)
+        return EXPERT.sub("", self.name.removeprefix(self.layer).lstrip("."))
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Sorts layer 10 behind layer 9, and experts behind what is none."""
+        words = re.split(r"(\d+)", self.layer)
+        numbers = [int(word) if word.isdigit() else word for word in words]
+        return numbers, -1 if self.expert is None else self.expert, self.name
 
 
 def parts(checkpoint: str | Path) -> list[Part]:
@@ -58,33 +63,18 @@ def parts(checkpoint: str | Path) -> list[Part]:
     found = []
     for name, stored in tensors.items():
         layer = match[1] if (match := LAYER.match(name)) else ""
-        if number := EXPERT.search(name):
-            found.append(Part(name, layer, int(number[1]), stored))
-        elif "experts" in name and len(stored.shape) == 3 and stored.shape[0] > 1:
-            found += [
-                Part(f"{name}[{e}]", layer, e, stored.slice(e)) for e in range(stored.shape[0])
-            ]
+        number = EXPERT.search(name)
+        if not number and "experts" in name and len(stored.shape) == 3 and stored.shape[0] > 1:
+            every = range(stored.shape[0])
+            found += [Part(f"{name}[{e}]", layer, e, stored.slice(e)) for e in every]
         else:
-            found.append(Part(name, layer, None, stored))
-    return sorted(
-        found,
-        key=lambda part: (
-            _numbers(part.layer),
-            part.expert is not None,
-            part.expert or 0,
-            part.name,
-        ),
-    )
+            found.append(Part(name, layer, int(number[1]) if number else None, stored))
+    return sorted(found, key=lambda part: part.place)
 
 
-def _numbers(name: str) -> list[str | int]:
-    """Sorts layer 10 behind layer 9."""
-    return [int(word) if word.isdigit() else word for word in re.split(r"(\d+)", name)]
-
-
-def sample_size(found: Iterable[Part]) -> int:
-    """Bytes of each tensor that a survey of them reads."""
-    return max(LEAST, min(SAMPLE, TOTAL // max(1, len(list(found)))))
+def sample_size(tensors: int) -> int:
+    """Bytes of each tensor that a survey of so many reads."""
+    return max(LEAST, min(SAMPLE, TOTAL // max(1, tensors)))
 
 
 def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
@@ -92,20 +82,17 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     four places."""
     dtype = DTYPES[stored.dtype]
     n = stored.shape[-1] if stored.shape else 1
-    row = n * dtype.itemsize
-    rows = prod(stored.shape[:-1])
     if not stored.nbytes:
         return torch.empty(0, n, dtype=dtype)
+    row, rows = n * dtype.itemsize, prod(stored.shape[:-1])
     if rows < 2:
-        return torch.from_numpy(stored.read(0, min(stored.nbytes, most // 64 * 64))).view(dtype)[
-            None
-        ]
-    if stored.nbytes <= most:
-        return torch.from_numpy(stored.read(0, stored.nbytes)).view(dtype).view(rows, n)
-    run = min(max(1, most // row // PLACES), max(1, rows // PLACES))
-    first = np.linspace(0, rows - run, min(PLACES, rows)).astype(int).tolist()
-    read = np.concatenate([stored.read(at * row, run * row) for at in first])
-    return torch.from_numpy(read).view(dtype).view(-1, n)
+        row, rows = min(stored.nbytes, most // 64 * 64), 1
+    run = rows
+    if rows * row > most:
+        run = min(max(1, most // row // PLACES), max(1, rows // PLACES))
+    first = np.linspace(0, rows - run, min(PLACES, rows)).astype(int) if run < rows else [0]
+    read = np.concatenate([stored.read(int(at) * row, run * row) for at in first])
+    return torch.from_numpy(read).view(dtype).view(-1, row // dtype.itemsize)
 
 
 def bound(part: Part, most: int = SAMPLE) -> float | None:
@@ -124,10 +111,11 @@ def histogram(part: Part, most: int = SAMPLE) -> np.ndarray:
 def error(part: Part, form: str, most: int = SAMPLE) -> float | None:
     """‖w − w'‖ ÷ ‖w‖ of weights w that become w' in a few-bit format; None where it leaves a tensor
     as it is."""
-    if part.stored.dtype not in ("BF16", "F16", "F32") or not part.stored.nbytes:
+    stored = part.stored
+    if stored.dtype not in ("BF16", "F16", "F32") or len(stored.shape) < 2 or not stored.nbytes:
         return None
-    w = sample(part.stored, most)
-    if len(part.stored.shape) < 2 or (blob := find_format(form).compress(w)) is None:
+    w = sample(stored, most)
+    if (blob := find_format(form).compress(w)) is None:
         return None
     made = torch.empty_like(w)
     find_format(form).decompress(blob, made)
@@ -135,7 +123,7 @@ def error(part: Part, form: str, most: int = SAMPLE) -> float | None:
     return float((w - made.double()).norm() / w.norm()) if w.any() else 0.0
 
 
-def popularity(found: Iterable[Part], counts: np.ndarray) -> list[float | None]:
+def popularity(found: Sequence[Part], counts: np.ndarray) -> list[float | None]:
     """How often each part's expert is chosen, over the mean of its layer; None for what is no
     expert's.
 
@@ -143,17 +131,14 @@ def popularity(found: Iterable[Part], counts: np.ndarray) -> list[float | None]:
 
     Raises ValueError: the checkpoint has other layers or experts than were counted.
     """
-    found = list(found)
-    layers = list(dict.fromkeys(part.layer for part in found if part.expert is not None))
-    E = 1 + max((part.expert for part in found if part.expert is not None), default=-1)
+    experts = [part for part in found if part.expert is not None]
+    layers = list(dict.fromkeys(part.layer for part in experts))
+    E = 1 + max((part.expert for part in experts), default=-1)
     if np.shape(counts) != (len(layers), E):
         raise ValueError(
             f"counts are {list(np.shape(counts))}, and the checkpoint has {len(layers)} layers of {E} "
             f"experts; count on this model: moelab.record(model, prompts).counts()"
         )
-    counts = np.asarray(counts, float)
-    over = counts / np.maximum(counts.mean(1, keepdims=True), 1e-12)
-    return [
-        None if part.expert is None else float(over[layers.index(part.layer), part.expert])
-        for part in found
-    ]
+    over = counts / np.maximum(np.mean(counts, 1, keepdims=True), 1e-12)
+    rows = dict(zip(layers, over.tolist()))
+    return [None if part.expert is None else rows[part.layer][part.expert] for part in found]

@@ -46,6 +46,13 @@ SEQUENTIAL = (
 )
 SCALE = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
 PLOTLY = "application/vnd.plotly.v1+json"
+#: of plotly: what its bar of buttons does, which is there while the mouse is over a figure: few, so
+#: that it covers no legend
+CONFIG = {
+    "displaylogo": False,
+    "responsive": True,
+    "modeBarButtons": [["toImage", "resetScale2d"]],
+}
 #: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not
 #: change them
 DARK = {

@@ -25,7 +25,6 @@ from moelab.bench import (
 from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
 from moelab.specs import MoESpec
-from moelab.viz.findings import scale as beside_memory
 
 SPEC = MoESpec(
     "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32
@@ -364,17 +363,6 @@ def test_a_model_in_several_forms_beside_its_limit(tmp_path, here):
             fraction < limits[name]["stored fraction"] < fraction + 0.2
             and limits[name]["limit s"] > 0
         )
-    figure = beside_memory(dict(enumerate((conditions, rows, limits))))
-    assert {trace.name for trace in figure.data} == {
-        "weights",
-        "peak of the process",
-        "on demand",
-        "limit on demand",
-    }
-    bars, marks = figure.data[-2:]
-    assert list(bars.x) == ["bf12", "huffman", "int4"] == [*marks.x] and all(
-        y > 0 for y in (*bars.y, *marks.y)
-    )
     assert sorted(path.name for path in (tmp_path / "here").iterdir()) == [
         "bf12",
         "huffman",

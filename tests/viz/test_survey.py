@@ -81,15 +81,11 @@ def test_a_sample_is_of_whole_rows_and_as_small_as_asked(tmp_path_factory, shape
         assert rows.nbytes <= max(most, survey.PLACES * n * dtype.itemsize)
 
 
-@pytest.mark.parametrize(
-    "form, most", [("int8", 0.01), ("fp8", 0.04), ("int4", 0.12), ("mxfp4", 0.16)]
-)
-def test_the_error_of_a_format_is_that_of_rounding(checkpoint, form, most):
+def test_what_is_no_number_has_no_error_and_no_bound(checkpoint):
     folder, _ = checkpoint
     by_name = {part.name: part for part in survey.parts(folder)}
-    assert 0 < survey.error(by_name["model.layers.10.mlp.experts.0.up_proj.weight"], form) < most
-    assert survey.error(by_name["model.layers.10.norm.weight"], form) is None  # stays as it is
-    assert survey.error(by_name["steps"], form) is None and survey.bound(by_name["steps"]) is None
+    assert survey.error(by_name["model.layers.10.norm.weight"], "int8") is None  # stays as it is
+    assert survey.error(by_name["steps"], "int8") is None and survey.bound(by_name["steps"]) is None
 
 
 def test_int8_errors_against_a_naive_loop(checkpoint):
@@ -123,5 +119,5 @@ def test_popularity_is_over_the_layers_mean(checkpoint):
 
 
 def test_no_more_than_a_sample_is_read_of_many_tensors(checkpoint):
-    assert survey.sample_size([None] * 10) == survey.SAMPLE
-    assert survey.LEAST <= survey.sample_size([None] * 20_000) < survey.SAMPLE
+    assert survey.sample_size(10) == survey.SAMPLE
+    assert survey.LEAST <= survey.sample_size(20_000) < survey.SAMPLE

@@ -1,22 +1,20 @@
 """The prefetch theatre: its predictions, steps and stalls against naive loops."""
 
+from statistics import fmean as mean
+
 import pytest
 import torch
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab import open_model, record
-from moelab.cache.pools import Pools
-from moelab.offloading.metrics import Forward
-from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import make
 from moelab.simulation.costs import Delays, Machine
-from moelab.specs import MoESpec
 from moelab.speculate.routers import route
 from moelab.viz import views
 from moelab.viz.views import stage as theatre
-from moelab.viz.views.recorded import Recorded, _as_opened
 from tests.models import tiny
+from tests.viz.conftest import a_run
 
 STEPS = [
     [(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)]
@@ -25,35 +23,10 @@ STEPS = [
 
 
 def stage(predictions):
-    spec = MoESpec("tiny", "tiny", 3, (0, 1, 2), 6, 2, H=16, I=8)
-    settings = EngineSettings(
-        spec,
-        Pools(F=4),
-        "lru",
-        "model",
-        None,
-        1,
-        2,
-        0,
-        (),
-        0,
-    )
-    run = EngineRun(settings, _as_opened(settings))
-    run.steps, run.forwards = (
-        STEPS,
-        [Forward(i, i + 1, 1, "decode" if i else "prefill") for i in range(6)],
-    )
-    found = Recorded("tiny", run, _as_opened(settings), new=list(range(6)))
-    made = theatre.Stage(
-        found,
-        None,
-        2,
-        {("mine", 1): predictions},
-        {("mine", 1): 0.0},
-        {None: 2.0, ("mine", 1): 2.1},
-        Machine(Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), other=(3e-3, 0.0)),
-    )
-    return made
+    found = a_run(STEPS, 6, 2, kept=4)
+    machine = Machine(Delays(4e-3, 0, 0, 0, 1e-3, 0, e_bytes=1000), other=(3e-3, 0.0))
+    losses = {None: 2.0, ("mine", 1): 2.1}
+    return theatre.Stage(found, {("mine", 1): (predictions, 0.0)}, losses, machine)
 
 
 TRUE = [{}] + [{layer: list(experts) for layer, experts in step if layer} for step in STEPS[1:]]
@@ -71,13 +44,12 @@ def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
         assert new[0] == step[0] and [(layer, list(experts)) for layer, experts in new[1:]] == list(
             true.items()
         )
-    assert theatre.scene(right, "hint", "mine", 1, 250e3, 2).beside.keys() == {"none", "hint"}
+    hint = theatre.scene(right, "hint", "mine", 1, 250e3, 2)
+    assert mean(hint.took) < hint.none and hint.loss == 0
     seen = theatre.scene(right, "speculative", "mine", 1, 250e3, 2)
-    assert seen.beside["hint"][0] < seen.beside["none"][0] and seen.beside["hint"][1] == 0
-    assert seen.beside["speculative"][1] == pytest.approx(5)
-    assert right.bandwidth == pytest.approx(250e3)
+    assert seen.loss == pytest.approx(5) and right.bandwidth == pytest.approx(250e3)
     slow = theatre.scene(right, "none", "mine", 1, 125e3, 2)
-    assert slow.beside["none"][0] > seen.beside["none"][0] and slow.beside.keys() == {"none"}
+    assert mean(slow.took) == slow.none > hint.none
 
 
 def test_stalls_and_events_are_those_of_each_step():
@@ -113,7 +85,7 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
         view = views.theatre(
             lm, prompt=[5, 6, 7, 8], tokens=5, predictors=("router",), distances=(1,)
         )
-    assert view.data.beside["hint"][1] is None  # no tokenizer, so no text to measure the loss on
+    assert view.data.loss is None  # no tokenizer, so no text to measure the loss on
     view.widget
     strip = view.pictures[1]
     view.set(way="speculative", bandwidth=view.values["bandwidth"] / 2)
@@ -127,10 +99,8 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
 
 def test_a_click_selects_the_token():
     staged = stage(TRUE)
-    view = theatre._view(staged, "hint", ("mine",), (1,), None)
+    view = theatre.view_of(staged, ("mine",), (1,))
     view.widget
     strip = view.pictures[1]
-    strip._handle_custom_msg({"curve": 2, "point": 0, "data": None}, [])  # a point beside the bars
-    assert view.values["token"] == 1
     strip._handle_custom_msg({"curve": 0, "point": 3, "data": "3: ' a'"}, [])
     assert view.values["token"] == 3 == view.data.token and view.errors.outputs == ()

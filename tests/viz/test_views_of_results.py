@@ -3,6 +3,7 @@ with one."""
 
 import csv
 import io
+import json
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from moelab import claims as ledger
 from moelab.bench.arena import Contest, Standing, Wrong
 from moelab.cards import MODELS, load_model
 from moelab.files import CHECKOUT, small_model
-from moelab.viz import survey, views
+from moelab.viz import charts, survey, views
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views import ledger as claims_view
 from moelab.viz.views import pair, standings, treemap
@@ -24,29 +25,17 @@ def table(view):
     return list(csv.DictReader(io.StringIO(view.csv())))
 
 
-def line(*y):
-    return {
-        "data": [{"type": "scatter", "x": list(range(len(y))), "y": list(y), "name": "hits"}],
-        "layout": {},
-    }
-
-
 @pytest.fixture
 def runs(results):
-    import json
-
     folders = [
-        put(results, run, value, smoke=smoke, figures=("curve", "map"), time=2.0 * value)
+        put(results, run, value, smoke=smoke, figures=("curve",), time=2.0 * value)
         for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))
     ]
     for folder, y in zip(folders, ((1, 2), (3, 5))):
-        (folder / "figures" / "curve.json").write_text(
-            json.dumps({"figure": line(*y), "caption": "hits", "alt": ""})
-        )
-        heat = {"data": [{"type": "heatmap", "z": [list(y)]}], "layout": {}}
-        (folder / "figures" / "map.json").write_text(
-            json.dumps({"figure": heat, "caption": "map", "alt": ""})
-        )
+        trace = {"type": "scatter", "x": [0, 1], "y": y, "name": "hits"}
+        figure = {"data": [trace], "layout": {}}
+        path = folder / "figures" / "curve.json"
+        path.write_text(json.dumps({"figure": figure, "caption": "hits", "alt": ""}))
     return folders
 
 
@@ -58,21 +47,22 @@ def test_modules_are_not_named_as_their_views():
 
 def test_two_runs_beside_each_other(runs):
     view = views.runs()
-    assert view.data[0].params == {"smoke": (True, False)} and [
-        run.name for run in view.data[0].runs
-    ] == ["20250101-1", "20250102-1-lab"]
+    found = view.data[0]
+    assert found.params == {"smoke": (True, False)}
+    assert [run.name for run in found.runs] == ["20250101-1", "20250102-1-lab"]
     ratios = {y: x for trace in view.figure.data for x, y in zip(trace.x, trace.y)}
     assert ratios == {"hits": 1.5, "time": 1.5}
     by_name = {row["metric"]: row for row in table(view)}
     assert by_name["smoke"]["A"] == "True" and by_name["hits"]["B ÷ A"] == "1.500 ×"
-    assert view.commands[0] == f"moelab compare {runs[0]} {runs[1]}"
+    assert view.commands[0] == f"moelab view runs {runs[0]} {runs[1]}"
+    view.widget
+    picture = view.picture
     view.set(figure="curve")
-    assert [(trace.name, list(trace.y)) for trace in view.figure.data] == [
-        ("A hits", [1, 2]),
-        ("B hits", [3, 5]),
-    ]
-    view.set(figure="map")
-    assert np.array_equal(view.figure.data[0].z, [[2.0, 3.0]])
+    assert view.picture is picture
+    drawn = [(trace["name"], trace["y"]) for trace in picture.figure["data"]]
+    assert drawn == [("A hits", [1, 2]), ("B hits", [3, 5])]
+    picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
+    assert "1.500" in view._text.value and not view.errors.outputs
     assert "smoke" in view.detail(pair.METRICS).html and "smoke True / False" in view.words[0]
 
 
@@ -81,31 +71,34 @@ def test_no_runs_is_said(results):
         views.runs()
 
 
-def test_what_cannot_be_laid_over_another_says_so():
+def two_panels(*titles, kind="scatter"):
+    figure, places = charts.panels(titles)
+    for i, place in enumerate(places):
+        figure.add(kind, **({"z": [[i]]} if kind == "heatmap" else {"y": [i]}), name="a", **place)
+    return figure
+
+
+def test_runs_are_laid_over_each_other_by_the_panels_titles():
+    made = pair.overlaid(two_panels("decode", "prefill"), two_panels("prefill", "verify"))
+    by_name = [(of.name, of.xaxis, of.y) for of in made.data]
+    assert by_name == [("A a", "x", (0,)), ("A a", "x2", (1,)), ("B a", "x2", (0,))]
+    assert "B alone has verify" in made.layout.annotations[-1].text
+    maps = [two_panels(*names, kind="heatmap") for names in (("a", "b"), ("b", "c"))]
+    assert [of.z[0][0] for of in pair.overlaid(*maps).data] == [0, -1]
     pie = Figure().add("pie", values=[1, 2])
-    assert "cannot be laid over" in pair.overlaid(pie, pie, ("a", "b")).layout.annotations[0].text
+    assert "cannot be laid over" in pair.overlaid(pie, pie).layout.annotations[0].text
 
 
 def test_heatmaps_are_compared_as_numbers_as_saved_runs_have_them():
     """In a saved run numpy's arrays are plotly's base64."""
-    import json
-
     import plotly.graph_objects as go
 
     a, b = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.0]]), np.array([[2, 2, 2], [7, 7, 0]])
     kept = [Figure(json.loads(go.Figure(go.Heatmap(z=z)).to_json())["data"]) for z in (a, b)]
     assert "bdata" in kept[0].traces[0]["z"]
-    change = pair.overlaid(*kept, ("a", "b")).data[0]
-    assert (
-        np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True)
-        and change.zmax == 6 == -change.zmin
-    )
-    assert (
-        "cannot be laid over"
-        in pair.overlaid(kept[0], Figure().add_heatmap(z=a[:1]), ("a", "b"))
-        .layout.annotations[0]
-        .text
-    )
+    change = pair.overlaid(*kept).data[0]
+    assert np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True)
+    assert change.zmax == 6 == -change.zmin
 
 
 def test_the_ledger_by_source_and_verdict(tmp_path):
@@ -127,40 +120,25 @@ def test_the_ledger_by_source_and_verdict(tmp_path):
 @pytest.mark.parametrize(
     "said, ours, distance",
     [
-        ({"value": 2.0}, 3.0, 1.5),
-        ({"value": [2.0, 4.0]}, 3.0, 1.0),
-        ({"value": [2.0, 4.0]}, 6.0, 1.5),
-        ({"value": [2.0, 4.0]}, 1.0, 0.5),
-        ({"value": [2.0, float("inf")]}, 9.0, 1.0),
-        ({"above": 2.0}, 5.0, 2.5),
-        ({"below": 2.0}, 1.0, 0.5),
-        ({"value": "lru"}, "lru", None),
-        ({"value": True}, True, None),
-        ({"value": 2.0}, None, None),
-        ({"value": 2.0}, 0.0, None),
-        ({"value": -2.0}, 1.0, None),
+        (2.0, 3.0, 1.5),
+        ([2.0, 4.0], 3.0, 1.0),
+        ([2.0, 4.0], 6.0, 1.5),
+        ([2.0, 4.0], 1.0, 0.5),
+        ([2.0, float("inf")], 9.0, 1.0),
+        ("lru", "lru", None),
+        (True, True, None),
+        (2.0, None, None),
+        (2.0, 0.0, None),
+        (-2.0, 1.0, None),
     ],
 )
 def test_how_far_a_claim_is(said, ours, distance):
-    of = ledger.Claim("a", "A", "x", "§1", "text", "here", "model", metric=("n", "m"), **said)
+    of = claim(value=said, metric=("n", "m"))
     assert ledger.Row(of, ours, None, "exact", "").distance == distance
 
 
-def test_a_claim_finds_the_figure_of_its_metrics(runs, results):
-    of = ledger.Claim(
-        "a",
-        "A",
-        "x",
-        "§1",
-        "text",
-        "here",
-        "model",
-        value=2.0,
-        metric=("01_calibration", "curve_of_hits"),
-    )
-    row = ledger.Row(of, 2.0, None, "exact", ledger.REPRODUCED)
-    assert claims_view.figure_of(row) == runs[1] / "figures" / "curve.json"
-    assert list(claims_view.tell(row).figure.data[0].y) == [3, 5]
+def claim(**how):
+    return ledger.Claim("a", "A", "x", "§1", "text", "here", "model", **how)
 
 
 @pytest.mark.parametrize("card", ["Qwen3-30B-A3B", "gpt-oss-20b", "MIXTRAL-8x7B", "DeepSeek-V3"])
@@ -176,7 +154,7 @@ def test_the_model_map_of_a_card_holds_every_byte_of_its_geometry(card):
         and layer[0]["bytes"] == spec.E * spec.expert_bytes
     )
     assert "by its card" in view.words[0] and "samples" not in view.words[0]
-    view = views.model_map(card, counts=np.ones((spec.L, spec.E)), colour="expert popularity")
+    view = views.model_map(card, np.ones((spec.L, spec.E))).set(colour="expert popularity")
     assert "expert popularity: 1 on average" in view.words[0]
 
 
@@ -200,15 +178,8 @@ def test_the_model_map_holds_every_byte_and_colours_it():
     assert view.detail(leaf.name).figure is not None and len(table(view)) == len(tree)
     view.set(colour="error of int4")
     assert 0 < view.data[0][0].value < 0.2
-    with pytest.raises(ValueError, match="without counts= .expert popularity"):
-        views.model_map(colour="expert popularity")
-
-
-def test_popularity_on_the_map():
-    counts = np.arange(6 * 32).reshape(6, 32)
-    view = views.model_map(counts=counts, colour="expert popularity")
-    node = next(node for node in view.data[0] if node.label == "expert 3")
-    assert node.value == pytest.approx(3 / counts[0].mean())
+    with pytest.raises(ValueError, match="it must be one of"):
+        view.set(colour="expert popularity")
 
 
 def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
@@ -216,18 +187,17 @@ def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path, capsys):
 
     from moelab.__main__ import main
 
-    counts = np.arange(6 * 32)[::-1].reshape(6, 32)
-    view = views.model_map(counts=counts, colour="expert popularity")
-    again = {"views": views}
+    np.save(tmp_path / "the counts.npy", np.arange(6 * 32)[::-1].reshape(6, 32))
+    view = views.model_map(counts=tmp_path / "the counts.npy").set(colour="expert popularity")
+    again = {}
     exec(view.commands[1].replace("views.model_map", "found = views.model_map"), again)
     assert again["found"].csv() == view.csv()
+    node = next(node for node in view.data[0] if node.label == "expert 3")
+    assert node.value == pytest.approx(188 / np.mean(range(160, 192)))
     assert main([*shlex.split(view.commands[0])[1:], "--output", str(tmp_path / "map.csv")]) == 0
     assert (tmp_path / "map.csv").read_text() == view.csv().replace("\r\n", "\n")
-    assert "counts" not in view.set(colour="entropy bound").commands[0]
-    assert (
-        main(["view", "claims", "--counts", "x.npy"]) == 2
-        and "is for the view model_map" in capsys.readouterr().err
-    )
+    assert main(["view", "claims", "--counts", "x.npy"]) == 2
+    assert "is for the view model_map" in capsys.readouterr().err
     assert main(["view", "model_map", "--counts", str(tmp_path / "none.safetensors")]) == 2
 
 
@@ -275,24 +245,9 @@ def test_arena_from_the_laboratory():
     assert view.set(share=75).data.ceiling["prose"] > before
 
 
-def test_widgets_change_in_place(runs):
-    view = views.runs()
-    view.widget
-    picture = view.picture
-    view.set(figure="curve")
-    assert view.picture is picture and [trace["name"] for trace in picture.figure["data"]] == [
-        "A hits",
-        "B hits",
-    ]
-    picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
-    assert "1.500" in view._text.value and not view.errors.outputs
-
-
 def test_tiny_tensors_do_not_take_all_colours_of_the_map():
-    from moelab.viz.views.treemap import _middle
-
-    assert _middle([(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]) == (0.65, 0.67)
-    assert _middle([(0.5, 1)]) == (0.5, 0.5)
+    assert treemap.middle([(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]) == [0.65, 0.67]
+    assert treemap.middle([(0.5, 1)]) == [0.5, 0.5]
 
 
 def test_every_view_is_on_the_command_line(tmp_path, capsys):

@@ -1,14 +1,15 @@
-"""The frame of every view: controls, a picture that is changed in place, exports, the command, a
-place for errors.
+"""The frame of every view: controls, what it says, a picture that is changed in place, exports, the
+command, a place for errors.
 
 A view is made of plain functions, so all that it shows can be had, and tested, without a widget:
 
     values ─ compute ─▶ data ─ draw ─▶ figures;  rows(data) is their table, command(values) what
                                                  reproduces them
 
-Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the picture that the
-browser first drew; executed headlessly, it shows the figure alone, which the runner gives its PNG.
-"""
+Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the last picture that
+the browser drew (`moelab.viz.notebook.Still`); executed headlessly, it shows the figure alone, which
+the runner gives its PNG. `html` is a page whose controls turn without a kernel
+(`moelab.viz.views.page`)."""
 
 from __future__ import annotations
 
@@ -17,32 +18,35 @@ import io
 import math
 import os
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, partial
 from html import escape
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from moelab.comparison import are_numbers
+from moelab.registry import require
 from moelab.schema import Must
 from moelab.table import head_and_rows
 from moelab.viz import theme
-from moelab.viz.notebook import LABEL, live, show
+from moelab.viz.notebook import LABEL, Still, live, show
 from moelab.viz.plotly_json import Figure
+from moelab.viz.views import page
 
-FOLDER = Path(__file__).parent
+#: places of a slider in a page
+STEPS = 20
 
 
 class Control(NamedTuple):
-    """A value that a person turns: what it is at first, the widget that shows it, and what it must
-    be."""
+    """A value that a person turns: its label, what it is at first, the widget that shows it, what it
+    must be, {label: value} of those that a page has, and whether they are a slider's there."""
 
+    label: str
     value: Any
     build: Callable[[], Any]
     must: Must
+    steps: Mapping[str, Any]
+    slides: bool = False
 
 
 def _wide(kind: str, label: str, **how: Any) -> Any:
@@ -62,61 +66,64 @@ def slider(
     value: float,
     low: float,
     high: float,
-    step: float = 0.0,
     log: bool = False,
-    beyond: float | None = None,
+    steps: Iterable[float] = (),
 ) -> Control:
-    """A number from low to high; `label` says the quantity and its unit. Whole where value and step
-    are.
+    """A number from low to high, whole where `value` is; `label` says the quantity and its unit.
 
-    beyond : what may be set, by a command, beside what the slider reaches: from 1 / beyond to
-    beyond."""
-    if not low <= value <= high or log and low <= 0:
-        raise ValueError(f"{label}: {value} is not from {low} to {high}" + " > 0" * log)
-    ends = (1 / beyond, beyond) if beyond else (low, high)
-    must = Must(
-        lambda value: are_numbers(value) and ends[0] <= value <= ends[1],
-        f"from {ends[0]:g} to {ends[1]:g}",
-    )
+    log : with a logarithmic scale, and any number above 0 may be set, by a command.
+    steps : what a page has; else the slider's own places, evenly.
+    """
     if log:
-        scale = {
-            "min": math.log10(low),
-            "max": math.log10(high),
-            "step": step or math.log10(high / low) / 100 or 0.01,
-            "readout_format": ".3g",
-        }
-        return Control(value, partial(_wide, "FloatLogSlider", label, **scale), must)
-    kind = "IntSlider" if isinstance(value, int) and float(step).is_integer() else "FloatSlider"
-    step = step or (1 if kind == "IntSlider" else (high - low) / 100)
+        must = Must(lambda value: are_numbers(value) and 0 < value < math.inf, "above 0")
+        ends = [math.log10(low), math.log10(high)]
+        scale = {"min": ends[0], "max": ends[1], "readout_format": ".3g"}
+        build = partial(
+            _wide, "FloatLogSlider", label, step=(ends[1] - ends[0]) / 100 or 0.01, **scale
+        )
+        return Control(label, rounded(value), build, must, {})
+    must = Must(lambda value: are_numbers(value) and low <= value <= high, f"{low:g} to {high:g}")
+    kind = "IntSlider" if isinstance(value, int) else "FloatSlider"
+    every = max(1, round((high - low) / STEPS))
+    steps = sorted({value, *(steps or range(math.ceil(low), int(high) + 1, every))})
     return Control(
-        value, partial(_wide, kind, label, min=low, max=high, step=type(value)(step)), must
+        label,
+        value,
+        partial(_wide, kind, label, min=low, max=high, step=1),
+        must,
+        {f"{step:g}": step for step in steps},
+        True,
     )
 
 
-def menu(label: str, value: Any, options: Sequence[Any] | Mapping[str, Any]) -> Control:
+def menu(label: str, value: Any, options: Iterable[Any] | Mapping[str, Any]) -> Control:
     """One of several; a mapping is label → value."""
-    known = list(options.values() if isinstance(options, Mapping) else options)
+    if not isinstance(options, Mapping):
+        options = {str(option): option for option in options}
+    known = [*options.values()]
     return Control(
+        label,
         value,
-        partial(
-            _wide,
-            "Dropdown",
-            label,
-            options=list(options.items() if isinstance(options, Mapping) else options),
-        ),
+        partial(_wide, "Dropdown", label, options=[*options.items()]),
         Must(lambda value: value in known, f"one of {', '.join(map(repr, known))}"),
+        options,
     )
 
 
 def several(label: str, values: Sequence[str], options: Sequence[str]) -> Control:
-    """Any of several, at least one."""
+    """Any of several, or none."""
     return Control(
+        label,
         tuple(values),
-        partial(_wide, "SelectMultiple", label, options=list(options), rows=min(6, len(options))),
-        Must(
-            lambda values: values and set(values) <= set(options), f"some of {', '.join(options)}"
-        ),
+        partial(_wide, "SelectMultiple", label, options=options, rows=min(6, len(options))),
+        Must(lambda values: {*values} <= {*options}, f"some of {', '.join(options)}"),
+        {},
     )
+
+
+def rounded(value: Any) -> Any:
+    """A number with the four digits that a command is to carry."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 class View:
@@ -128,10 +135,9 @@ class View:
     rows : data → dictionaries, one a row of the CSV.
     command : values → (a line for a shell, Python) that give the same data.
     words : data → (caption, the picture in words).
+    plays : controls that a page has, too: all that their values show is computed for it.
     below : what makes further widgets of the view, below the picture; it may call `set` and
         `refresh`.
-    ahead : does what may be asked for later, a step at a time, while nobody turns anything; it ends
-        at a step that takes longer than one would wait for.
 
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
     """
@@ -148,55 +154,43 @@ class View:
         rows: Callable[[Any], list[Mapping[str, Any]]],
         command: Callable[..., tuple[str, str]],
         words: Callable[[Any], tuple[str, str]],
+        plays: Sequence[str] = (),
         below: Callable[[View], Sequence[Any]] = lambda view: (),
-        ahead: Callable[[], Iterable[Any]] = tuple,
     ) -> None:
-        self.name, self.controls, self._below, self._ahead = name, dict(controls), below, ahead
-        self._compute = compute
+        self.name, self.controls, self.plays, self._below = name, dict(controls), plays, below
+        self.compute, self.command, self.words_of = compute, command, words
         self._draw = draw
         self._rows = rows
-        self._command = command
-        self._words = words
-        self.values = {name: control.value for name, control in controls.items()}
-        self._dark, self._turn = False, threading.RLock()
-        self._check(self.values)
+        self._dark, self._turn, self._quiet = False, threading.RLock(), False
+        self.values: dict[str, Any] = {}
+        self._put({name: control.value for name, control in controls.items()})
         self.refresh()
 
     def __repr__(self) -> str:
-        return (
-            f"<view {self.name}: "
-            f"{', '.join(f'{name}={value!r}' for name, value in self.values.items())}>"
-        )
+        values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
+        return f"<view {self.name}: {values}>"
 
-    def _check(self, values: Mapping[str, Any]) -> None:
+    def _put(self, values: Mapping[str, Any]) -> None:
+        values = {name: rounded(value) for name, value in values.items()}
         for name, value in values.items():
+            require("control", name, self.controls)
             if not (must := self.controls[name].must).test(value):
                 raise ValueError(
                     f"the view {self.name} has {name}={value!r}; it must be {must.words}"
                 )
+        self.values |= values
 
     def set(self, **values: Any) -> View:
         """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
         is displayed changes in place."""
-        if unknown := values.keys() - self.controls.keys():
-            raise ValueError(
-                f"the view {self.name} has no control {', '.join(sorted(unknown))}; it has "
-                f"{', '.join(self.controls) or 'none'}"
-            )
-        self._check(values)
+        self._put(values)
         if "widget" in self.__dict__:
-            moved = [
-                name
-                for name, value in values.items()
-                if name in self._built and self._built[name].value != value
-            ]
             self._quiet = True
             try:
-                for name in moved:
-                    self._built[name].value = values[name]
+                for name in values.keys() & self._built.keys():
+                    self._built[name].value = self.values[name]
             finally:
                 self._quiet = False
-        self.values |= values
         self.refresh()
         return self
 
@@ -204,11 +198,10 @@ class View:
         """Compute and draw again, with the same values; the browser draws a figure while the next
         one is made."""
         with self._turn:
-            data = self._compute(**self.values)
+            data = self.compute(**self.values)
             figures = []
             live = "widget" in self.__dict__
-            drawn = self._draw(data)
-            for i, figure in enumerate([drawn] if hasattr(drawn, "to_json") else drawn):
+            for i, figure in enumerate(self.drawn(data)):
                 figures.append(figure)
                 if live:
                     self._show(i, figure)
@@ -216,6 +209,11 @@ class View:
             self.figures = figures
             if live:
                 self._tell()
+
+    def drawn(self, data: Any) -> Iterable[Figure]:
+        """The figures of some data."""
+        found = self._draw(data)
+        return [found] if isinstance(found, Figure) else found
 
     @property
     def figure(self) -> Figure:
@@ -227,41 +225,36 @@ class View:
     @property
     def commands(self) -> tuple[str, str]:
         """(a line for a shell, Python) that reproduce what is seen."""
-        return self._command(**self.values)
+        return self.command(**self.values)
 
     @property
     def words(self) -> tuple[str, str]:
         """The caption, and the picture in words."""
-        return self._words(self.data)
+        return self.words_of(self.data)
+
+    def rows(self) -> list[Mapping[str, Any]]:
+        """The numbers of the picture."""
+        return self._rows(self.data)
 
     def csv(self) -> str:
         """The numbers of the picture as text with commas."""
-        (head, cells), file = head_and_rows(self._rows(self.data)), io.StringIO()
+        (head, cells), file = head_and_rows(self.rows()), io.StringIO()
         csv.writer(file).writerows([head, *cells])
         return file.getvalue()
 
     def html(self) -> str:
-        """The pictures as a page that works without a network."""
-        import plotly.graph_objects as go
-
-        parts = [
-            go.Figure(theme.to_json(figure)).to_html(include_plotlyjs=not i, full_html=False)
-            for i, figure in enumerate(self.figures)
-        ]
-        return (
-            f'<!doctype html><meta charset="utf-8"><title>{escape(self.name)}</title>\n'
-            + "\n".join([*parts, f"<p>{escape(self.words[0])}</p>"])
-        )
+        """The view as a page that works without a network and a kernel."""
+        return page.of_charts(self)
 
     def _ipython_display_(self) -> None:
+        caption, alt = self.words
         if os.environ.get("MOELAB_HEADLESS"):
             for figure in self.figures[:-1]:
-                show(figure, "", self.words[1])
-            show(self.figures[-1], *self.words)
+                show(figure, "", alt)
+            show(self.figures[-1], caption, alt)
         else:
-            caption, alt = self.words
-            live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}", self.pictures)
-            threading.Thread(target=self._prepare, daemon=True).start()
+            live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}")
+            Still(self._tools, self.pictures, lambda: self.words)
 
     # ---- in Jupyter
 
@@ -272,44 +265,21 @@ class View:
 
         from moelab.viz.views.widgets import toolbar
 
-        self._quiet = True
         self._built = {
             name: control.build() for name, control in self.controls.items() if self.controls_shown
         }
         for name, built in self._built.items():
             built.value = self.values[name]
-        self._quiet = False
-        for name, built in self._built.items():
             built.observe(partial(self._turned, name), "value")
         self.pictures = self._pictures()
         self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
         self._tools = toolbar(self)
         self._tools.observe(lambda change: self._recolour(change["new"]), "dark")
-        box = ipywidgets.VBox(
-            [
-                *self._built.values(),
-                *self.pictures,
-                self._caption,
-                self._tools,
-                self.errors,
-                *self._below(self),
-            ],
-            layout={"width": "100%"},
-        )
+        parts = [*self._built.values(), self._caption, *self.pictures, self._tools, self.errors]
+        box = ipywidgets.VBox([*parts, *self._below(self)], layout={"width": "100%"})
         box.add_class("moelab-view")
         self._tell()
         return box
-
-    def _prepare(self) -> None:
-        steps = iter(self._ahead())
-        begun = time.thread_time()
-        with suppress(Exception):  # it is told to whoever asks for it
-            while time.thread_time() - begun < 0.1:
-                time.sleep(0.005)  # a control that was turned is first
-                with self._turn:
-                    begun = time.thread_time()
-                    if next(steps, steps) is steps:
-                        return
 
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.widgets import chart
@@ -320,10 +290,12 @@ class View:
         return theme.darkened(theme.to_json(figure)) if self._dark else theme.to_json(figure)
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
-        if self._quiet:
-            return
-        self.values[name] = change["new"]
-        self.guarded(self.refresh)
+        def turn() -> None:
+            self._put({name: change["new"]})
+            self.refresh()
+
+        if not self._quiet:
+            self.guarded(turn)
 
     def guarded(self, function: Callable[[], Any]) -> None:
         """Call a function; what it raises is shown below the picture, where the notebook runner
@@ -359,7 +331,7 @@ class View:
     def _tell(self) -> None:
         caption, alt = self.words
         self._caption.value = (
-            f'<div role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></div>'
+            f'<p role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></p>'
         )
         with self._tools.hold_sync():
             self._tools.shell, self._tools.python = self.commands

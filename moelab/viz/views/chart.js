@@ -39,6 +39,13 @@ async function render({ model, el }) {
     model.send({ png: true }, undefined, [await (await fetch(url)).arrayBuffer()]);
   }
 
+  let waiting = 0;
+  function changed() {
+    draw();
+    clearTimeout(waiting);
+    waiting = setTimeout(picture, 2000);        // when nobody turns anything any more
+  }
+
   function draw() {
     wide = el.clientWidth;
     if (!wide) return;                          // hidden; when it is shown, its width changes
@@ -50,7 +57,7 @@ async function render({ model, el }) {
     frame = map?.type === "treemap"
       ? JSON.stringify([wide, layout, { ...map, text: 0, marker: map.marker.showscale }]) : "";
     if (frame && frame === before) return recolour(Plotly, plot, map);
-    Plotly.react(plot, data, { ...layout, width: wide, uirevision }, { displaylogo: false });
+    Plotly.react(plot, data, { ...layout, width: wide, uirevision }, { displayModeBar: false });
     if (!first) return;
     plot.on("plotly_click", ({ points: [point] }) =>
       model.send({ curve: point.curveNumber, point: point.pointNumber, data: point.customdata ?? null }));
@@ -58,10 +65,11 @@ async function render({ model, el }) {
 
   const size = new ResizeObserver(() => el.clientWidth !== wide && draw());
   size.observe(el);
-  model.on("change:figure", draw);
+  model.on("change:figure", changed);
   picture();
   return () => {
-    model.off("change:figure", draw);
+    model.off("change:figure", changed);
+    clearTimeout(waiting);
     size.disconnect();
     Plotly.purge(plot);
   };

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from shlex import quote
@@ -22,7 +21,7 @@ from moelab import open_model, registry
 from moelab.arguments import output, whole
 from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.files import atomic
+from moelab.files import atomic, small_model
 from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
 from moelab.table import filled
@@ -35,28 +34,27 @@ OF_A_MODEL = ("budget", "scrubber", "theatre")
 
 def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
     """What reproduces a view of a recorded run: values → (a line for a shell, Python)."""
-    return partial(_command, name, found)
-
-
-def _command(name: str, found: Recorded, **values: Any) -> tuple[str, str]:
-    values = {key: value for key, value in values.items() if value is not None}
-    words = [f"-p {key}={_word(value)}" for key, value in values.items()]
-    arguments = ", ".join(_arguments(values))
-    if found.source is None:  # a card, or a run of which nobody knows what it was of
-        what = repr(found.name) if found.name in registry.names("model") else "run"
-        return (
-            " ".join(["moelab view", name, found.name, *words]),
-            f"from moelab.viz import views\nviews.{name}({what}).set({arguments})",
-        )
     opened = {} if found.memory is None else {"memory": found.memory} | found.options
     flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
-    return (
-        " ".join(["moelab view", name, _word(found.source), *flags, *words]),
-        "import moelab\nfrom moelab.viz import views\nwith "
-        f"moelab.open_model({', '.join([repr(found.source), *_arguments(opened)])}) as lm:\n  "
-        "  view = "
-        f"views.{name}({', '.join(['lm', *_arguments(found.asked)])}).set({arguments})\nview",
-    )
+    source = None if found.source == str(small_model()) else found.source
+    if found.source is None:  # a card, or a run of which nobody knows what it was of
+        source = found.name
+        made = f"views.{name}({repr(source) if source in registry.names('model') else 'run'})"
+    else:
+        given = [repr(source)] * bool(source) + _arguments(opened)
+        asked = ", ".join(["lm", *_arguments(found.asked)])
+        made = (
+            f"with moelab.open_model({', '.join(given)}) as lm:\n    view = views.{name}({asked})"
+        )
+
+    def told(**values: Any) -> tuple[str, str]:
+        words = [f"-p {key}={_word(value)}" for key, value in values.items()]
+        shell = ["moelab view", name, *([_word(source)] if source else []), *flags, *words]
+        python = f"import moelab\nfrom moelab.viz import views\n{made}"
+        python += f".set({', '.join(_arguments(values))})"
+        return " ".join(shell), python + "\nview" * ("view =" in made)
+
+    return told
 
 
 def _arguments(values: dict[str, Any]) -> list[str]:
@@ -129,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in WRITERS:
-        raise ValueError(f"{args.output} must end in {', '.join(WRITERS)}")
+        raise ValueError(f"{args.output} must end in one of {', '.join(WRITERS)}")
     make = getattr(views, args.view)
     most = 2 if args.view == "runs" else 1
     if len(args.what) > most:
@@ -140,14 +138,35 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
     card = registry.like("model", model)
-    if args.view not in OF_A_MODEL or args.view == "budget" and card:
+    if args.view in OF_A_MODEL and not (args.view == "budget" and card):
+        with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
+            view = turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter)
+    else:
         what = [_class(model)] if args.view == "arena" else [card] if card else args.what
         more = {"counts": args.counts} if args.counts is not None else {}
-        return _write(turned(make(*what, **more), args.parameter), args.output)
-    with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
-        return _write(
-            turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter), args.output
-        )
+        view = turned(make(*what, **more), args.parameter)
+    print(filled(view.words[0]))
+    if args.output is not None:
+        content = WRITERS[args.output.suffix](view)
+        with atomic(args.output) as part:
+            part.write_bytes(content)
+        print(f"written to {args.output}")
+    return 0
+
+
+def _picture(view: Any) -> bytes:
+    """The view's first figure as a PNG; RuntimeError where nothing can draw it."""
+    if drawn := theme.render_png([theme.to_json(view.figure)]):
+        return drawn[0]
+    raise RuntimeError("a .png needs kaleido and Chrome or Chromium; write an .html page instead")
+
+
+#: end of a file's name → what is written there
+WRITERS: dict[str, Callable[[Any], bytes]] = {
+    ".html": lambda view: view.html().encode(),
+    ".csv": lambda view: view.csv().encode(),
+    ".png": _picture,
+}
 
 
 def _class(text: str | None) -> type:
@@ -189,28 +208,3 @@ def turned(view: Any, assignments: list[str]) -> Any:
                 f"-p {assignment}: it must be like {name}={_word(view.values[name])}"
             ) from None
     return view.set(**values) if values else view
-
-
-def _picture(view: Any) -> bytes:
-    """The view's first figure as a PNG; RuntimeError where nothing can draw it."""
-    if drawn := theme.render_png([theme.to_json(view.figure)]):
-        return drawn[0]
-    raise RuntimeError("a .png needs kaleido and Chrome or Chromium; write an .html page instead")
-
-
-#: end of a file's name → what is written there
-WRITERS: dict[str, Callable[[Any], bytes]] = {
-    ".html": lambda view: view.html().encode(),
-    ".csv": lambda view: view.csv().encode(),
-    ".png": _picture,
-}
-
-
-def _write(view: Any, output: Path | None) -> int:
-    print(filled(view.words[0]))
-    if output is not None:
-        content = WRITERS[output.suffix](view)
-        with atomic(output) as part:
-            part.write_bytes(content)
-        print(f"written to {output}")
-    return 0

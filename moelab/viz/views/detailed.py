@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from html import escape
 from typing import Any, NamedTuple
 
 from moelab.registry import require
-from moelab.table import format_value
-from moelab.viz import theme
+from moelab.viz.notebook import LABEL
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View
+from moelab.viz.views.page import html_rows as html_rows
 
 
 class Detail(NamedTuple):
@@ -72,26 +70,22 @@ class Detailed(View):
             ensure_option=True,
             continuous_update=False,
             placeholder="type to find, or click in the picture",
-            style={"description_width": "16em"},
+            style={"description_width": LABEL},
             layout={"width": "auto"},
         )
-        self._menu.observe(
-            lambda change: self.guarded(partial(self._chosen, change["new"])), "value"
-        )
+        self._menu.observe(lambda change: self.guarded(self._look), "value")
         self._text, self._close = ipywidgets.HTML(), chart({"data": [], "layout": {}})
         self._text.add_class("moelab-details")
-        self._close.layout.display = "none"
         self.picture.on_click(self._clicked)
         return [self._menu, self._text, self._close]
 
-    def _chosen(self, name: str) -> None:
-        found = self.detail(name) if name in self._menu.options else Detail("")
+    def _look(self) -> None:
+        chosen = self._menu.value
+        found = self.detail(chosen) if chosen in self._menu.options else Detail("")
         self._text.value = found.html
-        self._close.layout.display = None if found.figure is not None else "none"
+        self._close.layout.display = "none" if found.figure is None else None
         if found.figure is not None:
-            wanted = theme.to_json(found.figure)
-            wanted["layout"].setdefault("height", 320)
-            self._close.figure = theme.darkened(wanted) if self._dark else wanted
+            self._close.figure = self._json(found.figure)
 
     def _clicked(self, clicked: Mapping[str, Any]) -> None:
         name = clicked["data"][0] if isinstance(clicked["data"], list) else clicked["data"]
@@ -100,29 +94,7 @@ class Detailed(View):
 
     def _tell(self) -> None:
         super()._tell()
-        names = list(self._names(self.data))
-        self._menu.options = names
+        names = self._menu.options = list(self._names(self.data))
         if self._menu.value not in names:
             self._menu.value = self._first if self._first in names else ""
-            self._first = ""
-        if self._menu.value:
-            self._chosen(self._menu.value)
-
-
-def html_rows(head: Sequence[str], rows: Sequence[Sequence[Any]], summary: str = "") -> str:
-    """A table as HTML, folded under a summary if there is one."""
-    cells = "".join(
-        "<tr>"
-        + "".join(
-            f"<td style='text-align:left;vertical-align:top'>{escape(format_value(cell))}</td>"
-            for cell in row
-        )
-        + "</tr>"
-        for row in rows
-    )
-    heads = "".join(f"<th style='text-align:left'>{escape(name)}</th>" for name in head)
-    table = (
-        "<table "
-        f"style='line-height:1.4'><thead><tr>{heads}</tr></thead><tbody>{cells}</tbody></table>"
-    )
-    return f"<details><summary>{escape(summary)}</summary>{table}</details>" if summary else table
+        self._look()

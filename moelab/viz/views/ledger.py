@@ -5,16 +5,15 @@ views.claims("zipmoe")          views.claims(verdict="not reproduced")
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
+from shlex import quote
+
+import numpy as np
 
 from moelab import claims as ledger
-from moelab.comparison import FigureFile, MetricsFile, saved_runs
-from moelab.files import read_json
 from moelab.records import Record
-from moelab.viz.charts import EDGE, finish, point_look
+from moelab.viz.charts import by_row, hover, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
@@ -30,26 +29,6 @@ def chosen(rows: Sequence[ledger.Row], source: str = "", verdict: str = "") -> l
     ]
 
 
-def figure_of(row: ledger.Row, results: str | Path | None = None) -> Path | None:
-    """The figure that the notebook's newest run kept of a claim's metrics: the one that shares most
-    words with them."""
-    notebook, *metrics = row.claim.metric or ("",)
-    asked = _words(" ".join(metrics))
-    for run in reversed(saved_runs(notebook, results) if notebook else []):
-        figures = read_json(run / "metrics.json", MetricsFile).get("figures", {})
-        shared = {
-            name: (len(asked & _words(name)), len(asked & _words(of.get("caption", ""))))
-            for name, of in figures.items()
-        }
-        if best := max(shared, key=shared.get, default=""):
-            return run / figures[best]["file"]
-    return None
-
-
-def _words(text: str) -> set[str]:
-    return {word.removesuffix("s") for word in re.split(r"[\W_]+", text.lower()) if len(word) > 2}
-
-
 def name_of(row: ledger.Row) -> str:
     """ "source/id", by which the ledger knows a claim."""
     return f"{row.claim.source}/{row.claim.id}"
@@ -63,87 +42,58 @@ def draw(rows: Sequence[ledger.Row]) -> Figure:
     for i, verdict in enumerate(ledger.VERDICTS):
         if own := [row for row in there if row.verdict == verdict]:
             figure.add_scatter(
-                x=[min(max(row.distance, EDGES[0]), EDGES[1]) for row in own],
-                y=[name_of(row) for row in own],
+                x=np.clip([row.distance for row in own], *EDGES),
+                y=[*map(name_of, own)],
                 mode="markers",
                 name=verdict,
                 marker=point_look(i),
-                customdata=[name_of(row) for row in own],
+                customdata=[*map(name_of, own)],
                 text=[
                     f"{row.claim.where}: {row.claim.text}<br>{row.claim.said}; ours "
                     f"{row.cells[3]} ({row.kind})"
                     for row in own
                 ],
-                hovertemplate="%{text}<extra>" + verdict + "</extra>",
+                hovertemplate=hover("%{text}", verdict),
             )
-    figure.add_vline(x=1, line=EDGE)
-    figure.update_xaxes(
-        type="log",
-        range=[-1.05, 1.05],
-        tickvals=[0.1, 0.2, 0.5, 1, 2, 5, 10],
-        ticktext=["≤ 0.1", "0.2", "0.5", "1", "2", "5", "≥ 10"],
-    )
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=[name_of(row) for row in there][::-1],
-        range=[-0.8, len(there) - 0.2],  # plotly leaves a share of the height, however high
-        tickfont={"size": 11},
-    )
-    return finish(
-        figure,
-        "found here ÷ what the source says",
-        legend="verdict",
-        height=180 + 22 * max(len(there), 4),
-    )
+    ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10]
+    names = ["≤ 0.1", *map(str, ticks[1:-1]), "≥ 10"]
+    figure.update_xaxes(type="log", range=[-1.05, 1.05], tickvals=ticks, ticktext=names)
+    return by_row(figure, [*map(name_of, there)], "found here ÷ what the source says")
 
 
-def tell(row: ledger.Row, results: str | Path | None = None) -> Detail:
-    """Everything about a claim, and the figure that shows it."""
-    where = " ".join(row.claim.metric[:1]) or "nothing here"
-    rows = [
-        *zip(ledger.HEAD, row.cells),
-        ("answered by", f"{where}: {', '.join(row.claim.metric[1:])}"),
-    ]
+def tell(row: ledger.Row) -> Detail:
+    """Everything about a claim."""
+    notebook, *metrics = row.claim.metric or ("nothing here",)
+    rows = [*zip(ledger.HEAD, row.cells), ("answered by", f"{notebook}: {', '.join(metrics)}")]
     rows += [(f"by another choice, {name}", value) for name, value in row.readings.items()]
-    path = figure_of(row, results)
-    if path is None:
-        return Detail(html_rows([row.claim.title, ""], rows))
-    kept = read_json(path, FigureFile)
-    return Detail(
-        html_rows([row.claim.title, ""], rows) + f"<em>{escape(kept['caption'])}</em>",
-        Figure(kept["figure"]["data"], kept["figure"]["layout"]),
-    )
+    return Detail(html_rows([row.claim.title, ""], rows))
 
 
 def claims(source: str = "", verdict: str = "", results: str | Path | None = None) -> Detailed:
-    """The ledger as a view; a claim that is chosen shows its verdict's reason and the figure of the
-    newest run.
+    """The ledger as a view; a claim that is chosen shows its verdict's reason and what answers it.
 
     source, verdict : which claims at first; all if "". results : where runs lie.
     """
     answered = ledger.rows(results=results)
-    titles = {"all five": ""} | {claim.title: claim.source for claim in ledger.ledger()}
+    sources = {"all": ""} | {claim.title: claim.source for claim in ledger.ledger()}
+    verdicts = {"any": ""} | {name: name for name in ledger.VERDICTS}
 
     def rows(found: Sequence[ledger.Row]) -> list[Record]:
         return [
-            {"id": name_of(row)}
-            | dict(zip(ledger.HEAD, row.cells))
-            | {"ours ÷ source": row.distance}
+            {"id": name_of(row), **dict(zip(ledger.HEAD, row.cells)), "ours ÷ source": row.distance}
             for row in found
         ]
 
     def words(found: Sequence[ledger.Row]) -> tuple[str, str]:
         numbers = sum(bool(row.distance) for row in found)
         return (
-            f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the others are "
-            "in the menu below.",
+            f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the table has all.",
             "Points on a logarithmic axis, one a claim: at 1, what was found is what the "
             "source says.",
         )
 
     def command(source: str, verdict: str) -> tuple[str, str]:
-        told = f" -p verdict='{verdict}'" if verdict else ""
+        told = f" -p verdict={quote(verdict)}" if verdict else ""
         return (
             f"moelab view claims {source}".rstrip() + told,
             f"from moelab.viz import views\nviews.claims({source!r}, {verdict!r})",
@@ -151,18 +101,14 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
 
     return Detailed(
         "claims",
-        {
-            "source": menu("source", source, titles),
-            "verdict": menu(
-                "verdict", verdict, {"any": ""} | {name: name for name in ledger.VERDICTS}
-            ),
-        },
+        {"source": menu("source", source, sources), "verdict": menu("verdict", verdict, verdicts)},
         lambda source, verdict: chosen(answered, source, verdict),
         draw,
         rows,
         command,
         words,
+        plays=("source", "verdict"),
         label="claim",
-        names=lambda found: [name_of(row) for row in found],
-        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name), results),
+        names=lambda found: [*map(name_of, found)],
+        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name)),
     )

@@ -10,6 +10,7 @@ from base64 import b64decode
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,8 @@ from moelab.comparison import (
     saved_runs,
 )
 from moelab.files import read_json, results_root
-from moelab.records import Rows
-from moelab.viz.charts import EDGE, finish, interval, point_look
+from moelab.records import Record, Rows
+from moelab.viz.charts import by_row, hover, interval, point_look
 from moelab.viz.plotly_json import Figure, merged
 from moelab.viz.theme import BLUE, VERMILLION
 from moelab.viz.views.base import menu
@@ -34,7 +35,8 @@ from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 METRICS = "all metrics: B ÷ A"
 #: traces of which two can be laid over each other
-OVERLAID = {"scatter", "scattergl", "bar"}
+OVERLAID = "scatter", "bar"
+Data = tuple[Comparison, str]  # and which figure
 CHANGE = [[0, BLUE], [0.5, "white"], [1, VERMILLION]]
 
 
@@ -56,13 +58,8 @@ def everyone(results: str | Path | None = None) -> dict[str, Path]:
 def draw(found: Comparison, of: str = METRICS) -> Figure:
     """Every metric's ratio with its spread, or a figure that both runs have."""
     if of != METRICS:
-        return overlaid(
-            *(
-                Figure(kept["figure"]["data"], kept["figure"]["layout"])
-                for kept in found.figures[of]
-            ),
-            found.names,
-        )
+        kept = [Figure(one["figure"]["data"], one["figure"]["layout"]) for one in found.figures[of]]
+        return overlaid(*kept)
     there = [
         m
         for m in found.metrics
@@ -70,87 +67,86 @@ def draw(found: Comparison, of: str = METRICS) -> Figure:
         and min(m.values) > 0
         and all(spread is None or spread[0] > 0 for spread in m.spreads)
     ]
-    value, low, high = np.array([_ratio(m) for m in there], float).reshape(-1, 3).T
     figure = Figure()
     for i, kind in enumerate(dict.fromkeys(m.kind for m in there)):
-        own = [n for n, m in enumerate(there) if m.kind == kind]
+        own = {m.name: _ratio(m) for m in there if m.kind == kind}
+        value, low, high = zip(*own.values())
         figure.add_scatter(
-            x=value[own],
-            y=[there[n].name for n in own],
+            x=value,
+            y=[*own],
             mode="markers",
             name=kind,
             marker=point_look(i),
-            error_x=interval(value[own], low[own], high[own]),
-            customdata=[there[n].name for n in own],
-            hovertemplate="%{y}: %{x:.3f} ×<extra>" + kind + "</extra>",
+            error_x=interval(value, low, high),
+            customdata=[*own],
+            hovertemplate=hover("%{y}: %{x:.3f} ×", kind),
         )
-    figure.add_vline(x=1, line=EDGE)
     figure.update_xaxes(type="log")
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=[m.name for m in there][::-1],
-        tickfont={"size": 11},
-    )
-    return finish(
-        figure,
-        "B ÷ A (whiskers: runs with the same parameters)",
-        legend="kind",
-        height=160 + 20 * max(len(there), 4),
+    return by_row(
+        figure, [m.name for m in there], "B ÷ A (whiskers: runs with the same parameters)"
     )
 
 
 def _ratio(metric: Metric) -> tuple[float, float, float]:
     """B ÷ A, and the least and the most that it is by both spreads."""
-    (a, b), (of_a, of_b) = (
-        metric.values,
-        [spread or (v, v) for spread, v in zip(metric.spreads, metric.values)],
+    a, b = metric.values
+    (least_a, most_a), (least_b, most_b) = (
+        spread or (value, value) for spread, value in zip(metric.spreads, metric.values)
     )
-    return b / a, of_b[0] / of_a[1], of_b[1] / of_a[0]
+    return b / a, least_b / most_a, most_b / least_a
 
 
-def overlaid(a: Figure, b: Figure, names: tuple[str, str]) -> Figure:
-    """B over A: lines and bars pale, heatmaps as their difference; what is neither, A alone, and it
-    says so."""
-    kinds = [{trace.get("type", "scatter") for trace in figure.traces} for figure in (a, b)]
-    if kinds[0] | kinds[1] <= OVERLAID:
-        named = [
-            (trace | look, f"{which} {trace.get('name') or ''}".rstrip())
-            for which, figure, look in (("A", a, {}), ("B", b, {"opacity": 0.45}))
-            for trace in figure.traces
-        ]
-        return Figure(
-            [trace | {"name": name, "legendgroup": name} for trace, name in named], a.frame
-        ).update_layout(showlegend=True)
-    if kinds[0] == kinds[1] == {"heatmap"}:
-        z = [[numbers(trace["z"]) for trace in figure.traces] for figure in (a, b)]
-        if [of.shape for of in z[0]] == [of.shape for of in z[1]]:
-            changes = [after - before for before, after in zip(*z)]
-            widest = [max(np.nanmax(np.abs(change), initial=0), 1e-12) for change in changes]
-            return Figure(
-                [
-                    merged(
-                        trace,
-                        {
-                            "z": change,
-                            "zmin": -most,
-                            "zmax": most,
-                            "colorscale": CHANGE,
-                            "colorbar_title_text": "B − A",
-                        },
-                    )
-                    for trace, change, most in zip(a.traces, changes, widest)
-                ],
-                a.frame,
-            )
-    return Figure(a.traces, a.frame).add_annotation(
-        text=f"A alone, {names[0]}: B's cannot be laid over it",
-        xref="paper",
-        yref="paper",
-        x=0,
-        y=1.08,
-        showarrow=False,
-    )
+def panels_of(figure: Figure) -> dict[str, str]:
+    """What a figure's panels show → what the names of their axes end with: each its title, or that
+    of its vertical axis, or nothing."""
+    axes = [name[5:] for name in figure.frame if name.startswith("xaxis")] or [""]
+    notes = figure.frame.get("annotations", ())
+    titles = [note["text"] for note in notes if note.get("yref") == "paper"]
+    if len(titles) < len(axes):
+        vertical = (figure.frame.get(f"yaxis{n}", {}) for n in axes)
+        titles = [(axis.get("title") or {}).get("text", "") for axis in vertical]
+    return dict(zip(titles, axes))
+
+
+def overlaid(a: Figure, b: Figure) -> Figure:
+    """B over A, panel by panel of the same title: lines and bars pale, heatmaps as their
+    difference; what A has alone stays, what B has alone is named."""
+    places, others = panels_of(a), panels_of(b)
+    there = {n: places.get(title) for title, n in others.items()}
+    maps = {of.get("xaxis", "x"): of for of in a.traces if of["type"] == "heatmap"}
+    traces = [_named("A", of) for of in a.traces if of["type"] in OVERLAID]
+    for trace in b.traces:
+        if (n := there.get(trace.get("xaxis", "x")[1:])) is None:
+            continue
+        trace = trace | {"xaxis": f"x{n}", "yaxis": f"y{n}"}
+        if trace["type"] in OVERLAID:
+            traces.append(_named("B", trace) | {"opacity": 0.45})
+        elif trace["xaxis"] in maps:
+            maps[trace["xaxis"]] = _change(maps[trace["xaxis"]], trace)
+    figure = Figure([*maps.values(), *traces], a.frame).update_layout(showlegend=bool(traces))
+    alone = [title for title, n in others.items() if there[n] is None]
+    if alone or not figure.traces:
+        told = (
+            f"B alone has {', '.join(alone)}" if alone else "these cannot be laid over each other"
+        )
+        figure.add_annotation(text=told, xref="paper", yref="paper", x=0, y=1.08, showarrow=False)
+    return figure
+
+
+def _named(which: str, trace: Record) -> Record:
+    name = f"{which} {trace.get('name') or ''}".rstrip()
+    return trace | {"name": name, "legendgroup": name}
+
+
+def _change(a: Record, b: Record) -> Record:
+    """The heatmap of B − A; of A alone, if they differ in shape."""
+    before, after = numbers(a["z"]), numbers(b["z"])
+    if before.shape != after.shape:
+        return a
+    change = after - before
+    most = max(np.nanmax(np.abs(change), initial=0), 1e-12)
+    look = {"zmin": -most, "zmax": most, "colorscale": CHANGE, "colorbar_title_text": "B − A"}
+    return merged(a, {"z": change} | look)
 
 
 def numbers(array: Any) -> np.ndarray:
@@ -171,66 +167,56 @@ def runs(
     A figure that both runs have is chosen in the menu `figure`; all parameters and metrics are in
     the table below."""
     known = everyone(results)
-    by_path = {run.resolve(): name for name, run in known.items()}
     first = find_run(b, results) if b else next(iter(known.values()))
     beside = [run for run in known.values() if run.parent == first.parent and run != first]
     other = find_run(a, results) if a else (beside or [first])[0]
+    names = {run.resolve(): name for name, run in known.items()}
     for run in (first, other):
-        if by_path.setdefault(run.resolve(), str(run)) not in known:
-            known[str(run)] = run
+        known.setdefault(names.setdefault(run.resolve(), str(run)), run)
+    compared = lru_cache(32)(lambda a, b: compare(known[a], known[b], results))
+    kept = [read_json(run / "metrics.json", MetricsFile) for run in known.values()]
+    figures = dict.fromkeys(name for found in kept for name in found.get("figures", {}))
 
-    @lru_cache(maxsize=32)
-    def compared(a: str, b: str) -> Comparison:
-        return compare(known[a], known[b], results)
-
-    names = list(
-        dict.fromkeys(
-            name
-            for run in known.values()
-            for name in read_json(run / "metrics.json", MetricsFile).get("figures", {})
-        )
-    )
-
-    def compute(a: str, b: str, figure: str) -> tuple[Comparison, str]:
+    def compute(a: str, b: str, figure: str) -> Data:
         found = compared(a, b)
         return found, figure if figure in found.figures else METRICS
 
     def command(a: str, b: str, figure: str) -> tuple[str, str]:
         paths = [str(known[name]) for name in (a, b)]
+        turned = "" if figure == METRICS else f" -p figure={quote(figure)}"
         return (
-            f"moelab compare {' '.join(paths)}",
-            f"from moelab.viz import views\nviews.runs({paths[0]!r}, {paths[1]!r})",
+            f"moelab view runs {' '.join(map(quote, paths))}{turned}",
+            f"from moelab.viz import views\nviews.runs(*{paths!r}).set(figure={figure!r})",
         )
 
     return Detailed(
         "runs",
         {
-            "a": menu("run A", by_path[other.resolve()], list(known)),
-            "b": menu("run B", by_path[first.resolve()], list(known)),
-            "figure": menu("figure", METRICS, [METRICS, *names]),
+            "a": menu("run A", names[other.resolve()], [*known]),
+            "b": menu("run B", names[first.resolve()], [*known]),
+            "figure": menu("figure", METRICS, [METRICS, *figures]),
         },
         compute,
         lambda data: draw(*data),
         _rows,
         command,
         _words,
+        plays=("figure",),
         label="metric",
         names=lambda data: [METRICS, *(m.name for m in data[0].metrics)],
         tell=_tell,
     )
 
 
-def _words(data: tuple[Comparison, str]) -> tuple[str, str]:
+def _words(data: Data) -> tuple[str, str]:
     found, figure = data
     differ = ", ".join(f"{name} {a} / {b}" for name, (a, b) in found.params.items()) or "none"
     kept = f" {found.figures[figure][0]['caption']}" if figure != METRICS else ""
-    return (
-        f"A: {found.names[0]}, B: {found.names[1]}; parameters that differ: {differ}.{kept}",
-        f"Runs {found.names[0]} and {found.names[1]}, {figure}",
-    )
+    names = f"A: {found.names[0]}, B: {found.names[1]}"
+    return f"{names}; parameters that differ: {differ}.{kept}", f"{names}: {figure}"
 
 
-def _rows(data: tuple[Comparison, str]) -> Rows:
+def _rows(data: Data) -> Rows:
     found, _ = data
     params = [
         {"metric": name, "kind": "parameter", "A": str(a), "B": str(b)}
@@ -239,10 +225,10 @@ def _rows(data: tuple[Comparison, str]) -> Rows:
     return params + [dict(zip((*HEAD, "A", "B", "B ÷ A"), cells)) for cells in found.cells]
 
 
-def _tell(data: tuple[Comparison, str], name: str) -> Detail:
+def _tell(data: Data, name: str) -> Detail:
     found, _ = data
-    if name == METRICS:
-        params = [[name, "", "parameter", *map(str, of), ""] for name, of in found.params.items()]
-        return Detail(html_rows([*HEAD, "A", "B", ""], params + found.cells))
-    cells = next(cells for cells in found.cells if cells[0] == name)
-    return Detail(html_rows([*HEAD, "A", "B", ""], [cells]))
+    params = [[name, "", "parameter", *map(str, of), ""] for name, of in found.params.items()]
+    cells = params + found.cells
+    if name != METRICS:
+        cells = [of for of in found.cells if of[0] == name]
+    return Detail(html_rows([*HEAD, "A", "B", ""], cells))

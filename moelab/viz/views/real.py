@@ -8,7 +8,7 @@ and memory; only while a model is being opened must that first come to its end."
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from statistics import fmean
 from typing import Any
 
@@ -17,15 +17,13 @@ from moelab.models.greedy import greedy
 from moelab.offloading.engine import Cancelled
 
 
-class RealRun:
-    """One run in a thread of its own; made, started, perhaps stopped, and over when `done` was
-    called.
+class RealRun(threading.Thread):
+    """One run, which `start` begins and `stop` ends.
 
-    explorer : whose recorded run is repeated.
-    policy, memory : with which cache, in so many bytes.
-    tick : told how many tokens there are, from the thread.
-    done : told what `measure` returned, or what it raised;
-        None after a stop.    options : further ones of `open_model`.
+    explorer : whose recorded run is repeated.    policy, memory : with which cache, in so many
+    bytes.
+    tick : told how many tokens there are.    done : told what `measure` returned or raised; None
+    after a stop.
     """
 
     def __init__(
@@ -35,19 +33,11 @@ class RealRun:
         memory: int,
         tick: Callable[[int], None],
         done: Callable[[Any], None],
-        options: Mapping[str, Any] | None = None,
     ) -> None:
-        self.explorer = explorer
-        self.policy = policy
-        self.memory = memory
-        self.tick = tick
-        self.done = done
-        self.options, self.stopped, self.lm = dict(options or {}), threading.Event(), None
-        self.thread = threading.Thread(target=self._run, name="moelab real run", daemon=True)
-
-    def start(self) -> RealRun:
-        self.thread.start()
-        return self
+        super().__init__(name="moelab real run", daemon=True)
+        self.explorer, self.policy, self.memory = explorer, policy, memory
+        self.tick, self.done = tick, done
+        self.stopped, self.lm = threading.Event(), None
 
     def stop(self) -> None:
         """End it as soon as it can be."""
@@ -55,7 +45,7 @@ class RealRun:
         if (lm := self.lm) is not None:
             lm.moelab.cancel()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             found: Any = self.measure()
         except Cancelled:
@@ -70,26 +60,22 @@ class RealRun:
         import torch
 
         found = self.explorer.found
-        explorer = self.explorer
-        with open_model(
-            found.source, memory=self.memory, cache=self.policy, **self.options
-        ) as self.lm:
-            session = self.lm.moelab
-            ids = torch.tensor([found.ids])
 
-            def after(_: Any, scores: torch.Tensor) -> torch.Tensor:
-                """Of every forward pass: let the stop through, and begin to count when the cache is
-                warm."""
-                if self.stopped.is_set():
-                    raise Cancelled
-                self.tick(len(session.forwards))
-                if len(session.forwards) == explorer.warm:
-                    session.residency.reset_counters()
-                return scores
-
+        def after(_: Any, scores: torch.Tensor) -> torch.Tensor:
+            """Of every forward pass: let the stop through, and begin to count when the cache is
+            warm."""
             if self.stopped.is_set():
                 raise Cancelled
-            n = len(found.new)
+            self.tick(len(session.forwards))
+            if len(session.forwards) == self.explorer.warm:
+                session.residency.reset_counters()
+            return scores
+
+        with open_model(found.source, memory=self.memory, cache=self.policy) as self.lm:
+            session = self.lm.moelab
+            if self.stopped.is_set():
+                raise Cancelled
+            ids, n = torch.tensor([found.ids]), len(found.new)
             with torch.inference_mode():
                 self.lm.generate(
                     ids,
@@ -99,13 +85,16 @@ class RealRun:
                     logits_processor=[after],
                     **greedy(self.lm),
                 )
-            took = [session.forwards[i].end - session.forwards[i].start for i in explorer.decode]
-            hit_rate = session.run.counters.hit_rate()
+            steps = (session.forwards[i] for i in self.explorer.decode)
+            took, hit_rate = (
+                fmean(of.end - of.start for of in steps),
+                session.run.counters.hit_rate(),
+            )
         self.lm = None
-        return fmean(took), hit_rate
+        return took, hit_rate
 
 
-def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | None) -> list[Any]:
+def button(view: Any, explorer: Any) -> list[Any]:
     """The buttons that run the budget explorer's setting for real, and stop it; a bar shows
     tokens."""
     import ipywidgets
@@ -117,32 +106,26 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
     bar = ipywidgets.IntProgress(layout={"width": "30%"})
     told = ipywidgets.Label()
     stop.disabled = True
-    running = []
-
-    def idle() -> None:
-        start.disabled = False
-        stop.disabled = True
 
     def begin(_: Any) -> None:
-        at = explorer()
-        if at.found.source is None or not at.found.ids or at.device is not None:
-            told.value = "only an opened model, on this machine, can be run"
+        if explorer is None or not explorer.found.new or explorer.found.source is None:
+            told.value = "only an opened model can be run"
             return
-        policy = min(view.data.at, key=lambda name: view.data.at[name].tpot)
-        memory = view.data.memory
-        bar.value, bar.max, told.value = 0, len(at.forwards), f"opening, {policy} …"
-        start.disabled = True
-        stop.disabled = False
+        of = view.data
+        policy = min(view.values["policies"] or ["lru"], key=lambda name: of.at[name].tpot)
+        bar.value, bar.max = 0, len(explorer.forwards)
+        told.value = f"opening, {policy} …"
+        start.disabled, stop.disabled = True, False
 
         def done(found: Any) -> None:
             def show() -> None:
-                idle()
-                told.value = "stopped"
+                start.disabled, stop.disabled = False, True
+                told.value = "stopped" if found is None else "it failed"
                 if isinstance(found, Exception):
-                    told.value = "it failed"
                     raise found
                 if found is not None:
-                    at.add(policy, memory, *found)
+                    point = type(of.at[policy])(of.memory, *found, "measured")
+                    explorer.measured.append((policy, point))
                     told.value = f"{policy}: {1e3 * found[0]:.2f} ms a token, measured"
                     view.refresh()
 
@@ -151,17 +134,14 @@ def button(view: Any, explorer: Callable[[], Any], options: Mapping[str, Any] | 
         def tick(n: int) -> None:
             bar.value, told.value = n, f"{policy}, {n} of {bar.max} steps"
 
-        running[:] = [RealRun(at, policy, memory, tick, done, options).start()]
+        view.real = RealRun(explorer, policy, of.memory, tick, done)
+        view.real.start()
 
     def end(_: Any) -> None:
-        def stopping() -> None:  # unless it ended in the meantime
-            if not stop.disabled:
-                told.value = "stopping …"
-                running[0].stop()
-
-        view.guarded(stopping)
+        if not stop.disabled:  # unless it ended in the meantime
+            told.value = "stopping …"
+            view.real.stop()
 
     start.on_click(begin)
-    stop.on_click(end)
-    view.real = running
+    stop.on_click(lambda button: view.guarded(lambda: end(button)))
     return [ipywidgets.HBox([start, stop, bar, told])]

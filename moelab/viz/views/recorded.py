@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moelab.cache.policies import DEFAULT_POLICY
@@ -19,10 +19,15 @@ from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.registry import find, names
+from moelab.simulation.costs import Machine
+from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 
 TOKENS = 16
-#: decode steps of an assumed run: as many tokens to fill the cache as to look at
-ASSUMED = 12
+#: decode steps of an assumed run: as many as see nearly every expert, and those that are timed
+TIMED = 6
+ASSUMED = 60 + TIMED
+#: tokens whose keys and values it is said to have
+CONTEXT = 4096
 
 
 @dataclass
@@ -36,6 +41,7 @@ class Recorded:
     options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by
         default.
     how : words for whose routing this is.
+    context : tokens that an assumed run is said to go on from; 0 of one that was recorded.
     """
 
     name: str
@@ -49,6 +55,7 @@ class Recorded:
     asked: dict[str, Any] = field(default_factory=dict)
     model: Any = field(default=None, repr=False)
     how: str = "of this text"
+    context: int = 0
 
     @classmethod
     def of(
@@ -63,37 +70,55 @@ class Recorded:
     ) -> Recorded:
         """A generation of an opened model."""
         session = lm.moelab
-        settings = run.settings
-        options = {}
-        if isinstance(settings.policy, str) and settings.policy != DEFAULT_POLICY:
-            options["cache"] = settings.policy
+        policy, options = run.settings.policy, {}
+        if isinstance(policy, str) and policy != DEFAULT_POLICY:
+            options["cache"] = policy
         if session.speculation is not None:
             used = type(session.speculation.predictor)
-            for name in names("predictor"):
-                if find("predictor", name) is used:
-                    options["prefetch"] = name
-        asked = {
-            key: value
-            for key, value, usual in (("prompt", prompt, None), ("tokens", tokens, TOKENS))
-            if value != usual
-        }
-        return cls(
-            settings.spec.name,
-            run,
-            before,
-            ids,
-            new,
-            lm.name_or_path,
-            session.budget,
-            options,
-            asked,
-            lm,
-        )
+            known = {find("predictor", name): name for name in names("predictor")}
+            options |= {"prefetch": known[used]} if used in known else {}
+        asked = {} if prompt is None else {"prompt": prompt}
+        asked |= {} if tokens == TOKENS else {"tokens": tokens}
+        opened = lm.name_or_path, session.budget, options, asked
+        return cls(run.settings.spec.name, run, before, ids, new, *opened, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text, one by one; their numbers without a tokenizer."""
         tokenizer = getattr(self.model, "tokenizer", None)
         return [str(i) if tokenizer is None else tokenizer.decode([i]) for i in ids]
+
+
+def replay(
+    found: Recorded,
+    residency: Residency,
+    warm: int,
+    machine: Machine,
+    steps: Any = None,
+    **how: Any,
+) -> Simulation:
+    """A run in simulated time on a machine, or other steps; the first `warm` only fill the cache.
+    how : further arguments of `simulate`."""
+    settings = found.run.settings
+    steps = found.run.steps if steps is None else steps
+    for step in flat(steps[:warm]):
+        residency.begin(*step)
+    return simulate(
+        steps[warm:],
+        [forward[2:] for forward in found.run.forwards[warm:]],
+        residency,
+        replace(machine, workers=settings.workers),
+        order=ordered(settings.scheduler, machine),
+        **how,
+    )
+
+
+def seconds_of(run: Simulation) -> list[float]:
+    """Of each decode step."""
+    return [of.end - of.start for of in decode_steps(run)]
+
+
+def decode_steps(run: Simulation) -> list[Forward]:
+    return [forward for forward in run.forwards if forward.phase == "decode"]
 
 
 def recorded(
@@ -110,24 +135,19 @@ def recorded(
 
     Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything
     else."""
-    if isinstance(source, Recorded):
-        return source
     if isinstance(source, str) and source in names("model"):
         return _assumed(source)
     if isinstance(source, EngineRun):
-        return _whole(
-            Recorded(source.settings.spec.name, run := source.copy(), _as_opened(run.settings))
-        )
-    if not hasattr(source, "moelab"):
+        run = source.copy()
+        found = Recorded(run.settings.spec.name, run, _as_opened(run.settings))
+    elif hasattr(source, "moelab"):
+        found = _generate(source, prompt, tokens)
+    else:
         raise TypeError(
             f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
             "has opened, of its run (lm.moelab.run), or of a card: "
             f"{', '.join(names('model'))}"
         )
-    return _whole(_generate(source, prompt, tokens))
-
-
-def _whole(found: Recorded) -> Recorded:
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
         raise ValueError(
             "this run has fewer than two decode steps, so nothing can be said about TPOT: "
@@ -140,12 +160,12 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
     """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no
     tokenizer."""
     if prompt is None:
-        prompt = (
-            prompts("prose", 1, tokens=64)[0].text if lm.tokenizer is not None else [1, 2, 3, 4]
-        )
-    if isinstance(prompt, str) and lm.tokenizer is None:
+        prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer else [1, 2, 3, 4]
+    if not isinstance(prompt, str):
+        return [*prompt]
+    if lm.tokenizer is None:
         raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
-    return lm.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+    return lm.tokenizer(prompt)["input_ids"]
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
@@ -169,14 +189,9 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
 
 
 def _as_opened(settings: EngineSettings) -> Residency:
-    residency = Residency(
-        settings.spec.L,
-        settings.spec.E,
-        settings.pools,
-        deepcopy(settings.policy),
-        settings.scope,
-        settings.margin,
-    )
+    spec = settings.spec
+    policy = deepcopy(settings.policy), settings.scope, settings.margin
+    residency = Residency(spec.L, spec.E, settings.pools, *policy)
     residency.fill()
     return residency
 
@@ -184,12 +199,14 @@ def _as_opened(settings: EngineSettings) -> Residency:
 def _assumed(name: str) -> Recorded:
     import numpy as np
 
+    from moelab.advice.model import find_model
     from moelab.zipmoe.planner import drawn
 
     spec = load_model(name)
-    pools = Pools(F=spec.L * spec.E)
-    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), 0)
+    dense, pools = find_model(name).others, Pools(F=spec.L * spec.E)
+    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense)
     run = EngineRun(settings, residency := _as_opened(settings))
     run.steps = drawn(np.full((spec.L, spec.E), spec.K / spec.E), ASSUMED)
     run.forwards = [Forward(0.0, 0.0, 1, "decode")] * ASSUMED
-    return Recorded(name, run, residency, how="assumed: every expert as often as every other")
+    how = "assumed: every expert as often as every other"
+    return Recorded(name, run, residency, how=how, context=CONTEXT)

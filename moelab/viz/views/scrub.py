@@ -10,7 +10,6 @@ from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +19,9 @@ from moelab.offloading.metrics import Forward
 from moelab.records import Rows
 from moelab.specs import Event, State
 from moelab.viz import theme
-from moelab.viz.charts import EDGE, finish, hover, panels, pattern, whole_steps
+from moelab.viz.charts import EDGE, finish, hover, whole_steps
 from moelab.viz.plotly_json import Figure
+from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import TOKENS, Recorded, recorded
@@ -42,13 +42,12 @@ ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 class Scrub(NamedTuple):
     """states : uint8 [F, L, E], places in `STATES`, of F forward passes. words : the text of each
         pass, its prompt or
-    one token.    seconds : [F].    kind : of the seconds."""
+    one token.    seconds : [F], measured."""
 
     name: str
     states: np.ndarray
     words: list[str]
     seconds: list[float]
-    kind: str = "measured"
 
     def counts(self) -> np.ndarray:
         """How many experts are in each state, int64 [F, 6]."""
@@ -67,28 +66,21 @@ def scrub(found: Recorded) -> Scrub:
     if not run.settings.experts_bytes:  # a model in memory: everything is there
         for layer in range(spec.L):
             residency.begin(layer, dict.fromkeys(range(spec.E), 1))
-    for forward, steps in enumerate(run.steps):
-        here = states[forward]
+    for forward, (here, steps) in enumerate(zip(states, run.steps)):
         at = ahead.get(forward, set())
         for state in (State.FULL, State.COMPRESSED, State.SM, State.E):
-            for layer, expert in residency.resident(state):
-                here[layer, expert] = RESIDENT
-        for layer, expert in at:
-            here[layer, expert] = UNUSED
-        for layer, tokens in steps:
-            for request in residency.begin(layer, tokens).requests:
-                here[request.key] = (
-                    HIT if request.state is State.FULL else AHEAD if request.key in at else MISSED
-                )
-    text = found.words(found.new)
-    words = ["".join(found.words(found.ids))] if found.ids else []
-    words += text if found.ids else [f"pass {i}" for i in range(len(run.forwards))]
-    return Scrub(
-        found.name,
-        states,
-        words[: len(run.forwards)],
-        [end - start for start, end, *_ in run.forwards],
-    )
+            for key in residency.resident(state):
+                here[tuple(key)] = RESIDENT
+        for key in at:
+            here[key] = UNUSED
+        for step in steps:
+            for request in residency.begin(*step).requests:
+                missed = AHEAD if request.key in at else MISSED
+                here[request.key] = HIT if request.state is State.FULL else missed
+    words = [f"pass {i}" for i in range(len(run.forwards))]
+    if found.ids:
+        words = ["".join(found.words(found.ids)), *found.words(found.new)][: len(words)]
+    return Scrub(found.name, states, words, [end - start for start, end, *_ in run.forwards])
 
 
 def read_ahead(
@@ -121,64 +113,35 @@ def read_ahead(
     return found
 
 
-def draw(found: Scrub, token: int) -> list[Figure]:
-    """The grid at one pass, and the counts of all: what readers see where nothing can be played."""
+def draw(found: Scrub, token: int) -> Figure:
+    """The grid at one pass: what readers see where nothing can be played."""
     states = found.states[token]
-    n = list(range(len(found.words)))
-    grid = Figure()
+    figure = Figure()
     for place, (what, colour, symbol) in enumerate(STATES.values()):
         layers, experts = np.nonzero(states == place)
+        size = 8 if place > RESIDENT else 5
+        look = {"symbol": symbol, "size": size, "color": colour, "line": EDGE | {"width": 0.5}}
         if symbol:
-            grid.add_scatter(
+            figure.add_scatter(
                 x=experts,
                 y=layers,
                 mode="markers",
                 name=what,
                 hovertemplate=hover("layer %{y}, expert %{x}", what),
-                marker={
-                    "symbol": symbol,
-                    "size": 8 if place > RESIDENT else 5,
-                    "color": colour,
-                    "line": EDGE | {"width": 0.5},
-                },
+                marker=look,
             )
-    grid.update_yaxes(autorange="reversed", dtick=whole_steps(len(states)))
-    counts = found.counts()
-    bars, (at,) = panels([""], 1)
-    for place, (what, colour, _) in list(enumerate(STATES.values()))[HIT:]:
-        bars.add_bar(
-            x=n,
-            y=counts[:, place],
-            name=what,
-            marker={"color": colour, "pattern": pattern(("", "/", "x", "\\")[place - HIT], size=6)},
-            customdata=found.words,
-            hovertemplate=hover("%{x}: %{customdata}: %{y}", what),
-            **at,
-        )
-    bars.add_vline(x=token, line=EDGE)
-    return [
-        finish(grid, "expert", "MoE layer", legend=f"step {token}", height=120 + 26 * len(states)),
-        finish(
-            bars,
-            "forward pass (0: the prompt)",
-            "experts",
-            legend="exact",
-            barmode="stack",
-            height=260,
-        ),
-    ]
+    figure.update_yaxes(autorange="reversed", dtick=whole_steps(len(states)))
+    height = 120 + 26 * len(states)
+    return finish(figure, "expert", "MoE layer", legend=f"step {token}", height=height)
 
 
 def rows(found: Scrub) -> Rows:
     """A row a forward pass: the experts in each state."""
     return [
-        {
-            "pass": i,
-            "text": found.words[i],
-            "seconds": found.seconds[i],
-            **dict(zip(STATES, map(int, counts))),
-        }
-        for i, counts in enumerate(found.counts())
+        {"pass": i, "text": text, "seconds": seconds} | dict(zip(STATES, counts))
+        for i, (text, seconds, counts) in enumerate(
+            zip(found.words, found.seconds, found.counts().tolist())
+        )
     ]
 
 
@@ -216,17 +179,18 @@ class Scrubber(View):
         self.pictures[0].token = self.values["token"]
 
     def html(self) -> str:
-        script = (Path(__file__).with_name("player.js")).read_text(encoding="utf-8")
-        data = theme.in_script(content(self.data[0]))
-        return f"""<!doctype html><meta charset="utf-8"><title>{escape(self.data[0].name)}</title>
-<body style="font-family: system-ui, sans-serif"><div id="view"></div><p>{escape(self.words[0])}</p>
-<script type="module">
-{script.replace("export default", "const widget =")}
-const values = {{data: {data}, token: {self.values["token"]}}};
+        return page.whole(self, {}, _script(self))
+
+
+def _script(view: Scrubber) -> str:
+    """The player, of what it is given by a page instead of a kernel."""
+    player = Path(__file__).with_name("player.js").read_text(encoding="utf-8")
+    values = {"data": content(view.data[0]), "token": view.values["token"]}
+    return f"""{player.replace("export default", "const widget =")}
+const values = {theme.in_script(values)};
 widget.render({{el: document.getElementById("view"), model: {{
   get: (name) => values[name], set: (name, value) => {{ values[name] = value; }}, save_changes() {{}}, on() {{}},
-  off() {{}} }} }});
-</script></body>"""
+  off() {{}} }} }});"""
 
 
 def content(found: Scrub) -> dict[str, Any]:
@@ -236,12 +200,12 @@ def content(found: Scrub) -> dict[str, Any]:
         "states": b64encode(found.states.tobytes()).decode(),
         "words": found.words,
         "ms": [1e3 * seconds for seconds in found.seconds],
-        "kind": found.kind,
-        "looks": [[what, colour, symbol] for what, colour, symbol in STATES.values()],
+        "kind": "measured",
+        "looks": [*STATES.values()],
     }
 
 
-def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = TOKENS) -> Scrubber:
+def scrubber(source: Any, prompt: Any = None, tokens: int = TOKENS) -> Scrubber:
     """The token scrubber.
 
         with moelab.open_model(memory="50%", prefetch="router") as lm:
@@ -249,19 +213,15 @@ def scrubber(source: Any, *, token: int = 1, prompt: Any = None, tokens: int = T
         view                                            # needs the model no longer
 
     source : an opened model, which generates `tokens` after `prompt`; or a run, `lm.moelab.run`,
-        which must have begun
-        with the cache as it is opened.    token : the forward pass that is shown at first; 0 is the
-                                           prompt.
+        which must have begun with the cache as it is opened.
 
     Raises ValueError: a run of fewer than two decode steps.
     """
     found = recorded(source, prompt, tokens)
     scrubbed = scrub(found)
-    last = len(scrubbed.words) - 1
-    controls = {"token": slider("forward pass", min(token, last), 0, last, 1)}
     return Scrubber(
         "scrubber",
-        controls,
+        {"token": slider("forward pass", 1, 0, len(scrubbed.words) - 1)},
         lambda token: (scrubbed, token),
         lambda data: draw(*data),
         lambda data: rows(data[0]),

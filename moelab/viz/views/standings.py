@@ -7,7 +7,6 @@ moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedu
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from moelab.bench import arena as contests
@@ -34,33 +33,24 @@ def draw(contest: Contest) -> Figure:
     order = contest.standings[::-1]
     names = [f"<b>{escape(of.name)}</b>" if of.own else of.name for of in order]
     for i, trace in enumerate(contest.ceiling):
-        reached = [100 * contest.share(of, trace) for of in order]
-        scores = [f"{of.scores[trace]:.3g}" if trace in of.scores else "–" for of in order]
         figure.add_bar(
             y=names,
-            x=reached,
+            x=[100 * contest.share(of, trace) for of in order],
             orientation="h",
             name=trace,
             marker=bar_look(i),
             customdata=[trace] * len(order),
-            text=scores,
+            text=[f"{of.scores[trace]:.3g}" if trace in of.scores else "–" for of in order],
             textposition="outside",
             textfont={"size": 10},
             cliponaxis=False,
             hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + contest.unit, trace),
         )
-    figure.add_vline(x=100, line=EDGE)
-    figure.update_xaxes(range=[0, 112])
+    figure.add_vline(x=100, line=EDGE).update_xaxes(range=[0, 112])
     figure.update_yaxes(type="category", tickfont={"size": 12})
-    figure.update_layout(legend_traceorder="normal")
-    return finish(
-        figure,
-        "reached of the ceiling (%)",
-        legend=f"numbers:<br>{contest.unit}",
-        barmode="group",
-        bargap=0.25,
-        height=140 + 22 * len(contest.ceiling) * len(order) // 2,
-    )
+    legend, height = f"numbers:<br>{contest.unit}", 140 + 11 * len(contest.ceiling) * len(order)
+    look = {"barmode": "group", "bargap": 0.25, "height": height, "legend_traceorder": "normal"}
+    return finish(figure, "reached of the ceiling (%)", legend=legend).update_layout(**look)
 
 
 def words(contest: Contest) -> tuple[str, str]:
@@ -88,19 +78,11 @@ def tell(contest: Contest, name: str) -> Detail:
     traceback."""
     if name == TRACEBACK:
         return Detail(f"<pre style='color:{theme.VERMILLION}'>{escape(contest.own.error)}</pre>")
-    wrong = contest.wrong.get(name, [])
-    if not wrong:
-        return Detail(
-            f"On {escape(name)} nothing of its kind would have chosen better."
-            if name in contest.wrong
-            else f"{escape(contest.own.name)} did not get to {escape(name)}."
-        )
-    head = ["where", "chose", "better", "cost"]
-    table = html_rows([*head], wrong[:LISTED])
-    return Detail(
-        f"<p>{len(wrong)} choices that another beats, the costliest "
-        f"{min(len(wrong), LISTED)}:</p>{table}"
-    )
+    wrong = contest.wrong.get(name)
+    if wrong is None:
+        return Detail(f"{escape(contest.own.name)} did not get to {escape(name)}.")
+    table = html_rows(["where", "chose", "better", "cost"], wrong[:LISTED])
+    return Detail(f"<p>{len(wrong)} choices that another beats, the costliest first:</p>{table}")
 
 
 def arena(
@@ -114,48 +96,29 @@ def arena(
     first = contests.arena(mine, model, share, tokens, each)
     percent = round(100 * share)
     every = {percent: first}
-    name = first.own.name
-    if (
-        first.kind == "cache policy"
-    ):  # a contest takes seconds: all are held before the picture is there
-        others = [other for other in SHARES if other != percent]
-        every |= {
-            other: contests.arena(mine, model, other / 100, tokens, each)
-            for other in progress(others, "ranking with another memory", unit="contest")
-        }
-    controls = (
-        {"share": menu("experts in memory (%)", percent, sorted(every))} if len(every) > 1 else {}
-    )
+    # a contest takes seconds: all are held before the picture is there
+    others = {*SHARES} - {percent} if first.kind == "cache policy" else ()
+    for other in progress(sorted(others), "ranking with another memory", unit="contest"):
+        every[other] = contests.arena(mine, model, other / 100, tokens, each)
 
-    def compute(share: int = percent) -> Contest:
-        return every[share]
-
-    def command(share: float = 0.0) -> tuple[str, str]:
+    def command(share: int) -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
-        given = [repr(str(model))] if isinstance(model, (str, Path)) else []
-        given += [
-            f"{key}={value:g}"
-            for key, value, usual in (
-                ("share", share / 100, 0.0),
-                ("tokens", tokens, 256),
-                ("each", each, 2),
-            )
-            if value != usual
-        ]
-        call = f"moelab.lab.arena({', '.join([name, *given])})"
-        lines = [f"from {home} import {name}", "import moelab.lab", call]
-        printed = lines[:2] + [f"print({call}.csv())"]
-        return f'python -c "{"; ".join(printed)}"', "\n".join(lines)
+        given = f"{first.own.name}, {str(model)!r}" if model else first.own.name
+        call = f"moelab.lab.arena({given}, share={share / 100:g}, tokens={tokens}, each={each})"
+        lines = [f"from {home} import {first.own.name}", "import moelab.lab"]
+        printed = "; ".join([*lines, f"print({call}.csv())"])
+        return f'python -c "{printed}"', "\n".join([*lines, call])
 
     return Detailed(
         "arena",
-        controls,
-        compute,
+        {"share": menu("experts in memory (%)", percent, sorted(every))},
+        lambda share: every[share],
         draw,
         _rows,
         command,
         words,
+        plays=("share",),
         label="where it chose wrongly",
         names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling),
         tell=tell,
@@ -164,13 +127,9 @@ def arena(
 
 
 def _rows(contest: Contest) -> Rows:
+    every = [(i, of.name, of.scores) for i, of in enumerate(contest.standings, 1)]
     return [
-        {"place": place, "name": of.name}
-        | {f"{trace}, {contest.unit}": of.scores.get(trace) for trace in contest.ceiling}
-        for place, of in enumerate(contest.standings, 1)
-    ] + [
-        {
-            "place": "ceiling",
-            **{f"{trace}, {contest.unit}": top for trace, top in contest.ceiling.items()},
-        }
+        {"place": place, "name": name}
+        | {f"{trace}, {contest.unit}": scores.get(trace) for trace in contest.ceiling}
+        for place, name, scores in [*every, ("ceiling", "", contest.ceiling)]
     ]

@@ -20,12 +20,42 @@ async function copy(text) {
   }
 }
 
-function picture(frame, name) {
-  const canvas = frame.querySelector("canvas.moelab-player");
-  if (canvas) return canvas.toBlob((blob) => save(blob, name));
-  const camera = frame.querySelector(".modebar-btn[data-title*='Download plot']");
-  if (!camera) throw new Error("the picture is not there yet");
-  camera.click();
+// All pictures of a view, one below the other, and its caption.
+async function picture(frame, name) {
+  const Plotly = await globalThis.moelabPlotly;
+  const parts = [...frame.querySelectorAll(".js-plotly-plot, canvas.moelab-player")].filter((part) => part.clientWidth);
+  if (!parts.length) throw new Error("the picture is not there yet");
+  const scale = 2, wide = scale * Math.max(...parts.map((part) => part.clientWidth));
+  const images = await Promise.all(parts.map(async (part) => {
+    if (part.tagName === "CANVAS") return part;
+    const image = new Image();
+    image.src = await Plotly.toImage(part,
+      { format: "png", scale, width: part.clientWidth, height: part.clientHeight });
+    await image.decode();
+    return image;
+  }));
+  const canvas = document.createElement("canvas"), context = canvas.getContext("2d"), line = 20 * scale;
+  const font = `${14 * scale}px system-ui, sans-serif`, lines = [""];
+  context.font = font;
+  for (const word of frame.querySelector("[role=note]").textContent.split(" ")) {
+    if (context.measureText(`${lines.at(-1)} ${word}`).width > wide - line) lines.push("");
+    lines.push(`${lines.pop()} ${word}`);
+  }
+  const heights = images.map((image) => image.height * Math.min(1, wide / image.width));
+  canvas.width = wide;
+  canvas.height = heights.reduce((sum, height) => sum + height, line * (lines.length + 1));
+  const style = getComputedStyle(document.body);
+  context.fillStyle = style.getPropertyValue("--jp-layout-color0").trim() || "white";
+  context.fillRect(0, 0, wide, canvas.height);
+  let top = 0;
+  images.forEach((image, i) => {
+    context.drawImage(image, 0, top, image.width * Math.min(1, wide / image.width), heights[i]);
+    top += heights[i];
+  });
+  context.fillStyle = style.getPropertyValue("--jp-ui-font-color1").trim() || "black";
+  context.font = font;
+  lines.forEach((text, i) => context.fillText(text, line / 2, top + line * (i + 1)));
+  return new Promise((done) => canvas.toBlob((blob) => (save(blob, name), done())));
 }
 
 export function isDark() {
@@ -66,7 +96,7 @@ function render({ model, el }) {
   };
   const name = () => model.get("name");
   button("CSV", "save the numbers", () => void model.send({ file: "csv" }));
-  button("PNG", "save the picture", () => void picture(el.closest(".moelab-view") || document, `${name()}.png`));
+  button("PNG", "save the picture", () => picture(el.closest(".moelab-view") || document, `${name()}.png`));
   button("HTML", "save a page that works without a network", () => void model.send({ file: "html" }));
   button("copy command", "the line for a shell that gives these numbers",
     () => copy(model.get("shell")).then(() => `copied: ${model.get("shell")}`));
@@ -80,6 +110,12 @@ function render({ model, el }) {
     tell(`saved ${message.name}`);
   };
   model.on("msg:custom", receive);
+  const live = document.head.appendChild(document.createElement("style"));  // for the time that this is shown
+  const hide = () => {
+    live.textContent = model.get("still") ? `.${model.get("still")} { display: none; }` : "";
+  };
+  model.on("change:still", hide);
+  hide();
   const look = () => {
     if (model.get("dark") !== isDark()) {
       model.set("dark", isDark());
@@ -91,6 +127,8 @@ function render({ model, el }) {
   look();
   return () => {
     watch.disconnect();
+    live.remove();
+    model.off("change:still", hide);
     model.off("msg:custom", receive);
   };
 }

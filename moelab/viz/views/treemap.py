@@ -1,8 +1,7 @@
 """The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation
 would do, or by use.
 
-    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace, colour="expert
-                                                popularity")
+    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace)
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
@@ -12,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from hashlib import sha256
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +20,10 @@ import numpy as np
 from moelab.advice.model import Model, find_model
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import locate
-from moelab.files import absolute, atomic, cache_folder
+from moelab.files import absolute
 from moelab.progress import progress
 from moelab.records import Rows
-from moelab.registry import like, names, require
+from moelab.registry import like, names
 from moelab.schema import naming
 from moelab.store.headers import Stored
 from moelab.table import format_value
@@ -43,8 +42,7 @@ ERROR = "error of "
 SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
 MOST = 8000
-#: bytes of a survey up to which all colours are there from the beginning, so that changing them
-#: does not wait
+#: bytes of a survey up to which a page has all colours
 SOON = 64 << 20
 
 
@@ -79,12 +77,8 @@ def parts_of(card: Model) -> list[survey.Part]:
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
     """The tree of all tensors; those above have the mean of their parts' values by bytes."""
     whole = len(parts) <= MOST
-    found: dict[str, tuple[str, str, survey.Part | None]] = {
-        root: ("", root, None)
-    }  # parent, label, of a leaf its
-    sums: dict[str, list[float]] = {
-        root: [0, 0, 0.0]
-    }  # part; bytes, those that have a value, bytes · value
+    about: dict[str, tuple[str, str, survey.Part | None]] = {}  # parent, label, a leaf's part
+    sums: dict[str, np.ndarray] = {}  # bytes, those that have a value, bytes · value
     for part, value in zip(parts, values):
         up = [(root, "", root)]
         if part.layer:
@@ -93,50 +87,36 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
             up.append((f"{part.layer} expert {part.expert}", up[-1][0], f"expert {part.expert}"))
         if whole or part.expert is None:
             up.append((part.name, up[-1][0], part.label))
+        nbytes = part.stored.nbytes
+        known = np.array([nbytes, nbytes * (value is not None), nbytes * (value or 0.0)])
         for name, parent, label in up:
-            found.setdefault(name, (parent, label, part if name == up[-1][0] else None))
-            sums.setdefault(name, [0, 0, 0.0])[0] += part.stored.nbytes
-            if value is not None:
-                sums[name][1] += part.stored.nbytes
-                sums[name][2] += part.stored.nbytes * value
+            about.setdefault(name, (parent, label, part if name == up[-1][0] else None))
+            sums[name] = sums.get(name, 0) + known
     return [
-        Node(
-            name,
-            parent,
-            label,
-            sums[name][0],
-            sums[name][2] / sums[name][1] if sums[name][1] else None,
-            part,
+        Node(name, parent, label, int(nbytes), total / known if known else None, part)
+        for (name, (parent, label, part)), (nbytes, known, total) in zip(
+            about.items(), sums.values()
         )
-        for name, (parent, label, part) in found.items()
     ]
 
 
-def _middle(values: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """The range of sorted (value, bytes) without the outermost per cent of the bytes: a few tiny
-    tensors would else take all colours."""
-    total = sum(nbytes for _, nbytes in values)
-    before = 0
-    low = None
-    high = values[-1][0]
-    for value, nbytes in values:
-        before += nbytes
-        if low is None and before > 0.01 * total:
-            low = value
-        if before >= 0.99 * total:
-            high = value
-            break
-    return low, high
+def middle(values: Sequence[tuple[float, int]]) -> list[float]:
+    """The range of (value, bytes) without the outermost per cent of the bytes: a few tiny tensors
+    would else take all colours."""
+    value, nbytes = np.array(sorted(values) or [(0.0, 0), (1.0, 1)]).T
+    share = np.cumsum(nbytes) / nbytes.sum()
+    return value[np.searchsorted(share, (0.01, 0.99)).clip(max=len(value) - 1)].tolist()
 
 
 def draw(tree: Sequence[Node], colour: str) -> Figure:
     """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
-    there = sorted(
+    there = [
         (node.value, node.bytes)
         for node in tree
         if node.value is not None and node.part is not None
-    )
-    low, high = _middle(there) if there else (0.0, 1.0)
+    ]
+    low, high = middle(there)
+    title = {"text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}
     figure = Figure().add_treemap(
         ids=[node.name for node in tree],
         parents=[node.parent for node in tree],
@@ -156,15 +136,7 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
             "cmax": high,
             "showscale": bool(there),
             "line": {"width": 1},
-            "colorbar": {
-                "thickness": 20,
-                "tickfont": {"size": 11},
-                "title": {
-                    "text": SCALES.get(colour, "relative error"),
-                    "side": "right",
-                    "font": {"size": 13},
-                },
-            },
+            "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": title},
         },
         hovertemplate="%{id}<br>%{text}<extra></extra>",
         tiling={"pad": 1},
@@ -172,12 +144,8 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
         textinfo="label",
     )
     # a margin that no tick widens, or every rectangle would be drawn anew with another colour
-    return finish(
-        figure,
-        height=560,
-        showlegend=False,
-        margin={"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False},
-    )
+    margin = {"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False}
+    return finish(figure, height=560, showlegend=False, margin=margin)
 
 
 def counted(counts: Any) -> np.ndarray | None:
@@ -186,21 +154,17 @@ def counted(counts: Any) -> np.ndarray | None:
 
     Raises FileNotFoundError, ValueError: no such file, or nothing that has counts in it.
     """
-    if isinstance(counts, (str, Path)) and (path := absolute(counts)).suffix == ".npy":
-        with naming(path, "array of expert counts", "numpy.save(path, counts)"):
-            return _counts(np.load(path))
-    counts = Calibration.load(counts) if isinstance(counts, (str, Path)) else counts
-    counts = counts.counts() if callable(getattr(counts, "counts", None)) else counts
-    return None if counts is None else _counts(np.asarray(counts))
-
-
-def _counts(found: np.ndarray) -> np.ndarray:
-    if (
-        found.ndim != 2
-        or found.dtype.kind not in "iuf"
-        or not (found >= 0).all()
-        or not 0 < found.sum() < np.inf
-    ):
+    if isinstance(counts, (str, Path)):
+        if (path := absolute(counts)).suffix == ".npy":
+            with naming(path, "array of expert counts", "numpy.save(path, counts)"):
+                counts = np.load(path)
+        else:
+            counts = Calibration.load(counts)
+    if counts is None:
+        return None
+    found = np.asarray(counts.counts() if callable(getattr(counts, "counts", None)) else counts)
+    numbers = found.ndim == 2 and found.dtype.kind in "iuf"
+    if not (numbers and (found >= 0).all() and 0 < found.sum() < np.inf):
         raise ValueError(
             f"counts of experts are numbers of 0 or more, [layers, experts], not all 0; these are "
             f"{found.dtype} {list(found.shape)}"
@@ -208,110 +172,78 @@ def _counts(found: np.ndarray) -> np.ndarray:
     return found
 
 
-def file_of(counts: Any) -> Path:
-    """A file from which `counted` reads the same: the one that was given, else one of the cache, by
-    its content."""
-    if isinstance(counts, (str, Path)):
-        return absolute(counts)
-    seen = counted(counts)
-    path = cache_folder("counts") / f"{sha256(seen.tobytes()).hexdigest()[:16]}.npy"
-    if not path.exists():
-        with atomic(path) as part, open(part, "wb") as file:
-            np.save(file, seen)
-    return path
-
-
-def model_map(model: str | Path | None = None, counts: Any = None, colour: str = BOUND) -> Detailed:
+def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
     """The checkpoint of a model as a map.
 
     model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model;
         or a card's name, of whose parts only the bytes are known, and with counts the popularity.
     counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or
-        the file that `moelab calibrate` wrote: for "expert popularity".
-    colour : at first: "entropy bound", "expert popularity" or "error of FORMAT".
+        the file that `moelab calibrate` wrote: for the colour "expert popularity".
 
     Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another
     geometry."""
-    shown = _Map(model, counts)
-    require("colour" + " without counts=" * (shown.seen is None), colour, shown.colours)
-    shown.look_soon()
+    card = find_model(model) if like("model", model) and not Path(model).exists() else None
+    path = Path(card.spec.name) if card else locate(model)[1]
+    parts = parts_of(card) if card else survey.parts(path)
+    most = survey.sample_size(len(parts))
+    seen = counted(counts)
+    colours = [BOUND, *(f"{ERROR}{name}" for name in names("format"))]
+    if seen is not None:
+        colours.append(POPULARITY)
+
+    @cache
+    def values(colour: str) -> list[float | None]:
+        if colour == POPULARITY:
+            return survey.popularity(parts, seen)
+        form = colour.removeprefix(ERROR)
+        every = progress(parts, colour, unit="tensor")
+        if colour == BOUND:
+            return [survey.bound(part, most) for part in every]
+        return [survey.error(part, form, most) for part in every]
+
+    def words(data: Shown) -> tuple[str, str]:
+        (root, *_), colour = data
+        sampled = sum(part.stored.nbytes > most for part in parts)
+        kind = "exact"
+        if card:
+            kind = f"by its card: experts' bytes are exact, others the {card.how}"
+        elif sampled and colour != POPULARITY:
+            kind = f"exact, but {sampled:,} tensors by samples of {most / 1e6:.2g} MB"
+        said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
+        return (
+            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: "
+            f"{said} on average ({kind}). Area: bytes. A click opens a layer or an expert.",
+            f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
+        )
+
+    def command(colour: str) -> tuple[str, str]:
+        file = isinstance(counts, (str, Path)) and str(absolute(counts))
+        said = [quote(str(model))] * (model is not None) + [f"--counts {quote(str(file))}"] * bool(
+            file
+        )
+        given = [repr(str(model or path))] + [f"counts={repr(file) if file else 'counts'}"] * (
+            counts is not None
+        )
+        return (
+            " ".join(["moelab view model_map", *said, f"-p colour={quote(colour)}"]),
+            "from moelab.viz import views\n"
+            f"views.model_map({', '.join(given)}).set(colour={colour!r})",
+        )
+
+    small = sum(min(part.stored.nbytes, most) for part in parts) <= SOON
     return Detailed(
         "model_map",
-        {"colour": menu("colour", colour, shown.colours)},
-        shown.compute,
+        {"colour": menu("colour", BOUND, colours)},
+        lambda colour: (nodes(parts, values(colour), path.name), colour),
         lambda data: draw(*data),
         _rows,
-        shown.command,
-        shown.words,
+        command,
+        words,
+        plays=("colour",) if small else (),
         label="tensor",
         tell=_tell,
         names=lambda data: [node.name for node in data[0]][:MOST],
     )
-
-
-class _Map:
-    """The parts of a checkpoint and what they are coloured by."""
-
-    def __init__(self, model: str | Path | None, counts: Any) -> None:
-        self.model = model
-        self.counts = counts
-        card = find_model(model) if like("model", model) and not Path(model).exists() else None
-        self.card, self.path = card, Path(card.spec.name) if card else locate(model)[1]
-        self.parts = parts_of(card) if card else survey.parts(self.path)
-        self.most = survey.sample_size(self.parts)
-        self.seen = counted(counts)
-        self.measures = {BOUND: lambda part: survey.bound(part, self.most)} | {
-            f"{ERROR}{name}": lambda part, name=name: survey.error(part, name, self.most)
-            for name in names("format")
-        }
-        self.colours = [*self.measures, *([POPULARITY] if self.seen is not None else [])]
-        self.values = cache(self._values)
-
-    def _values(self, colour: str) -> list[float | None]:
-        if colour == POPULARITY:
-            return survey.popularity(self.parts, self.seen)
-        measure = self.measures[colour]
-        return [measure(part) for part in progress(self.parts, colour, unit="tensor")]
-
-    def look_soon(self) -> None:
-        """Measure all colours of what is small at once."""
-        if sum(min(part.stored.nbytes, self.most) for part in self.parts) <= SOON:
-            for one in self.measures:
-                self.values(one)
-
-    def compute(self, colour: str) -> Shown:
-        return nodes(self.parts, self.values(colour), self.path.name), colour
-
-    def words(self, data: Shown) -> tuple[str, str]:
-        tree, colour = data
-        root = tree[0]
-        sampled = sum(part.stored.nbytes > self.most for part in self.parts)
-        if self.card:
-            kind = f"by its card: experts' bytes are exact, others the {self.card.how}"
-        elif not sampled or colour == POPULARITY:
-            kind = "exact"
-        else:
-            kind = f"exact, but {sampled:,} tensors by samples of {self.most / 1e6:.2g} MB"
-        said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-        return (
-            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(self.parts):,} parts; {colour}: "
-            f"{said} on average ({kind}). Area: bytes. A click opens a layer or an expert, and the "
-            "bits of a tensor.",
-            f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
-        )
-
-    def command(self, colour: str) -> tuple[str, str]:
-        file = file_of(self.counts) if colour == POPULARITY else None
-        words = [
-            "moelab view model_map",
-            *([str(self.model)] if self.model else []),
-            *([f"--counts {file}"] if file else []),
-            f"-p colour='{colour}'",
-        ]
-        given = [repr(str(self.model or self.path))]
-        given += [f"counts={str(file)!r}"] if file else []
-        call = f"views.model_map({', '.join([*given, f'colour={colour!r}'])})"
-        return " ".join(words), f"from moelab.viz import views\n{call}"
 
 
 def _rows(data: Shown) -> Rows:
@@ -325,17 +257,11 @@ def _rows(data: Shown) -> Rows:
 def _tell(data: Shown, name: str) -> Detail:
     tree, colour = data
     node = next(node for node in tree if node.name == name)
-    part = node.part
-    if part is None or survey.bound(part) is None:
-        known = [("MB", node.bytes / 1e6), (colour, node.value)]
-        return Detail(html_rows(["", node.name], known))
-    about = [
-        ("tensor", part.name),
-        ("shape", " × ".join(map(str, part.stored.shape))),
-        ("type", part.stored.dtype),
-        ("MB", part.stored.nbytes / 1e6),
-        (colour, node.value),
-        ("read", min(part.stored.nbytes, survey.SAMPLE) / 1e6),
-    ]
-    bits = microscope(survey.histogram(part), part.stored.dtype)
-    return Detail(html_rows(["", node.name], about), bits)
+    about = [("MB", node.bytes / 1e6), (colour, node.value)]
+    if node.part is None or survey.bound(node.part) is None:
+        return Detail(html_rows(["", name], about))
+    stored = node.part.stored
+    about += [("shape", " × ".join(map(str, stored.shape))), ("type", stored.dtype)]
+    about.append(("read (MB)", min(stored.nbytes, survey.SAMPLE) / 1e6))
+    bits = microscope(survey.histogram(node.part), stored.dtype)
+    return Detail(html_rows(["", name], about), bits)

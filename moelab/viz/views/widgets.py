@@ -55,6 +55,8 @@ class Toolbar(anywidget.AnyWidget):
     shell = traitlets.Unicode().tag(sync=True)
     python = traitlets.Unicode().tag(sync=True)
     dark = traitlets.Bool(False).tag(sync=True)
+    #: class of what is hidden where the toolbar is shown
+    still = traitlets.Unicode().tag(sync=True)
 
 
 def toolbar(view: Any) -> Toolbar:

@@ -1,6 +1,6 @@
 """The pictures of docs/, from what notebooks and benches have left in results/: all of them by
 
-python -m moelab.viz.findings
+python docs/pictures.py
 """
 
 from __future__ import annotations

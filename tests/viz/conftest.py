@@ -1,0 +1,40 @@
+"""A page of a browser, and a small recorded run."""
+
+import shutil
+
+import pytest
+
+from moelab.cache.pools import Pools
+from moelab.offloading.metrics import Forward
+from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.specs import MoESpec
+from moelab.viz.views.recorded import Recorded, _as_opened
+
+
+@pytest.fixture
+def tab():
+    """An empty page of Chromium, 1280 pixels wide; the page may complain of nothing."""
+    api = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium")) is None:
+        pytest.skip("there is no Chromium to open the page in")
+    errors = []
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+        tab.on("pageerror", lambda error: errors.append(str(error)))
+        tab.on("console", lambda message: message.type == "error" and errors.append(message.text))
+        yield tab
+        browser.close()
+    assert errors == []
+
+
+def a_run(steps, E, K=1, kept=0):
+    """A prompt and a decode step for each further step, of two or three layers of E experts."""
+    L = len(steps[0])
+    spec = MoESpec("tiny", "tiny", L, tuple(range(L)), E, K, H=16, I=8)
+    settings = EngineSettings(spec, Pools(F=kept), "lru", "model", None, 1, K, 0, (), 1000)
+    run = EngineRun(settings, _as_opened(settings))
+    run.steps = steps
+    phases = ["prefill"] + ["decode"] * (len(steps) - 1)
+    run.forwards = [Forward(i, i + 1, 1, phase) for i, phase in enumerate(phases)]
+    return Recorded("tiny", run, _as_opened(settings), new=[*range(len(steps))])
