@@ -506,7 +506,6 @@ def run(
 ) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads}}
-    aims = {}
     every = {}
     for label in dtypes or DTYPES:
         bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
@@ -521,33 +520,5 @@ def run(
             every |= {
                 f"{title}: {name}": of for name, of in (times.limit_samples | times.samples).items()
             }
-            aims |= _aims(label, phase, found[title])
         bench.close()
-    return found | {"aims": aims, "samples": every}
-
-
-def _aims(label: str, phase: str, rows: Records) -> Records:
-    own = [name for name in rows if not name.startswith("transformers") and name not in PACKED]
-    best = min(own, key=lambda name: rows[name]["ms"])
-    ratio = rows[best]["× transformers' best"]
-    if phase == "prefill":
-        return {
-            f"{label} prefill, {best} × transformers' best": measure.aim(
-                ratio, 1.0 if label == "bf16" else 1.6
-            )
-        }
-    if label != "bf16":
-        return {}
-    return {
-        f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
-        f"bf16 decode, {best}: share of memory bandwidth": measure.aim(
-            rows[best]["of bandwidth"], 0.8
-        ),
-        **{
-            f"{name} × of bf16": measure.aim(
-                rows[name]["ms"] / rows["gemv"]["ms"], most, below=True
-            )
-            for name, most in PACKED.items()
-            if name in rows
-        },
-    }
+    return found | {"samples": every}

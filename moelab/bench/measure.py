@@ -7,8 +7,6 @@ wrongly; words then stand for the number."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -94,17 +92,6 @@ def torch_threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_process(code: str, *arguments: Any) -> dict[str, Any]:
-    """The JSON object that Python code prints last, run in a process of its own; RuntimeError with
-    its stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    return last_json(done.stdout)
-
-
 def last_json(printed: str) -> Any:
     """The JSON of the last line that a process has printed."""
     return json.loads(printed.strip().splitlines()[-1])
@@ -129,10 +116,3 @@ def multiple(taken: float, least: float) -> float | str:
     """How many times the least time possible something takes; words where it takes less."""
     found = share(least / taken)
     return found if isinstance(found, str) else taken / least
-
-
-def aim(measured: float | str, wanted: float, below: bool = False) -> dict[str, Any]:
-    """A row of aims: at least `wanted`, or at most; words, such as of an invalid limit, never meet
-    one."""
-    met = not isinstance(measured, str) and (measured <= wanted if below else measured >= wanted)
-    return {"measured": measured, "aim": f"{'≤' if below else '≥'} {wanted}", "met": met}

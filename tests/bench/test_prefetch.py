@@ -10,6 +10,7 @@ from moelab.bench import prefetch
 from moelab.bench.prefetch import Spent, Taken, eq1, hideable, least
 from moelab.cache.residency import Residency
 from moelab.offloading.metrics import Forward
+from moelab.registry import make
 from moelab.simulation.simulator import Prefetching, simulate
 from moelab.specs import Event, MoESpec
 from tests.simulation.test_simulator import machines, runs
@@ -123,7 +124,7 @@ def test_the_bench_runs(tmp_path):
         ratios=[1.0],
         executors=["fast"],
         lengths=[2, 3],
-        times=2,
+        rounds=2,
         spec=spec,
     )
     never = found["never slower (hint ÷ on demand)"]
@@ -133,9 +134,7 @@ def test_the_bench_runs(tmp_path):
     off = prefetch.offloaded(prefetch.ExpertStore(tmp_path / "raw"))
     with off.moelab:
         ids = torch.randint(3, 256, (1, 300))
-        made = prefetch.PrefetchBenchmark(
-            off, ids, lambda: prefetch.make("predictor", "router", off)
-        )
+        made = prefetch.PrefetchBenchmark(off, ids, lambda: make("predictor", "router", off))
         (ran,), (against,) = (found.values() for found in made.study([1.0], 1, 8, 1))
     assert list(ran) == list(prefetch.ARMS)
     assert prefetch.row(ran["copy, then compute"])["hidden reads"] == 0
