@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -122,12 +121,3 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
     with closing(os.fdopen(fd, "rb", closefd=True)), ThreadPoolExecutor(requests) as pool:
         rate = len(places) * READ / _best(lambda: list(pool.map(read, range(requests))))
     return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"
-
-
-def clock_mhz() -> float | None:
-    """The cores' mean clock rate now, as Linux tells it; None elsewhere."""
-    try:
-        rates = re.findall(r"^cpu MHz\s*: ([\d.]+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        return None
-    return sum(map(float, rates)) / len(rates) if rates else None

@@ -8,7 +8,6 @@ predictions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import numpy as np
 
 from moelab.advice import verify as real
-from moelab.advice.answer import Advice, beyond, more_of, unmeasured
-from moelab.advice.disk import fitting
+from moelab.advice.answer import Advice, conclude
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.question import Question
 from moelab.advice.sample import disturbed, machine, sample_costs
@@ -49,15 +47,12 @@ from moelab.table import size, span
 FORMAT = "moelab.look/6"
 #: ways that `verify` runs
 VERIFIED = 3
-#: seconds of measuring, the model itself first
-MEASURING = 60.0
 
 
-def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Advice:
-    """The advice; the other arguments as of `advise`."""
+def simulated(asked: Question, verify: bool) -> Advice:
+    """The advice; verify : also run the best for real."""
     model = asked.model
     on_card = asked.on_card
-    end = time.monotonic() + MEASURING
     offered = model.forms()
     # lossless ones first, whatever may be lost
     forms = sorted(forms_of(model), key=lambda form: not offered.get(form, (0, True))[1])
@@ -72,7 +67,12 @@ def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Ad
     if look is not None:
         seen = look.seen
         asked = replace(asked, popularity="as in what ran here")
-        notes += _disturbance(look.itself, profile_file(model, kept, asked.batch))
+        if disturbed(look.itself):
+            notes.append(
+                f"While the model was measured, other processes kept {look.itself.others:.1f} "
+                "cores busy: times are too long. When it is quiet, remove "
+                f"{profile_file(model, kept, asked.batch)} and ask again."
+            )
     else:
         seen = scene(asked.shares, asked.batch)
         notes.append(
@@ -80,14 +80,14 @@ def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Ad
             "each other."
         )
     if on_card:
-        costs_of = card_costs(asked.device, model, decompress_gbs)
+        costs_of = card_costs(asked.device, model)
         if any(costs_of(form) is None for form in forms):
             notes.append(
-                "Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
-                "(--decompress-gbs)"
+                "Huffman is left out: the card does not say how fast a thread decodes "
+                "(decompress_gbs)"
             )
     else:
-        costs_of = sample_costs(model, forms, look, end)
+        costs_of = sample_costs(model, forms, look)
     search = searched(asked, costs_of, seen, kept)
     if look is not None:
         _keep_look(search, kept, look.ran)
@@ -104,17 +104,6 @@ def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Ad
     return judged(search, kept, costs_of, notes)
 
 
-def _disturbance(itself: Profile, file: Path) -> list[str]:
-    """A note if other processes kept the machine busy while the model was measured."""
-    if not disturbed(itself):
-        return []
-    clock = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
-    return [
-        f"While the model was measured, other processes kept {itself.others:.1f} cores "
-        f"busy{clock}: times are too long. When it is quiet, remove {file} and ask again."
-    ]
-
-
 def _keep_look(search: Search, kept: real.Kept, ran: dict[str, Any]) -> None:
     """Keep the run in which an offloaded model was looked at as a measurement of that way, unless
     there is one."""
@@ -126,22 +115,15 @@ def _keep_look(search: Search, kept: real.Kept, ran: dict[str, Any]) -> None:
 
 
 def searched(
-    asked: Question,
-    costs_of: Callable[..., Costs | None],
-    seen: Scene,
-    kept: real.Kept | None,
-    before: Search | None = None,
+    asked: Question, costs_of: Callable[..., Costs | None], seen: Scene, kept: real.Kept | None
 ) -> Search:
-    """What there is to be found by simulation, each form's loss being what was measured of it.
-
-    before : a search with another loss and all else the same, whose ways are not played again."""
+    """What there is to be found by simulation, each form's loss being what was measured of it."""
 
     def loss_of(form: str) -> float | None:
         _, lossless = asked.model.forms().get(form, (0, True))
         return 0.0 if lossless else kept.loss(form) if kept else None
 
     search = Search(asked, costs_of, seen, loss_of)
-    search.played = before.played if before else {}
     search.run(forms_of(asked.model))
     return search
 
@@ -149,52 +131,29 @@ def searched(
 def judged(
     search: Search, kept: real.Kept | None, costs_of: Callable[..., Costs | None], notes: list[str]
 ) -> Advice:
-    """The advice that follows from what was simulated and, on this machine, measured, and from what
-    its disks hold."""
+    """The advice that follows from what was simulated and, on this machine, measured."""
     asked = search.asked
 
     def corrected(way: Way | None) -> Way | None:
         return kept.corrected(way, asked.batch) if kept and way else way
 
-    ways = sorted(
-        map(corrected, {(way.name, way.budget): way for way in search.found}.values()),
-        key=lambda way: (way.tpot, not way.lossless),
-    )
-    ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
-    best = next((way for way in ways if way.within(asked.loss)), None)
-    if best is None:
-        raise ValueError(
-            f"nothing that fits {size(asked.memory)} is known to lose no more than "
-            f"{asked.loss:.2%}: measure it (--verify), allow any loss, or give more memory"
+    plain = {(way.name, way.budget): way for way in search.found}
+
+    def changed(best: Way) -> tuple[Way | None, Way | None]:
+        """The disk's gain is what was simulated, by how the best is to what was simulated of it."""
+        simulated = plain[best.name, best.budget]
+        more = corrected(search.other(simulated, asked.memory * 3 // 2))
+        if simulated.resident:
+            return more, None
+        faster = Search(asked, twice_as_fast(costs_of), search.seen, search.loss).play(
+            simulated, []
         )
-    plain = next(way for way in search.found if (way.name, way.budget) == (best.name, best.budget))
-    more = corrected(search.other(plain, asked.memory * 3 // 2))
-    faster = None
-    if not plain.resident:
-        disk = Search(asked, twice_as_fast(costs_of), search.seen, search.loss)
-        faster = _scaled(disk.play(plain, []), best, plain)
-    options = [
-        (f"{size(1.5 * asked.memory)} of memory", more),
-        (f"a {beyond(asked.device)[0]} twice as fast", faster),
-    ]
-    few = next((way for way in ways if not way.within(asked.loss)), None)
-    if few is not None:
-        what = "of unknown loss" if few.loss is None else f"of {few.loss:.2%} more loss"
-        options.append((f"{few.form} experts, {what}", few))
-    notes += short + unmeasured(ways, asked.loss) + _how(search, kept)
-    return Advice(
-        asked.model,
-        asked.device,
-        asked.memory,
-        asked.context,
-        asked.batch,
-        asked.loss,
-        tuple(ways),
-        more_of(best, options),
-        asked.popularity,
-        tuple(map(corrected, search.elsewhere)),
-        tuple(notes),
-    )
+        scale = best.tpot / simulated.tpot
+        return more, faster and replace(faster, tpot=faster.tpot * scale)
+
+    ways = sorted(map(corrected, plain.values()), key=lambda way: (way.tpot, not way.lossless))
+    elsewhere = [corrected(way) for way in search.elsewhere]
+    return conclude(asked, ways, changed, elsewhere, notes + _how(search, kept))
 
 
 def _how(search: Search, kept: real.Kept | None) -> list[str]:
@@ -226,11 +185,6 @@ def _how(search: Search, kept: real.Kept | None) -> list[str]:
         "measured anew."
     )
     return notes
-
-
-def _scaled(way: Way | None, best: Way, plain: Way) -> Way | None:
-    """A simulated way by how the best, measured or corrected, is to what was simulated of it."""
-    return way and replace(way, tpot=way.tpot * best.tpot / plain.tpot)
 
 
 def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:

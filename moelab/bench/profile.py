@@ -30,7 +30,7 @@ from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 
-FORMAT = "moelab.profile/4"
+FORMAT = "moelab.profile/5"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
@@ -48,8 +48,7 @@ class Profile:
     tpot : median seconds of a token in that run.    full : bytes of an expert in memory.
     copy : bytes a second of a copy, read and written.
     dtype, mode, threads : computed in, how it was read, threads of torch.
-    load_average, others, clock_mhz : that before it, the cores that other processes kept busy
-        meanwhile, the cores' mean clock rate after it; None where that is not known.
+    others : the cores that other processes kept busy meanwhile; None where that is not known.
     resident : seconds of a token with all experts in memory, where that was measured.
     """
 
@@ -64,9 +63,7 @@ class Profile:
     threads: Size
     when: str
     where: str
-    load_average: Amount | None = None
     others: Amount | None = None
-    clock_mhz: Amount | None = None
     resident: Positive | None = None
 
     def table(self) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, DECODED, FORMS
-from moelab.advice.ways import Way, front
+from moelab.advice.ways import Way
 from moelab.table import duration, size, unit_of
 from moelab.viz import theme
 from moelab.viz.charts import ROUND, add_points, finish, panels, point_look
@@ -88,7 +88,10 @@ def _groups(ways: list[Way], kinds: bool) -> dict[str, list[Way]]:
 def _front(ways: list[Way]) -> list[tuple[float, float]]:
     """(bytes, seconds) of the fastest lossless way in so much memory, to the end of the axis: what
     fits less memory fits more."""
-    line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
+    line: list[tuple[float, float]] = []
+    for memory, tpot in sorted((way.memory, way.tpot) for way in ways if way.lossless):
+        if not line or tpot < line[-1][1]:
+            line.append((memory, tpot))
     return line + [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]
 
 

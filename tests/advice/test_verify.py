@@ -128,15 +128,6 @@ def test_no_run_begins_when_time_is_over(monkeypatch):
     assert [one for one in told if "goes on" in one] == told != []
 
 
-def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(small_samples):
-    forms = ["raw", "bf12", "int4"]
-    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[: sample.LEAST]
-    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[
-        : sample.LEAST
-    ]  # all that is kept is enough
-    assert {*sample.measured(MODEL, forms, "exact")} == {*forms}
-
-
 def test_a_loss_is_relative_to_the_model_as_it_is():
     windows, ways = (
         {AS_IS: [1.0, 2.0, 3.0], "int4": [1.1, 2.2, 3.3]},
@@ -200,9 +191,7 @@ def test_what_is_not_of_an_expert_is_what_it_was_in_the_models_own_run(monkeypat
     )
     known = {"itself": own, "raw": parts, "bf12": parts}
     monkeypatch.setattr(sample, "costs", lambda found, model, whole: known[found])
-    monkeypatch.setattr(
-        sample, "measured", lambda spec, forms, executor, end=0: dict(zip(forms, forms))
-    )
+    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor: dict(zip(forms, forms)))
     costs_of = sample.sample_costs(MODEL, [], space.Look(None, "itself", {}))
     assert costs_of(AS_IS) == replace(own, rest=40.0)
     fast, exact = costs_of("bf12"), costs_of("bf12", "exact")
@@ -240,15 +229,11 @@ def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave
 def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
     small_samples, monkeypatch
 ):
-    # seconds of others, before and after, twice each time
-    busy = iter([0.0, 1e6] * 2 + [0.0, 2e6] * 2 + [0.0] * 4)
-    monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
+    busy = iter([2.0, 3.0, 0.0])
+    monkeypatch.setattr(sample, "watched", lambda work: (work(), next(busy)))
     first = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert sample.disturbed(first) and first.load_average is not None
+    assert sample.disturbed(first)
     assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
     quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert (
-        not sample.disturbed(quiet)
-        and quiet.others == 0
-        and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
-    )
+    assert not sample.disturbed(quiet) and quiet.others == 0
+    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
