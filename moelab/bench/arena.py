@@ -223,6 +223,10 @@ def _fresh(mine: Any) -> Any:
     return mine() if isinstance(mine, type) else copy.deepcopy(mine)
 
 
+def _costliest(wrong: list[Wrong]) -> list[Wrong]:
+    return sorted(wrong, key=lambda one: -one.cost)
+
+
 # ---- cache policies
 
 
@@ -293,7 +297,7 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
                         float(min(later, len(asked)) - again),
                     )
                 )
-    return 100 * residency.counters.hit_rate(), sorted(wrong, key=lambda one: -one.cost)
+    return 100 * residency.counters.hit_rate(), _costliest(wrong)
 
 
 def _said(key: ExpertKey) -> str:
@@ -322,19 +326,15 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
 
     def recall(of: Score, text: str) -> float:
         """Saying nothing finds nothing."""
-        ahead = traces[text].spec.L - of.hits.shape[1]
-        return 100 * float(
-            of.hits.sum()
-            / (
-                traces[text].select(traces[text].phase == DECODE).ids[:, ahead:]
-                != traces[text].spec.E
-            ).sum()
-        )
+        trace = traces[text]
+        asked = trace.select(trace.phase == DECODE).ids[:, trace.spec.L - of.hits.shape[1] :]
+        return 100 * float(of.hits.sum() / (asked != trace.spec.E).sum())
 
     def mine_on(text: str) -> Played:
-        wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
-        wanted = {part: value for part, value in given.items() if part in wants}
-        predictor = mine(model, **wanted) if isinstance(mine, type) else mine
+        predictor = mine
+        if isinstance(mine, type):
+            wants = inspect.signature(mine).parameters
+            predictor = mine(model, **{part: of for part, of in given.items() if part in wants})
         own = score(traces[text], predictor, DECODE)
         better = []
         for layer, of in enumerate(own.recall.tolist()):
@@ -348,7 +348,7 @@ def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTr
                         100 * (top - of),
                     )
                 )
-        return recall(own, text), sorted(better, key=lambda one: -one.cost)
+        return recall(own, text), _costliest(better)
 
     own, wrong = _guarded(list(traces), mine_on, name)
     others = {
@@ -406,7 +406,7 @@ def _schedules(name: str, mine: Any) -> Contest:
                         own[i] - top,
                     )
                 )
-        return sum(own), sorted(better, key=lambda one: -one.cost)
+        return sum(own), _costliest(better)
 
     own, wrong = _guarded(MODELS, mine_on, name)
     return _ranked(

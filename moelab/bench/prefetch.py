@@ -144,20 +144,16 @@ class Gain(NamedTuple):
     bound: float
 
 
-def gains(samples: Sequence[Turns], way: str, against: str = ARMS[0]) -> list[Gain]:
-    """Of each sample. What can be gained follows from the layers of "copy, then compute"."""
-    found = []
-    for sample in samples:
-        serial, slow, fast = (
-            fmean(taken.seconds for taken in sample[arm]) for arm in (ARMS[0], against, way)
+def gains(samples: Sequence[Turns], way: str) -> list[Gain]:
+    """Of each sample, against "copy, then compute", whose layers say what can be gained."""
+    return [
+        Gain(
+            fmean(taken.seconds for taken in sample[ARMS[0]])
+            - fmean(taken.seconds for taken in sample[way]),
+            fmean(hideable(by_layer(taken)) for taken in sample[ARMS[0]]),
         )
-        found.append(
-            Gain(
-                slow - fast,
-                slow - serial + fmean(hideable(by_layer(taken)) for taken in sample[ARMS[0]]),
-            )
-        )
-    return found
+        for sample in samples
+    ]
 
 
 def reached(found: Sequence[Gain]) -> Interval:
@@ -237,23 +233,18 @@ class PrefetchBenchmark:
         ran = {}
         against = {}
         for ratio in ratios:
-            rate = self.slow_down(ratio, self.free)
-            samples = self.samples(
-                ARMS, tokens, f"{length} tokens, copying {ratio:g} × computing", length, times
-            )
-            ran[ratio], against[ratio] = pooled(samples), compare(samples, ratio, rate)[1]
+            self.slow_down(ratio, self.free)
+            title = f"{length} tokens, copying {ratio:g} × computing"
+            samples = self.samples(ARMS, tokens, title, length, times)
+            ran[ratio], against[ratio] = pooled(samples), compare(samples)
         return ran, against
 
-    def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
-        """Throttle copying to `ratio` × computing, as both were in `found`; returns bytes a
-        second."""
+    def slow_down(self, ratio: float, found: Sequence[Taken]) -> None:
+        """Throttle copying to `ratio` × computing, as both were in `found`; from the page cache,
+        which can be faster than the disk."""
         rate = fmean(t.metrics.read_bytes for t in found) / (ratio * copy_and_compute(found)[1])
         reader = self.model.moelab.engine.loader.reader
-        reader.mode, reader.bandwidth = (
-            "buffered",
-            rate,
-        )  # the page cache can be faster than the disk
-        return rate
+        reader.mode, reader.bandwidth = "buffered", rate
 
     def _forward(self, n: int) -> None:
         ids = self.ids[:, torch.arange(self.at, self.at + n) % self.ids.shape[1]]
@@ -320,43 +311,23 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
     )
 
 
-def row(found: Sequence[Taken]) -> Numbers:
-    """Times and bytes of tokens, as a table has them."""
-    ahead = [t.metrics.prefetched for t in found]
+def compare(samples: Sequence[Turns]) -> Numbers:
+    """What samples gain of what they can gain, with 95 % intervals, and Eq. (1) as reached."""
+    serial = pooled(samples)[ARMS[0]]
+    found = gains(samples, "speculative")
+    copy, compute = copy_and_compute(serial)
+    share, low, high = reached(found)
+    hinted = reached(gains(samples, "hint"))
     return {
-        "TPOT s": median(t.seconds for t in found),
-        "mean s": fmean(t.seconds for t in found),
-        "best s": min(t.seconds for t in found),
-        "MB read": fmean(t.metrics.read_bytes for t in found) / 1e6,
-        "MB wasted": fmean(a["wasted"] for a in ahead) / 1e6,
-        "hidden reads": fmean(a["used"] for a in ahead),
-    }
-
-
-def compare(samples: Sequence[Turns], ratio: float, rate: float) -> tuple[dict, dict]:
-    """(rows of the arms, figures against the bounds)."""
-    found = pooled(samples)
-    rows = {arm: row(taken) for arm, taken in found.items()}
-    over_serial, over_demand = (gains(samples, "speculative", arm) for arm in ARMS[:2])
-    copy, compute = copy_and_compute(found[ARMS[0]])
-    (share, low, high), hinted = reached(over_serial), reached(gains(samples, "hint"))
-    return rows, {
-        "copied at GB/s": rate / 1e9,
-        "copy ÷ compute, wanted": ratio,
         "copy ÷ compute, found": copy / compute,
-        "gain s": fmean(one.seconds for one in over_serial),
-        "bound s": fmean(one.bound for one in over_serial),
-        "eq. (1) s": fmean(eq1(by_layer(taken)) for taken in found[ARMS[0]]),
+        "gain s": fmean(one.seconds for one in found),
+        "bound s": fmean(one.bound for one in found),
+        "eq. (1) s": fmean(eq1(by_layer(taken)) for taken in serial),
         "gain ÷ bound": share,
         "95 % from": low,
         "to": high,
         "hint's gain ÷ bound": hinted[0],
         "hint's 95 % from": hinted[1],
-        "hint's to": hinted[2],
-        "gain over on demand s": fmean(one.seconds for one in over_demand),
-        "left of it s": fmean(one.bound for one in over_demand),
-        "speculative ÷ on demand": rows["speculative"]["TPOT s"] / rows["on demand"]["TPOT s"],
-        "hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],
     }
 
 
