@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
@@ -39,7 +38,7 @@ from moelab.advice.space import (
 from moelab.advice.ways import Way, fitted
 from moelab.bench.profile import Profile
 from moelab.files import cache_folder, load_json, write_json
-from moelab.schema import Amount, Count, Must, Positive, Size
+from moelab.records import Record
 from moelab.simulation.simulator import flat
 from moelab.table import size, span
 
@@ -104,7 +103,7 @@ def simulated(asked: Question, verify: bool) -> Advice:
     return judged(search, kept, costs_of, notes)
 
 
-def _keep_look(search: Search, kept: real.Kept, ran: dict[str, Any]) -> None:
+def _keep_look(search: Search, kept: real.Kept, ran: Record) -> None:
     """Keep the run in which an offloaded model was looked at as a measurement of that way, unless
     there is one."""
     way = as_looked(search.asked.model, ran)
@@ -209,7 +208,7 @@ def identity_of(model: Model) -> str:
     return Checkpoint.at(model.folder).identity
 
 
-def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
+def as_looked(model: Model, ran: Record) -> Way | None:
     """The way in which a model was looked at, by what is kept about that; None if its experts do
     not fit."""
     way = fitted(
@@ -236,31 +235,25 @@ def looked(
     bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if kept_look(file, profile, model) is None:
+    try:
+        found, itself = _load(file), Profile.load(profile)
+    except (FileNotFoundError, ValueError):
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {size(within['memory'])}"
         options = {
             "memory": "100%" if way.resident else way.budget,
             "executor": "fast",
             "prefetch": PREFETCH,
-        }
-        options |= {"bandwidth": bandwidth} if bandwidth else {}
+        } | ({"bandwidth": bandwidth} if bandwidth else {})
+        how = {"prompt": PROMPT, "tokens": WARM + TIMED, "batch": within["batch"]}
         try:
-            found = real.fresh(
-                str(model.folder),
-                options,
-                within["memory"],
-                prompt=PROMPT,
-                tokens=WARM + TIMED,
-                batch=within["batch"],
-                profile=str(profile),
+            ran = real.fresh(
+                str(model.folder), options, within["memory"], **how, profile=str(profile)
             )
         except (RuntimeError, OSError) as error:
             return None, str(error)
-        write_json(file, found | within | {"format": FORMAT})
-    if (both := kept_look(file, profile, model)) is None:
-        return None, f"what was measured of it makes no sense, and was not kept: {file}"
-    found, itself = both
+        write_json(file, ran | within | {"format": FORMAT})
+        found, itself = _load(file), Profile.load(profile)
     steps = [[(layer, dict(experts)) for layer, experts in step] for step in found["steps"]]
     tokens = sum(n for n, _ in found["forwards"])
     shares = np.zeros((model.spec.L, model.spec.E))
@@ -277,37 +270,5 @@ def looked(
     return Look(seen, itself, found), ""
 
 
-class _Look(TypedDict):
-    """What is kept of a look, as far as it is read."""
-
-    steps: list[list[tuple[Count, list[tuple[Count, Size]]]]]
-    forwards: list[tuple[Size, Literal["prefill", "decode"]]]
-    recall: Amount | None
-    ttft: Positive
-    tpot: Annotated[list[Positive], Must(len, "a list of times")]
-    peak: Count | None
-    limit: str
-    memory: Size
-    context: Size
-    batch: Size
-    late: NotRequired[Amount]
-
-
-def kept_look(file: Path, profile: Path, model: Model) -> tuple[dict[str, Any], Profile] | None:
-    """What is kept of a look at the model, and its profile; None where that is not there, or makes
-    no sense."""
-    try:
-        found = load_json(file, FORMAT, "look at a model", "`moelab advise`", _Look)
-        routed = [
-            (layer, expert)
-            for step in found["steps"]
-            for layer, experts in step
-            for expert, _ in experts
-        ]
-        if not found["forwards"] or any(
-            layer >= model.spec.L or expert >= model.spec.E for layer, expert in routed
-        ):
-            return None
-        return found, Profile.load(profile)
-    except (FileNotFoundError, ValueError):
-        return None
+def _load(file: Path) -> Record:
+    return load_json(file, FORMAT, "look at a model", "`moelab advise`", Record)

@@ -86,18 +86,15 @@ class Scene:
     shares: np.ndarray
     batch: int
 
-    def part(self, first: int, end: int | None = None) -> Part:
+    def part(self, first: int, end: int | None = None) -> Scene:
         """The forwards from `first` to `end`."""
         at = slice(first, end)
-        return Part(self.steps[at], self.forwards[at], self.predictions[at])
-
-
-class Part(NamedTuple):
-    """Some forwards of a scene."""
-
-    steps: Steps
-    forwards: list[tuple[int, str]]
-    predictions: Predictions
+        return replace(
+            self,
+            steps=self.steps[at],
+            forwards=self.forwards[at],
+            predictions=self.predictions[at],
+        )
 
 
 class Look(NamedTuple):
@@ -157,7 +154,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             pools = way.pools or _best_pools(way, costs, seen, machine, staging)
     gate = PrefetchGate()
 
-    def run(residency: Residency, tokens: Part, machine: Machine = machine) -> Simulation:
+    def run(residency: Residency, tokens: Scene, machine: Machine = machine) -> Simulation:
         prefetching = Prefetching(tokens.predictions, ahead, gate=gate) if ahead else None
         return simulate(
             tokens.steps,
@@ -175,7 +172,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         residency.fill()
         long.fill()
     linear = replace(machine, other=costs.machine.other, head=costs.machine.head)
-    prompt = run(long, _prompt(seen.shares, batch * context), linear)
+    prompt = run(long, _prompt(seen, batch * context), linear)
     first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
@@ -195,13 +192,13 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
     )
 
 
-def _prompt(shares: np.ndarray, tokens: int) -> Part:
-    """One forward of so many tokens, of which each expert gets its share; [L, E]."""
+def _prompt(seen: Scene, tokens: int) -> Scene:
+    """One forward of so many tokens, of which each expert gets its share."""
     step = [
         (layer, {e: n for e, share in enumerate(row) if (n := round(tokens * share))})
-        for layer, row in enumerate(shares)
+        for layer, row in enumerate(seen.shares)
     ]
-    return Part([step], [(tokens, "prefill")], [[]])
+    return replace(seen, steps=[step], forwards=[(tokens, "prefill")], predictions=[[]])
 
 
 def _best_pools(way: Way, costs: Costs, seen: Scene, machine: Machine, staging: int) -> Pools:

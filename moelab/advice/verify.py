@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,8 +30,8 @@ from typing import Any, TypedDict
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
-from moelab.bench.measure import last_json
-from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.bench.measure import in_process
+from moelab.bench.memory_limit import drop_cached
 from moelab.bench.profile import measured
 from moelab.bench.results import watched
 from moelab.evaluation.intervals import typical
@@ -161,29 +159,12 @@ def _calmest(lm: Any, ids: Any, prompt: int) -> Any:
 
 def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> Record:
     """`run` in a process of its own, in a control group of `memory` bytes and some to spare, where
-    one can be made: a larger machine's page cache would hold what this model shall not have. Also
-    returns "limit": whether one could.
-
-    Raises RuntimeError with the process's last words if it fails or takes too long.
-    """
-    here = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    one can be made: a larger machine's page cache would hold what this model shall not have.
+    RuntimeError as of `measure.in_process`."""
     drop_cached(Path(source))
     task = json.dumps({"source": source, "options": dict(options), **how})
-    with memory_limit(memory + SPARE) as group, progress(total=1, desc="running it", unit="runs"):
-        words = [sys.executable, "-m", "moelab.advice.verify", task, *filter(None, [group.procs])]
-        environment = os.environ | {"PYTHONPATH": path}
-        try:
-            done = subprocess.run(
-                words, capture_output=True, text=True, timeout=TIMEOUT, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"gave up after {TIMEOUT} s") from None
-    if done.returncode == -9:
-        raise RuntimeError("killed; it took more than its memory?")
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip() or "it died without a word").splitlines()[-1])
-    return last_json(done.stdout) | {"limit": group.reason}
+    with progress(total=1, desc="running it in its memory", unit="runs"):
+        return in_process(("-m", "moelab.advice.verify", task), memory + SPARE, timeout=TIMEOUT)
 
 
 def options_of(way: Way, model: Model) -> Record:
@@ -392,6 +373,4 @@ def relative(
 
 
 if __name__ == "__main__":
-    for group in sys.argv[2:]:
-        Path(group).write_text(str(os.getpid()))
     print("\n" + json.dumps(run(**json.loads(sys.argv[1]))), flush=True)

@@ -14,10 +14,7 @@ prefetching; Belady's hits; the bytes that must be in memory."""
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -30,7 +27,7 @@ import numpy as np
 from moelab.bench import measure, peers
 from moelab.bench.lru_baseline import lay_out
 from moelab.bench.machine import disk
-from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.bench.memory_limit import drop_cached
 from moelab.files import folder_bytes
 from moelab.records import Record, Records
 from moelab.specs import MoESpec
@@ -41,10 +38,12 @@ Arm = tuple[str, Record, int | None]  # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")  # these must agree on every bit
 #: of a limit, bytes for the process; accelerate also loads whole layers
 PROCESS, ACCELERATE = 400e6, 650e6
-TIMEOUT = 1800  # seconds that an engine may take
 #: llama.cpp's kinds → their files
 GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}
-WRITE_GGUF = "import sys; from moelab.bench import external_engines; external_engines.write_gguf"
+WRITE_GGUF = (
+    "import sys; from moelab.bench.external_engines import write_gguf; write_gguf(*sys.argv[1:]); "
+    "print({})"
+)
 
 
 def synthetic(name: str, L: int, E: int, K: int, H: int, I: int, heads: int = 16) -> MoESpec:
@@ -95,10 +94,11 @@ class Experiment:
         for kind, name in GGUF.items() if external and not self.here else ():
             file = self.folder / name
             if not file.exists():
-                program = f"{WRITE_GGUF}(*sys.argv[1:])"
-                done = _python(self.python, "-c", program, str(model), str(file), kind)
-                if done.returncode:
-                    self.missing["llama.cpp"] = f"its file was not written: {_last(done.stderr)}"
+                words = "-c", WRITE_GGUF, str(model), str(file), kind
+                try:
+                    measure.in_process(words, python=self.python)
+                except (RuntimeError, OSError) as error:
+                    self.missing["llama.cpp"] = f"its file was not written: {error}"
                     break
 
     def report(self, arm: Arm, decode: int | None = None) -> Record:
@@ -119,33 +119,22 @@ class Experiment:
             "prompt": self.prompt,
             "logits": str(kept) if self.loss else None,
         } | options
-        found = self._here(name, options) if self.here else self._apart(name, options, limit)
+        try:
+            found = self._here(name, options) if self.here else self._apart(name, options, limit)
+        except (ValueError, RuntimeError, OSError) as error:
+            return {"result": f"failed: {error}"}
         if "missing" in found:  # it need not be tried again
             self.missing[name] = found["missing"]
             return {"result": found["missing"]}
         return found | ({"logits": np.load(kept)} if kept.exists() else {})
 
     def _here(self, name: str, options: Record) -> Record:
-        try:
-            found = peers.run(name, options)
-        except (ValueError, RuntimeError, OSError) as error:
-            return {"result": f"failed: {error}"}
+        found = peers.run(name, options)
         return found | {"limit": "in one process, nothing was limited", "peak_rss_bytes": None}
 
     def _apart(self, name: str, options: Record, limit: int | None) -> Record:
-        with memory_limit(limit) as group:
-            options["cgroup"] = str(group.procs) if group.procs else None
-            python = self.python if name == "llama.cpp" else None
-            try:
-                done = _python(python, "-m", "moelab.bench.peers", name, json.dumps(options))
-            except subprocess.TimeoutExpired:
-                return {"result": f"gave up after {TIMEOUT / 60:.0f} minutes"}
-            if done.returncode:
-                killed = done.returncode == -9
-                return {
-                    "result": f"failed: {'killed, out of memory?' if killed else _last(done.stderr)}"
-                }
-            return measure.last_json(done.stdout) | {"limit": group.reason}
+        words = "-m", "moelab.bench.peers", name, json.dumps(options)
+        return measure.in_process(words, limit, self.python if name == "llama.cpp" else None)
 
     def moelab(
         self, form: str, budget: float, limit: int | None = None, *, options: Any = None, **how: Any
@@ -329,23 +318,6 @@ def place_of(folder: str | Path | None, spec: MoESpec, here: bool = False) -> It
 
 #: an option that presets share
 PYTHON = None, "the Python that has llama_cpp and gguf installed (default: this one)"
-
-
-def _python(interpreter: str | None, *words: str) -> subprocess.CompletedProcess:
-    here = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
-    return subprocess.run(
-        [interpreter or sys.executable, *words],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-
-
-def _last(errors: str) -> str:
-    """The last word of a process that failed."""
-    return (errors.strip() or "no word").splitlines()[-1]
 
 
 def mean(reports: list[Record], key: str, unit: float = 1.0) -> float | None:

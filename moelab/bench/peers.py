@@ -44,8 +44,6 @@ Sequences = list[list[int]]  # of tokens
 def main(arguments: Sequence[str]) -> None:
     name = arguments[0]
     options = json.loads(arguments[1])
-    if options.get("cgroup"):
-        Path(options["cgroup"]).write_text(str(os.getpid()))
     # a line of its own, whatever the engine has printed
     print("\n" + json.dumps(run(name, options)), flush=True)
     sys.stderr.flush()
