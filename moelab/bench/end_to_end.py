@@ -35,7 +35,6 @@ SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"
 RESIDENT = "transformers resident"
 LOSSLESS = 1e-3  # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
-PROBE = 8  # experts read to measure the disk, each time
 BUDGETED = ("LRU baseline",)  # keeps to a number of bytes itself
 NORMALISES = (
     "llama.cpp BF16 mmap"  # routing weights, whatever the model does: other logits at the same cost
@@ -269,7 +268,7 @@ def tables_of(
             form = given.pop("codec")
             how = {key: given.pop(key) for key in ("predictor", "compressed") if key in given}
             given |= {"bandwidth": 1e6 * rate} if rate else {}
-            how |= {"ungated": "predictor" in how, "probe": PROBE}
+            how["ungated"] = "predictor" in how
             compared[arm] = bench.moelab(form, size, limit, options=how, **given)
         if not alone and not rate:
             compared |= bench.others(size, limit)

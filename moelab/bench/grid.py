@@ -7,7 +7,7 @@ again, and the system's cache of it is dropped before each process. Times are me
 tokens of all rounds. Ratios are between medians of each token's least time of all rounds, as a
 machine that is busy for seconds at a time would else decide them. What computes as transformers
 does must agree with its eager experts bit for bit: a wrong output has no speed. Limits follow from a
-run's own bytes and times and the best rate at which it read whole experts: Σ over layers of
+run's own bytes and times and the highest rate of its reads in any forward: Σ over layers of
 (attention, router + max(read, decode, compute)) on demand, the longest of these sums when
 prefetching; Belady's hits; the bytes that must be in memory."""
 

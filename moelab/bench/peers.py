@@ -13,8 +13,8 @@ from __future__ import annotations
 import gc
 import hashlib
 import json
+import math
 import os
-import random
 import re
 import sys
 import time
@@ -25,7 +25,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from moelab.bench.memory_limit import drop_cached
 from moelab.offloading.metrics import process
 from moelab.records import Record
 
@@ -166,9 +165,8 @@ class Transformers(BenchmarkedEngine):
 
 class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "predictor"; "ungated": it
-    prefetches in every token, not where that has been seen to pay; "probe": experts that are read
-    to measure the disk; "compressed": the budget is divided into staging, which must be given, and
-    experts kept compressed."""
+    prefetches in every token, not where that has been seen to pay; "compressed": the budget is
+    divided into staging, which must be given, and experts kept compressed."""
 
     def __init__(self, options: Record) -> None:
         from moelab import open_model
@@ -204,7 +202,7 @@ class Moelab(Transformers):
         workers = self.options.get("options", {}).get("workers", 1)
         forwards = list(this.forwards)
         records, decoded = limits.layer_records(list(this.timeline), forwards)
-        rate = max(self.read_rate(), delivered(this.timeline, forwards))
+        rate = delivered(this.timeline, forwards)
         hits = sum(metrics.hits.values()) - self.before[0]
         misses = metrics.misses - self.before[1]
         asked = [step for forward in this.steps for step in forward]
@@ -237,55 +235,17 @@ class Moelab(Transformers):
             },
         }
 
-    def read_rate(self) -> float:
-        """Bytes a second of reading "probe" random whole experts as the engine does, at the best of
-        three depths, into its slots, whose contents are lost: into a few buffers that the
-        processor's cache holds, it would be a fifth faster."""
-        from concurrent.futures import ThreadPoolExecutor
-        from itertools import cycle
-
-        loader = self.offloading.engine.loader
-        reader = loader.reader
-        slots = loader.slots
-        everyone = [
-            (layer, expert)
-            for layer, of in enumerate(self.offloading.store.layers)
-            for expert in range(len(of.experts))
-        ]
-        keys = random.Random(0).sample(everyone, min(self.options.get("probe", 64), len(everyone)))
-        kinds = {"both": "full"} if slots.sizes.in_place else {"E": "e", "SM": "sm"}
-        into = [
-            {part: slots.bytes(kind, i) for part, kind in kinds.items()}
-            for i in range(min(slots.count[kind] for kind in kinds.values()))
-        ]
-
-        def part(i: int, depth: int) -> int:
-            return sum(
-                chunks.nbytes
-                for key, parts in zip(keys[i::depth], cycle(into[i::depth]))
-                for chunks in reader.read_parts(*key, parts)
-            )
-
-        best = 0.0
-        with ThreadPoolExecutor(4) as pool:
-            for depth in (depth for depth in (1, 2, 4) if depth <= len(into)):
-                drop_cached(reader.store.folder)
-                start = time.perf_counter()
-                total = sum(pool.map(part, range(depth), [depth] * depth))
-                best = max(best, total / (time.perf_counter() - start))
-        return best
-
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> float:
     """The highest read rate of any forward (start, end, …), bytes a second while the disk was
-    busy; 0 where nothing was read."""
+    busy; infinite where nothing was read."""
     reads = [event for event in events if event.kind.startswith("read")]
     best = 0.0
     for start, end, *_ in forwards:
         mine = [event for event in reads if start <= event.start < end]
         if busy := sum(event.end - event.start for event in mine):
             best = max(best, sum(event.bytes for event in mine) / busy)
-    return best
+    return best or math.inf
 
 
 def compressed_pool(store: str, budget: float, staging: int) -> Any:

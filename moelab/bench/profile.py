@@ -40,7 +40,7 @@ MINIMUM = 2
 COPY, TIMES = 64 << 20, 8  # bytes of a copy; how often
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Profile:
     """What was measured; `profile` makes one.
 
@@ -71,7 +71,7 @@ class Profile:
         costs = self.machine
         delays = self.machine.delays
         rows = [
-            ("reading an expert", delays.miss_read),
+            (f"reading an expert, {self.mode}", delays.miss_read),
             ("decompressing it", delays.decompress),
             ("recovering it", delays.recover),
             ("computing it, one token", delays.expert(1)),
@@ -84,15 +84,6 @@ class Profile:
             ("a token, half in memory", self.tpot),
         ]
         return [(what, f"{1e3 * seconds:.3f} ms") for what, seconds in rows]
-
-    def __repr__(self) -> str:
-        delays = self.machine.delays
-        rate = (delays.e_bytes + delays.sm_bytes) / delays.miss_read
-        return (
-            f"Profile({self.model}, {self.codec}, {self.when}: reading {rate / 1e6:,.0f} MB/s ({self.mode}), "
-            f"one expert on one token {1e3 * delays.expert(1):.2f} ms, "
-            f"a token with half of the experts in memory {1e3 * self.tpot:.1f} ms)"
-        )
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, {"format": FORMAT, **asdict(self)})
@@ -191,7 +182,6 @@ def main(args: argparse.Namespace) -> int:
     found = profile(args.store, args.seconds, workers=args.workers)
     for what, seconds in found.table():
         print(f"{what:<30}{seconds:>14}")
-    print(found)
     if args.output:
         print(f"saved as {found.save(args.output)}")
     return 0
