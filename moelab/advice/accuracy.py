@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 from moelab.advice.machine import here
 from moelab.advice.model import Model, find_model
@@ -49,18 +49,6 @@ SPECS = (
 LOSSES = {"lossless": 0.0, "any loss": inf}
 CONTEXT = PROMPT + WARM + TIMED
 FORMS = 3  # forms and executors that run in each setting, the advised one among them
-
-
-@contextmanager
-def cache_in(folder: Path) -> Iterator[None]:
-    """moelab keeps stores, profiles and measurements in a folder meanwhile."""
-    before = os.environ.get("MOELAB_CACHE")
-    os.environ["MOELAB_CACHE"] = str(folder)
-    try:
-        yield
-    finally:
-        os.environ.pop("MOELAB_CACHE")
-        os.environ.update({} if before is None else {"MOELAB_CACHE": before})
 
 
 def contenders(ways: Sequence[Way]) -> list[Way]:
@@ -166,7 +154,7 @@ def run(
         "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
         "count",
     }
-    with working(folder) as place, cache_in(place / "cache"):
+    with working(folder) as place, patch.dict(os.environ, MOELAB_CACHE=str(place / "cache")):
         shutil.rmtree(place / "cache" / "advice", ignore_errors=True)  # no profile of another day
         try:
             for spec, rate, budget in progress(cells, "advice", unit="settings"):

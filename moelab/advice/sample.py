@@ -21,6 +21,7 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
+from moelab.advice.machine import memory_rate
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.profile import FORMAT, Profile, profile
@@ -208,6 +209,9 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
     return max(found.resident - rest, 0.0) / sample.L
 
 
+once = cache(memory_rate)
+
+
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
     machine = replace(found.machine, delays=replace(found.machine.delays, experts_bytes=()))
@@ -218,9 +222,9 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         spec = model.spec
         here = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
-        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / found.copy
+        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / once()
         attention = spec.num_layers * attention_bytes(here)
-        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / found.copy
+        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / once()
         # a dense layer's attention is its successor's
         layers = spec.num_layers / spec.L
         rest = (before_experts(found, here) * layers + more) * spec.L + head + head_token

@@ -2,8 +2,7 @@
 
 A model is opened within half of the memory that its experts take, and given random tokens; what its
 run says of the machine is a `Machine` (`moelab.simulation.fit`). Its experts' reads find the
-system's cache dropped, so they are the disk's. Beside that the rate of a copy in memory is
-measured. Left out: attention to a
+system's cache dropped, so they are the disk's. Left out: attention to a
 long past; devices but the CPU."""
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +35,6 @@ MEMORY = "50%"
 PROMPT = 32
 DECODED = 8
 MINIMUM = 2
-COPY, TIMES = 64 << 20, 8  # bytes of a copy; how often
 
 
 @dataclass(frozen=True)
@@ -46,7 +43,6 @@ class Profile:
 
     machine : costs, of a run with half of the experts in memory.
     tpot : median seconds of a token in that run.    full : bytes of an expert in memory.
-    copy : bytes a second of a copy, read and written.
     dtype, mode, threads : computed in, how it was read, threads of torch.
     others : the cores that other processes kept busy meanwhile; None where that is not known.
     resident : seconds of a token with all experts in memory, where that was measured.
@@ -55,7 +51,6 @@ class Profile:
     machine: Annotated[Machine, Must(lambda of: of.delays.miss_read > 0, "one that reads")]
     tpot: Positive
     full: Count
-    copy: Positive
     model: str
     codec: str
     dtype: str
@@ -138,7 +133,6 @@ def measured(lm: Any, run: EngineRun) -> Profile:
         fitted(run),
         tpot=metrics(list(run.timeline), run.forwards).tpot,
         full=engine.loader.slots.sizes.full,
-        copy=2 * COPY / _fastest(torch.zeros(COPY // 4).copy_, torch.zeros(COPY // 4)),
         model=lm.moelab.store.spec.name,
         codec=lm.moelab.store.codec,
         dtype=str(lm.dtype).removeprefix("torch."),
@@ -147,16 +141,6 @@ def measured(lm: Any, run: EngineRun) -> Profile:
         when=time.strftime("%Y-%m-%d %H:%M"),
         where=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     )
-
-
-def _fastest(function: Callable[..., Any], *args: Any) -> float:
-    """Seconds of the fastest of some calls."""
-    took = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        function(*args)
-        took.append(time.perf_counter() - start)
-    return min(took)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
