@@ -84,8 +84,8 @@ def measured(
 
 def settings(
     model: Model, look: Look, costs_of: Callable[..., Any], budget: float, rate: float, rounds: int
-) -> tuple[Records, Records]:
-    """One budget and rate with every loss: (rows of the settings, rows of all ways that ran)."""
+) -> Records:
+    """One budget and rate with every loss: a row of each setting."""
     kept = Kept(identity_of(model))
     device = here(model.folder)
     memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
@@ -106,17 +106,18 @@ def settings(
         row = rows[f"{title}, {name}"] = {
             "advised": ways[0].name,
             "memory GB/s": device["memory_bandwidth_gbs"],
-            **_figures(ways[0], found[ways[0]]),
         }
-        if ways[0] in ran:
-            row |= {"best": best.name, "advised ÷ best": ran[ways[0]] / ran[best]}
-    return rows, {f"{title}: {way.name}": _figures(way, tpot) for way, tpot in found.items()}
-
-
-def _figures(way: Way, tpot: float | str) -> Record:
-    if isinstance(tpot, str):
-        return {"result": tpot}
-    return {"predicted s": way.tpot, "measured s": tpot, "predicted ÷ measured": way.tpot / tpot}
+        if isinstance(tpot := found[ways[0]], str):
+            row["result"] = tpot
+            continue
+        row |= {
+            "predicted s": ways[0].tpot,
+            "measured s": tpot,
+            "predicted ÷ measured": ways[0].tpot / tpot,
+            "best": best.name,
+            "advised ÷ best": tpot / ran[best],
+        }
+    return rows
 
 
 def summary(rows: Records) -> Record:
@@ -148,7 +149,6 @@ def run(
         cells = cells[:1]
         rounds = 1
     rows: Records = {}
-    ways: Records = {}
     conditions = {
         "rounds": rounds,
         "tokens": f"random, given; a prompt of {PROMPT}, {WARM} that fill the cache, {TIMED} that "
@@ -159,12 +159,10 @@ def run(
         try:
             for spec, rate, budget in progress(cells, "advice", unit="settings"):
                 model, look, costs_of = prepared(spec, place, 1e6 * rate)
-                found = settings(model, look, costs_of, budget, 1e6 * rate, rounds)
-                rows |= found[0]
-                ways |= found[1]
+                rows |= settings(model, look, costs_of, budget, 1e6 * rate, rounds)
         except KeyboardInterrupt:  # it takes minutes: what is done is kept
             conditions["stopped in"] = spec.name
-    return {"conditions": conditions, "settings": rows, "ways": ways, "summary": summary(rows)}
+    return {"conditions": conditions, "settings": rows, "summary": summary(rows)}
 
 
 def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Look, Callable[..., Any]]:

@@ -131,30 +131,36 @@ def run(
             report["loss"] = losses.tolist()
         whole = this.residency.holds_all
         if profile is not None:
-            found, others = watched(lambda: _calmest(lm, ids, prompt))
-            report["tpot"] = [end - begin for begin, end, *_ in found.forwards[1:]]
-            bandwidth = options.get("bandwidth", math.inf)
-            late = [e.end - e.start - e.bytes / bandwidth for e in this.run.timeline if e.bytes]
-            report["late"] = max(median(late), 0.0) if late else 0.0
-            if not whole:
-                itself = measured(lm, found)
-                often = fitted(this.run).predict  # asked for in few tokens
-                machine_ = replace(itself.machine, predict=often)
-                replace(itself, machine=machine_, others=others).save(profile)
+            report |= _look(lm, ids, prompt, options.get("bandwidth", math.inf), profile)
     if profile is not None and whole:  # nothing was read
         sample.of_store(source, options["executor"]).save(profile)
     return report
 
 
-def _calmest(lm: Any, ids: Any, prompt: int) -> Any:
-    """All tokens again for `LOOKED` seconds: the run of the calmest round."""
+def _look(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> Record:
+    """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, and how
+    late a throttled read comes; a profile of that round is saved."""
     this = lm.moelab
-    rounds = [this.run.since(0)]
-    while this.forwards[-1].end - this.forwards[0].start < LOOKED:
-        first = len(this.forwards)
-        forwards(lm, ids, prompt)
-        rounds.append(this.run.since(first))
-    return min(rounds, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+
+    def rounds() -> list[Any]:
+        found = [this.run.since(0)]
+        while this.forwards[-1].end - this.forwards[0].start < LOOKED:
+            first = len(this.forwards)
+            forwards(lm, ids, prompt)
+            found.append(this.run.since(first))
+        return found
+
+    found, others = watched(rounds)
+    calm = min(found, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+    if not this.residency.holds_all:
+        itself = measured(lm, calm)
+        often = replace(itself.machine, predict=fitted(this.run).predict)  # asked for in few tokens
+        replace(itself, machine=often, others=others).save(profile)
+    late = [e.end - e.start - e.bytes / bandwidth for e in this.run.timeline if e.bytes]
+    return {
+        "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
+        "late": max(median(late), 0.0) if late else 0.0,
+    }
 
 
 def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> Record:
