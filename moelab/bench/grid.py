@@ -9,7 +9,7 @@ machine that is busy for seconds at a time would else decide them. What computes
 does must agree with its eager experts bit for bit: a wrong output has no speed. Limits follow from a
 run's own bytes and times and the highest rate of its reads in any forward: Σ over layers of
 (attention, router + max(read, decode, compute)) on demand, the longest of these sums when
-prefetching; Belady's hits; the bytes that must be in memory."""
+prefetching; the bytes that must be in memory."""
 
 from __future__ import annotations
 
@@ -274,21 +274,13 @@ def beside_limits(found: list[Record], figures: Record, ahead: bool) -> Record:
     """What our own engine's reports say of limits, of what waits, and of what overlaps; ahead :
     reads overlap with everything, not with a layer's own computing alone."""
     ran = [report["metrics"] for report in found]
-    reading = median(
-        (of["read_bytes_per_prefill_token"] or 0) * of["prefill_tokens"] / report["read_rate"]
-        for of, report in zip(ran, found)
-    )
     least = median(report["overlapped_s" if ahead else "on_demand_s"] for report in found)
-    best = found[-1]["belady_hit_rate"]
     last = found[-1]
     return {
         "mean TPOT s": fmean(figures["each token s"]),
         "MB a token": mean(ran, "read_bytes_per_token", 1e6),
-        "TTFT limit s": reading,
-        "TTFT ÷ limit": figures["TTFT s"] / reading if reading else None,
         "TPOT limit s": least,
         "TPOT ÷ limit": measure.multiple(figures["TPOT s"], least),
-        "hits ÷ Belady's": measure.share(mean(ran, "hit_rate") / best) if best else None,
         "stall ms": mean(ran, "stall_per_step", 1e-3),
         "stored fraction": last["stored_fraction"],
         "other weights GB": last["others_bytes"] / 1e9,

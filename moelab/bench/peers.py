@@ -205,8 +205,6 @@ class Moelab(Transformers):
         rate = delivered(this.timeline, forwards)
         hits = sum(metrics.hits.values()) - self.before[0]
         misses = metrics.misses - self.before[1]
-        asked = [step for forward in this.steps for step in forward]
-        whole = settings.pools.capacity == settings.pools.F
         tokens = len(self.options["tokens"]) * self.cache.get_seq_length()
         steps = [
             [[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps
@@ -217,12 +215,7 @@ class Moelab(Transformers):
             "others_bytes": this.store.weights_bytes,
             "kv_bytes": kv_bytes(this.store.spec, tokens),
             "stored_fraction": this.store.table()[-1]["fraction"],
-            "read_rate": rate,
             "decode_hit_rate": hits / max(hits + misses, 1),
-            "belady_hit_rate": limits.belady_hits(asked, settings.pools.F)
-            / limits.request_count(asked)
-            if whole
-            else None,
             "metrics": asdict(metrics),
             "on_demand_s": limits.on_demand_limit(records, rate, decoded, workers),
             "overlapped_s": limits.overlapped_limit(records, rate, decoded, workers),
