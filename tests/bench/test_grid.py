@@ -326,7 +326,7 @@ def test_a_limit_that_is_beaten_is_words(tmp_path):
             "stall_per_step": 0.0,
         },
     }
-    row = grid.beside_limits([report], {"each token s": [0.1], "TPOT s": 0.1}, False)
+    row = grid.beside_limits([report], {"each token s": [0.1]}, False)
     assert row["TPOT ÷ limit"].startswith("limit invalid")
 
 
