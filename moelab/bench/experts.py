@@ -43,7 +43,6 @@ from moelab.store.codecs import compress_tensor, decompress_tensor
 from moelab.zipmoe.entropy import describe, joint_counts
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 #: GEMV on packed weights
 PACKED = tuple(f"gemv of {form}" for form in ("bf12", "int8", "fp8", "mxfp4", "int4"))
 GATHERED = 4e9  # bytes that `batched_mm` may copy weights to: beyond, it is not run
@@ -361,10 +360,9 @@ class ExpertBenchmark:
         I: int,
         threads: int = 0,
         cold: float = 400e6,
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.expert_flops, self.threads = 6 * H * I, threads or os.cpu_count() or 1
-        self.layers = Layers(E, K, H, I, dtype, cold)
+        self.layers = Layers(E, K, H, I, torch.bfloat16, cold)
         self._pool = ThreadPoolExecutor(self.threads)
         with measure.torch_threads(self.threads):
             self._limits = Limits(self.layers, self._pool)
@@ -388,16 +386,16 @@ class ExpertBenchmark:
             self.layers.stored,
         )
 
-    def loading(
-        self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING
-    ) -> dict[int, Samples]:
+    def loading(self, batches: Sequence[int], rounds: int) -> dict[int, Samples]:
         """Decode steps of each batch with the needed experts' weights, and with all: batch →
         executor → seconds."""
         found = {}
         with measure.torch_threads(self.threads), torch.inference_mode():
             for b in batches:
                 arms, _ = self.layers.arms(b, rounds + 1)
-                found[b] = rounds_of({name: arms[name] for name in names}, rounds + 1, f"batch {b}")
+                found[b] = rounds_of(
+                    {name: arms[name] for name in LOADING}, rounds + 1, f"batch {b}"
+                )
         return found
 
 
@@ -414,7 +412,6 @@ OPTIONS = {
     "tokens": (whole(1), "of the prompt"),
     "cold": (number(above=0), "bytes of weights that take turns"),
     "rounds": (whole(1), "of the prompt; single tokens have five times as many"),
-    "dtypes": ({"nargs": "+", "choices": DTYPES}, "of the weights"),
 }
 
 
@@ -426,19 +423,17 @@ def run(
     tokens: int = 512,
     cold: float = 400e6,
     rounds: int = 9,
-    dtypes: list[str] | None = None,
 ) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads}}
-    for label in dtypes or DTYPES:
-        bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
-        for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
-            title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
-            times = bench.executors(T, n, ())
-            found["conditions"] |= {
-                f"{title}: memory GB/s": times.bandwidth / 1e9,
-                f"{title}: GFLOP/s": times.rate / 1e9,
-            }
-            found[title] = times.rows()
-        bench.close()
+    bench = ExpertBenchmark(E, K, H, I, threads, cold)
+    for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
+        title = f"bf16 {phase}, {T} {'token' if T == 1 else 'tokens'}"
+        times = bench.executors(T, n, ())
+        found["conditions"] |= {
+            f"{title}: memory GB/s": times.bandwidth / 1e9,
+            f"{title}: GFLOP/s": times.rate / 1e9,
+        }
+        found[title] = times.rows()
+    bench.close()
     return found

@@ -10,7 +10,7 @@ SIZES = {"E": 4, "K": 2, "H": 128, "I": 64}
 
 def test_a_tiny_run_has_all_sections(monkeypatch):
     monkeypatch.setattr(experts.Limits, "SQUARE", 64)
-    found = experts.run(**SIZES, tokens=6, cold=0, rounds=1, dtypes=["bf16"])
+    found = experts.run(**SIZES, tokens=6, cold=0, rounds=1)
     for title in ("bf16 prefill, 6 tokens", "bf16 decode, 1 token"):
         rows = found[title]
         assert {f"transformers {name}" for name in experts.STOCK} | {
