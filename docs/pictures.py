@@ -173,20 +173,24 @@ def scale(results: Mapping[str, Any]) -> Figure:
     """A model larger than the machine, in each form: its size and what the process took, beside the
     machine's memory; a token's mean time beside its limit; `results` of bench scale. Arms that
     failed are left out; ValueError if all are."""
-    conditions, rows, limits, *_ = results.values()
-    names = sorted(limits, key=lambda name: -limits[name]["stored fraction"])
+    conditions, rows, *_ = results.values()
+    ran = {name: row for name, row in rows.items() if "TPOT limit s" in row}
+    names = sorted(
+        (name for name in ran if "prefetching" not in name),
+        key=lambda name: -ran[name]["stored fraction"],
+    )
     if not names:
         why = "; ".join(f"{name}: {row['result']}" for name, row in rows.items())
         raise ValueError(f"no arm has run, so there is nothing to draw: {why}")
-    others = limits[names[0]]["other weights GB"]
+    others = ran[names[0]]["other weights GB"]
     plain = conditions["experts in bf16 GB"]
-    stored = {name: limits[name]["stored fraction"] for name in names}
+    stored = {name: ran[name]["stored fraction"] for name in names}
     sizes = {name: others + plain * of for name, of in ({"bf16": 1.0} | stored).items()}
     times = {
-        what: {name: 1e3 * limits[name][key] for name in names}
-        for what, key in {"on demand": "mean TPOT s", "limit on demand": "limit s"}.items()
+        what: {name: 1e3 * ran[name][key] for name in names}
+        for what, key in {"on demand": "mean TPOT s", "limit on demand": "TPOT limit s"}.items()
     }
-    peak = {name: rows[name]["peak GB"] for name in names}
+    peak = {name: ran[name]["peak GB"] for name in names}
     left = "the whole model (GB)"
     right = f"a token, executor {conditions['executor']} (ms)"
     figure = bars(

@@ -21,19 +21,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from moelab.advice.answer import Advice, beyond, more_of, unmeasured
+from moelab.advice.answer import Advice, conclude
 from moelab.advice.disk import fitting
 from moelab.advice.machine import here
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.ways import ZIPF, Way, zipf
-from moelab.arguments import number, whole
+from moelab.arguments import whole
 from moelab.cards import load_device
 from moelab.offloading import budget
 from moelab.registry import names, require
 from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
-from moelab.table import size
 
 #: tokens of a sequence, where nobody says how many
 CONTEXT = 4096
@@ -49,7 +48,6 @@ def advise(
     device: str | Path | DeviceSpec | None = None,
     calibration: str | Path | None = None,
     simulate: bool | None = None,
-    decompress_gbs: float | None = None,
     verify: bool = False,
 ) -> Advice:
     """What to do with a model in so much memory; `print` it, or look at it in a notebook.
@@ -68,8 +66,6 @@ def advise(
     calibration : file of `moelab calibrate`, whose counts say how popular experts are; else the
         model's own tokens do, if it is here and simulated, or a Zipf law is assumed.
     simulate : play the ways in the simulator; None: if the weights and the device are here.
-    decompress_gbs : exponents that a thread decodes, GB/s, for Huffman on a card that does not say
-        it.
     verify : run the best ones for real, minutes; what is measured is kept.
 
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
@@ -97,47 +93,30 @@ def advise(
     if simulate or verify:
         from moelab.advice.simulated import simulated
 
-        return simulated(asked, decompress_gbs, verify)
+        return simulated(asked, verify)
     return modelled(asked)
 
 
 def modelled(asked: Question) -> Advice:
     """The advice by arithmetic alone."""
     ways = asked.arithmetic()
-    ways, notes = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
 
-    def best_of(ways: list[Way], loss: float = asked.loss) -> Way:
+    def changed(best: Way) -> tuple[Way | None, Way | None]:
+        richer = asked.arithmetic(asked.memory * 3 // 2)
+        quicker = asked.arithmetic(rates=replace(asked.rates, read=2 * asked.rates.read))
         if not asked.on_card:
-            ways, _ = fitting(asked.model, ways, loss)
-        return next(way for way in ways if way.within(loss))
+            richer, quicker = (fitting(asked.model, of, asked.loss)[0] for of in (richer, quicker))
+        return tuple(
+            next((way for way in of if way.within(asked.loss)), None) for of in (richer, quicker)
+        )
 
-    more, twice = 1.5 * asked.memory, replace(asked.rates, read=2 * asked.rates.read)
-    options = [
-        (f"{size(more)} of memory", best_of(asked.arithmetic(asked.memory * 3 // 2))),
-        (f"a {beyond(asked.device)[0]} twice as fast", best_of(asked.arithmetic(rates=twice))),
-    ]
-    few = best_of(ways, math.inf)
-    if not few.within(asked.loss):
-        options.append((f"{few.form} experts, of unknown loss", few))
     others = [
         way
         for part in (0.5, 0.75, 1.5, 2.0)
         for way in asked.arithmetic(int(part * asked.memory))
         if way not in ways
     ]
-    return Advice(
-        asked.model,
-        asked.device,
-        asked.memory,
-        asked.context,
-        asked.batch,
-        asked.loss,
-        tuple(ways),
-        more_of(best_of(ways), options),
-        asked.popularity,
-        tuple(dict.fromkeys(others)),
-        (*notes, *unmeasured(ways, asked.loss)),
-    )
+    return conclude(asked, ways, changed, dict.fromkeys(others), [])
 
 
 def _context_of(model: Model, context: int | None) -> int:
@@ -245,13 +224,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--simulate",
         action=argparse.BooleanOptionalAction,
         help="play the ways in the simulator; by default if the weights are here",
-    )
-    parser.add_argument(
-        "--decompress-gbs",
-        type=number(above=0),
-        metavar="GB/S",
-        help="exponents that one thread puts "
-        "out, for Huffman on a --device whose card does not say it",
     )
     parser.add_argument(
         "--verify",

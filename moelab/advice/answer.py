@@ -4,12 +4,14 @@ that do it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moelab.advice.disk import fitting
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.question import Question
 from moelab.advice.ways import Way
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE, kv_bytes
@@ -145,13 +147,7 @@ class Advice:
             if way.form == AS_IS
             else f"Store the experts as {way.form}"
         )
-        loss = (
-            "lossless"
-            if way.lossless
-            else f"at most {100 * way.loss:.2g} % more language loss"
-            if way.loss is not None
-            else "its loss is unknown: --verify measures it"
-        )
+        loss = way.loses if way.loss is not None else "its loss is unknown: --verify measures it"
         how = ", ".join(
             f"{name} {value}"
             for name, value in options.items()
@@ -215,16 +211,6 @@ def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
 
 
-def unmeasured(ways: Iterable[Way], loss: float) -> list[str]:
-    """A note where the loss that is allowed changes nothing."""
-    if not 0 < loss < math.inf or any(way.loss for way in ways):
-        return []
-    return [
-        "The loss that is allowed changes nothing, as that of few bits has not been measured "
-        "of this model: --verify measures it, --loss any does without"
-    ]
-
-
 def beyond(device: DeviceSpec) -> tuple[str, str]:
     """(What experts come through that are not in memory, where they are.)"""
     return (
@@ -234,11 +220,48 @@ def beyond(device: DeviceSpec) -> tuple[str, str]:
     )
 
 
-def more_of(best: Way, options: list[tuple[str, Way | None]]) -> tuple[tuple[str, Way], ...]:
-    """What gives more than the best, by 2 % at least, the most first."""
-    return tuple(
-        sorted(
-            (one for one in options if one[1] and one[1].tpot < 0.98 * best.tpot),
-            key=lambda one: one[1].tpot,
+def conclude(
+    asked: Question,
+    ways: list[Way],
+    changed: Callable[[Way], tuple[Way | None, Way | None]],
+    elsewhere: Iterable[Way],
+    notes: list[str],
+) -> Advice:
+    """The advice that follows from ways, the fastest first, and from what the disks hold.
+
+    changed : of the best way, what it becomes with half as much memory again, and with a disk twice
+        as fast. What gives more than the best does so by 2 % at least."""
+    ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
+    best = next((way for way in ways if way.within(asked.loss)), None)
+    if best is None:
+        raise ValueError(
+            f"nothing that fits {size(asked.memory)} is known to lose no more than "
+            f"{asked.loss:.2%}: measure it (--verify), allow any loss, or give more memory"
         )
+    more, faster = changed(best)
+    few = next((way for way in ways if not way.within(asked.loss)), None)
+    options = [
+        (f"{size(1.5 * asked.memory)} of memory", more),
+        (f"a {beyond(asked.device)[0]} twice as fast", faster),
+        (few and f"{few.form} experts, {few.loses}", few),
+    ]
+    gain = [(what, way) for what, way in options if way and way.tpot < 0.98 * best.tpot]
+    notes = [*notes, *short]
+    if 0 < asked.loss < math.inf and not any(way.loss for way in ways):
+        notes.append(
+            "The loss that is allowed changes nothing, as that of few bits has not been measured "
+            "of this model: --verify measures it, --loss any does without"
+        )
+    return Advice(
+        asked.model,
+        asked.device,
+        asked.memory,
+        asked.context,
+        asked.batch,
+        asked.loss,
+        tuple(ways),
+        tuple(sorted(gain, key=lambda one: one[1].tpot)),
+        asked.popularity,
+        tuple(elsewhere),
+        tuple(notes),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 import os
 import random
-import re
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,55 +25,49 @@ from moelab.specs import DeviceSpec, Figure
 READ = 4 << 20
 #: bytes that are written where there is no file to read from
 PROBE = 64 << 20
+TOTAL = 48 << 20  # bytes that are read
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
     """A card of this machine, measured; the disk where `folder` is, or else the system's temporary
     folder."""
     disk, how = disk_rate(folder)
-
-    def figure(value: float, unit: str, how: str) -> Figure:
-        return Figure(value / (1e12 if unit == "TFLOPS" else 1e9), unit, "measured", how)
-
-    return DeviceSpec(
-        f"this machine ({os.cpu_count()} cores)",
-        {
-            "memory_bandwidth_gbs": figure(
-                memory_rate(), "GB/s", "the best of reading 128 MB by all cores"
-            ),
-            "storage_read_gbs": figure(disk, "GB/s", how),
-            "fp32_tflops": figure(flops(), "TFLOPS", "the best of a product by numpy"),
-            "memory_gb": figure(available(), "GB", "available now"),
-        },
-    )
+    found = {
+        "memory_bandwidth_gbs": (memory_rate() / 1e9, "GB/s", "the best of reading by all cores"),
+        "storage_read_gbs": (disk / 1e9, "GB/s", how),
+        "fp32_tflops": (flops() / 1e12, "TFLOPS", "the best of a product by numpy"),
+        "memory_gb": (available() / 1e9, "GB", "available now"),
+    }
+    figures = {name: Figure(of, unit, "measured", how) for name, (of, unit, how) in found.items()}
+    return DeviceSpec(f"this machine ({os.cpu_count()} cores)", figures)
 
 
-def _best(act: Callable[[], object], tries: int = 3) -> float:
+def _best(act: Callable[[], object]) -> float:
     seconds = []
-    for _ in range(tries):
+    for _ in range(3):
         start = time.perf_counter()
         act()
         seconds.append(time.perf_counter() - start)
     return min(seconds)
 
 
-def memory_rate(nbytes: int = 128 << 20) -> float:
-    """Bytes/s that all cores read together from memory that no cache holds."""
+def memory_rate() -> float:
+    """Bytes/s that all cores read together from 128 MB of memory, which no cache holds."""
+    nbytes = 128 << 20
     cores = os.cpu_count() or 1
     parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
     with ThreadPoolExecutor(cores) as pool:
         return nbytes / _best(lambda: list(pool.map(np.sum, parts)))
 
 
-def flops(n: int = 768) -> float:
+def flops() -> float:
     """FLOP/s of a square product in fp32, by numpy's library."""
+    n = 768
     a = np.ones((n, n), np.float32)
     return 2 * n**3 / _best(lambda: a @ a)
 
 
-def disk_rate(
-    folder: str | Path | None = None, requests: int = 1, total: int = 48 << 20
-) -> tuple[float, str]:
+def disk_rate(folder: str | Path | None = None, requests: int = 1) -> tuple[float, str]:
     """(bytes/s of reads of `READ` bytes at random places past the page cache, so many at a time;
     what was read).
 
@@ -83,24 +76,20 @@ def disk_rate(
 
     Raises OSError: nothing can be read or written there.
     """
-    files = (
-        [path for path in Path(folder).iterdir() if path.is_file() and path.stat().st_size >= PROBE]
-        if folder is not None
-        else []
-    )
-    if files:
-        file = max(files, key=lambda path: path.stat().st_size)
-        rate, way = _read(file, requests, total)
+    files = [path for path in Path(folder).iterdir() if path.is_file()] if folder else []
+    file = max(files, key=lambda path: path.stat().st_size, default=None)
+    if file and file.stat().st_size >= PROBE:
+        rate, way = _read(file, requests)
         return rate, f"{way} of {file.name}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         (file := Path(temporary) / "probe").write_bytes(os.urandom(1 << 20) * (PROBE >> 20))
         with open(file, "rb") as f:
             os.fsync(f.fileno())
-        rate, way = _read(file, requests, total)
+        rate, way = _read(file, requests)
     return rate, f"{way} of a new file in {Path(temporary).parent}"
 
 
-def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
+def _read(file: Path, requests: int) -> tuple[float, str]:
     direct = getattr(os, "O_DIRECT", 0)
     try:
         fd = os.open(file, os.O_RDONLY | direct)
@@ -112,7 +101,7 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     places = list(range(0, os.fstat(fd).st_size - READ + 1, READ))
     random.Random(0).shuffle(places)
-    places = places[: max(total // READ, requests)]
+    places = places[: max(TOTAL // READ, requests)]
     buffers = [mmap.mmap(-1, READ) for _ in range(requests)]
 
     def read(i: int) -> None:
@@ -122,12 +111,3 @@ def _read(file: Path, requests: int, total: int) -> tuple[float, str]:
     with closing(os.fdopen(fd, "rb", closefd=True)), ThreadPoolExecutor(requests) as pool:
         rate = len(places) * READ / _best(lambda: list(pool.map(read, range(requests))))
     return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"
-
-
-def clock_mhz() -> float | None:
-    """The cores' mean clock rate now, as Linux tells it; None elsewhere."""
-    try:
-        rates = re.findall(r"^cpu MHz\s*: ([\d.]+)$", Path("/proc/cpuinfo").read_text(), re.M)
-    except OSError:
-        return None
-    return sum(map(float, rates)) / len(rates) if rates else None

@@ -10,11 +10,9 @@ the rate of memory."""
 
 from __future__ import annotations
 
-import math
 import os
 import platform
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -23,11 +21,11 @@ from hashlib import sha256
 from pathlib import Path
 from statistics import median
 
-from moelab.advice.machine import clock_mhz
+from moelab.advice.machine import memory_rate
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.bench.profile import FORMAT, Profile, profile
-from moelab.bench.results import load_average, others_seconds
+from moelab.bench.results import watched
 from moelab.bench.synthesize import VOCABULARY, synthesize
 from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_folder
@@ -41,13 +39,9 @@ from moelab.store.layout import ExpertStore, aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
 VERSION = "moelab.sample/8"
-#: bytes of a sample's experts in bf16, about; seconds of measuring it, each of two times
+#: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE = 160 << 20
-SECONDS = 0.8
-#: forms without which there is no advice; seconds that a form's tokens in memory take beside
-#: others', about
-LEAST = 2
-TURNS = 1.5
+SECONDS = 1.6
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
 #: sample for
 PUSHED = 128 << 20
@@ -119,46 +113,29 @@ def between(model: Model, expert: int) -> int:
     return min(experts + max(others, 0), PUSHED)
 
 
-def measured(
-    model: Model, forms: Sequence[str], executor: str, end: float = math.inf
-) -> dict[str, Profile]:
+def measured(model: Model, forms: Sequence[str], executor: str) -> dict[str, Profile]:
     """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few
-    seconds each; of one that was disturbed and is measured again, the less disturbed. `LEAST` of
-    them are measured however long it takes; others, that would not be done by `end`, of
-    time.monotonic(), are left out."""
+    seconds each; of one that was disturbed and is measured again, the less disturbed."""
     sample = sample_spec(model.spec)
     files = {}
     found = {}
     for form in forms:
-        key = "\n".join(
-            map(str, (VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor))
-        )
-        files[form] = (
-            cache_folder("advice") / f"{sha256(key.encode()).hexdigest()[:16]}.profile.json"
-        )
+        parts = VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor
+        key = sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
+        files[form] = cache_folder("advice") / f"{key}.profile.json"
         with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
             found[form] = Profile.load(files[form])
     wanted = [form for form in forms if form not in found or disturbed(found[form])]
-    start = time.monotonic()
-    least = max(LEAST - len(found), 0)
+    if not wanted:
+        return found
     with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
         stores = {}
         new = {}
-        for form in progress(wanted, "measuring this machine", unit="forms") if wanted else ():
-            each = (time.monotonic() - start) / max(len(new), 1) + TURNS
-            if len(new) >= least and start + each * (len(new) + 1) > end:
-                break
-            how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
+        for form in progress(wanted, "measuring this machine", unit="forms"):
+            how = {"quantize" if form in fewbit.FORMATS else "codec": form}
             stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
             new[form] = of_store(stores[form].folder, executor)
-        others = {form: between(model, profile.full) for form, profile in new.items()}
-        for form, store in progress(stores.items(), "and once more", unit="forms") if new else ():
-            if (
-                len(new) <= LEAST
-                or time.monotonic() + (time.monotonic() - start) / (2 * len(new)) < end
-            ):
-                again = of_store(store.folder, executor)  # what disturbed the machine may be over
-                new[form] = min(new[form], again, key=lambda one: (disturbed(one), one.tpot))
+        others = {form: between(model, of.full) for form, of in new.items()}
         for form, seconds in resident_tokens(stores, executor, others).items():
             new[form] = replace(new[form], resident=median(seconds))
             if form not in found or new[form].others <= found[form].others:
@@ -174,12 +151,8 @@ def disturbed(found: Profile) -> bool:
 
 def of_store(source: str | Path, executor: str) -> Profile:
     """The profile of a model as `open_model` runs it with an executor."""
-    load = load_average()
-    start = time.perf_counter()
-    before = others_seconds()
-    found = profile(source, SECONDS, executor=executor)
-    others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
-    return replace(found, load_average=load, others=others, clock_mhz=clock_mhz())
+    found, others = watched(lambda: profile(source, SECONDS, executor=executor))
+    return replace(found, others=others)
 
 
 def resident_tokens(
@@ -236,6 +209,9 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
     return max(found.resident - rest, 0.0) / sample.L
 
 
+once = cache(memory_rate)
+
+
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
     machine = replace(found.machine, delays=replace(found.machine.delays, experts_bytes=()))
@@ -246,9 +222,9 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         spec = model.spec
         here = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
-        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / found.copy
+        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / once()
         attention = spec.num_layers * attention_bytes(here)
-        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / found.copy
+        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / once()
         # a dense layer's attention is its successor's
         layers = spec.num_layers / spec.L
         rest = (before_experts(found, here) * layers + more) * spec.L + head + head_token
@@ -258,10 +234,10 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
 
 
 def sample_costs(
-    model: Model, forms: list[str], look: Look | None = None, end: float = math.inf
+    model: Model, forms: list[str], look: Look | None = None
 ) -> Callable[..., Costs | None]:
     """What each form costs here, measured for those of `forms`, fast, and whatever is asked for
-    later; None for what is not known at `end`, see `measured`.
+    later; None for experts as they are of which no sample can be made.
 
     look : at the model itself, as it is and fast; what is not of an expert took so long in that
     run, in every form."""
@@ -275,25 +251,20 @@ def sample_costs(
     def sampled(form: str, executor: str) -> Costs | None:
         if (name := stored_as(form)) is None:
             return None
-        if executor == "fast" and name in together:
-            return costs(together[name], model, False)
-        if time.monotonic() > end - 4 * TURNS:
-            return None
-        return costs(measured(model, [name], executor)[name], model, False)
+        known = together if executor == "fast" and name in together else {}
+        return costs((known or measured(model, [name], executor))[name], model, False)
 
-    together = measured(
-        model, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast", end
-    )
+    together = measured(model, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast")
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
         found = sampled(form, executor)
-        if look is None or found is None and form != AS_IS:
+        if look is None:
             return found
         own = costs(look.itself, model, True)
-        if found is None:
-            return own if executor == "fast" else None
         if form == AS_IS and executor == "fast":
-            return replace(own, rest=found.rest)
+            return replace(own, rest=found.rest) if found else own
+        if found is None:
+            return None
         seen = own.machine  # its head, and more layers than a sample has
         machine = replace(found.machine, predict=seen.predict)
         if executor == "fast":

@@ -8,17 +8,14 @@ predictions."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
 from moelab.advice import verify as real
-from moelab.advice.answer import Advice, beyond, more_of, unmeasured
-from moelab.advice.disk import fitting
+from moelab.advice.answer import Advice, conclude
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.question import Question
 from moelab.advice.sample import disturbed, machine, sample_costs
@@ -41,7 +38,7 @@ from moelab.advice.space import (
 from moelab.advice.ways import Way, fitted
 from moelab.bench.profile import Profile
 from moelab.files import cache_folder, load_json, write_json
-from moelab.schema import Amount, Count, Must, Positive, Size
+from moelab.records import Record
 from moelab.simulation.simulator import flat
 from moelab.table import size, span
 
@@ -49,15 +46,12 @@ from moelab.table import size, span
 FORMAT = "moelab.look/6"
 #: ways that `verify` runs
 VERIFIED = 3
-#: seconds of measuring, the model itself first
-MEASURING = 60.0
 
 
-def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Advice:
-    """The advice; the other arguments as of `advise`."""
+def simulated(asked: Question, verify: bool) -> Advice:
+    """The advice; verify : also run the best for real."""
     model = asked.model
     on_card = asked.on_card
-    end = time.monotonic() + MEASURING
     offered = model.forms()
     # lossless ones first, whatever may be lost
     forms = sorted(forms_of(model), key=lambda form: not offered.get(form, (0, True))[1])
@@ -72,7 +66,12 @@ def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Ad
     if look is not None:
         seen = look.seen
         asked = replace(asked, popularity="as in what ran here")
-        notes += _disturbance(look.itself, profile_file(model, kept, asked.batch))
+        if disturbed(look.itself):
+            notes.append(
+                f"While the model was measured, other processes kept {look.itself.others:.1f} "
+                "cores busy: times are too long. When it is quiet, remove "
+                f"{profile_file(model, kept, asked.batch)} and ask again."
+            )
     else:
         seen = scene(asked.shares, asked.batch)
         notes.append(
@@ -80,14 +79,14 @@ def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Ad
             "each other."
         )
     if on_card:
-        costs_of = card_costs(asked.device, model, decompress_gbs)
+        costs_of = card_costs(asked.device, model)
         if any(costs_of(form) is None for form in forms):
             notes.append(
-                "Huffman is left out: how fast a thread decodes is not known; give decompress_gbs "
-                "(--decompress-gbs)"
+                "Huffman is left out: the card does not say how fast a thread decodes "
+                "(decompress_gbs)"
             )
     else:
-        costs_of = sample_costs(model, forms, look, end)
+        costs_of = sample_costs(model, forms, look)
     search = searched(asked, costs_of, seen, kept)
     if look is not None:
         _keep_look(search, kept, look.ran)
@@ -104,18 +103,7 @@ def simulated(asked: Question, decompress_gbs: float | None, verify: bool) -> Ad
     return judged(search, kept, costs_of, notes)
 
 
-def _disturbance(itself: Profile, file: Path) -> list[str]:
-    """A note if other processes kept the machine busy while the model was measured."""
-    if not disturbed(itself):
-        return []
-    clock = "" if itself.clock_mhz is None else f", {itself.clock_mhz:,.0f} MHz"
-    return [
-        f"While the model was measured, other processes kept {itself.others:.1f} cores "
-        f"busy{clock}: times are too long. When it is quiet, remove {file} and ask again."
-    ]
-
-
-def _keep_look(search: Search, kept: real.Kept, ran: dict[str, Any]) -> None:
+def _keep_look(search: Search, kept: real.Kept, ran: Record) -> None:
     """Keep the run in which an offloaded model was looked at as a measurement of that way, unless
     there is one."""
     way = as_looked(search.asked.model, ran)
@@ -126,22 +114,15 @@ def _keep_look(search: Search, kept: real.Kept, ran: dict[str, Any]) -> None:
 
 
 def searched(
-    asked: Question,
-    costs_of: Callable[..., Costs | None],
-    seen: Scene,
-    kept: real.Kept | None,
-    before: Search | None = None,
+    asked: Question, costs_of: Callable[..., Costs | None], seen: Scene, kept: real.Kept | None
 ) -> Search:
-    """What there is to be found by simulation, each form's loss being what was measured of it.
-
-    before : a search with another loss and all else the same, whose ways are not played again."""
+    """What there is to be found by simulation, each form's loss being what was measured of it."""
 
     def loss_of(form: str) -> float | None:
         _, lossless = asked.model.forms().get(form, (0, True))
         return 0.0 if lossless else kept.loss(form) if kept else None
 
     search = Search(asked, costs_of, seen, loss_of)
-    search.played = before.played if before else {}
     search.run(forms_of(asked.model))
     return search
 
@@ -149,52 +130,29 @@ def searched(
 def judged(
     search: Search, kept: real.Kept | None, costs_of: Callable[..., Costs | None], notes: list[str]
 ) -> Advice:
-    """The advice that follows from what was simulated and, on this machine, measured, and from what
-    its disks hold."""
+    """The advice that follows from what was simulated and, on this machine, measured."""
     asked = search.asked
 
     def corrected(way: Way | None) -> Way | None:
         return kept.corrected(way, asked.batch) if kept and way else way
 
-    ways = sorted(
-        map(corrected, {(way.name, way.budget): way for way in search.found}.values()),
-        key=lambda way: (way.tpot, not way.lossless),
-    )
-    ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
-    best = next((way for way in ways if way.within(asked.loss)), None)
-    if best is None:
-        raise ValueError(
-            f"nothing that fits {size(asked.memory)} is known to lose no more than "
-            f"{asked.loss:.2%}: measure it (--verify), allow any loss, or give more memory"
+    plain = {(way.name, way.budget): way for way in search.found}
+
+    def changed(best: Way) -> tuple[Way | None, Way | None]:
+        """The disk's gain is what was simulated, by how the best is to what was simulated of it."""
+        simulated = plain[best.name, best.budget]
+        more = corrected(search.other(simulated, asked.memory * 3 // 2))
+        if simulated.resident:
+            return more, None
+        faster = Search(asked, twice_as_fast(costs_of), search.seen, search.loss).play(
+            simulated, []
         )
-    plain = next(way for way in search.found if (way.name, way.budget) == (best.name, best.budget))
-    more = corrected(search.other(plain, asked.memory * 3 // 2))
-    faster = None
-    if not plain.resident:
-        disk = Search(asked, twice_as_fast(costs_of), search.seen, search.loss)
-        faster = _scaled(disk.play(plain, []), best, plain)
-    options = [
-        (f"{size(1.5 * asked.memory)} of memory", more),
-        (f"a {beyond(asked.device)[0]} twice as fast", faster),
-    ]
-    few = next((way for way in ways if not way.within(asked.loss)), None)
-    if few is not None:
-        what = "of unknown loss" if few.loss is None else f"of {few.loss:.2%} more loss"
-        options.append((f"{few.form} experts, {what}", few))
-    notes += short + unmeasured(ways, asked.loss) + _how(search, kept)
-    return Advice(
-        asked.model,
-        asked.device,
-        asked.memory,
-        asked.context,
-        asked.batch,
-        asked.loss,
-        tuple(ways),
-        more_of(best, options),
-        asked.popularity,
-        tuple(map(corrected, search.elsewhere)),
-        tuple(notes),
-    )
+        scale = best.tpot / simulated.tpot
+        return more, faster and replace(faster, tpot=faster.tpot * scale)
+
+    ways = sorted(map(corrected, plain.values()), key=lambda way: (way.tpot, not way.lossless))
+    elsewhere = [corrected(way) for way in search.elsewhere]
+    return conclude(asked, ways, changed, elsewhere, notes + _how(search, kept))
 
 
 def _how(search: Search, kept: real.Kept | None) -> list[str]:
@@ -228,11 +186,6 @@ def _how(search: Search, kept: real.Kept | None) -> list[str]:
     return notes
 
 
-def _scaled(way: Way | None, best: Way, plain: Way) -> Way | None:
-    """A simulated way by how the best, measured or corrected, is to what was simulated of it."""
-    return way and replace(way, tpot=way.tpot * best.tpot / plain.tpot)
-
-
 def chosen(search: Search, kept: real.Kept, loss: float) -> list[Way]:
     """The ways to run for real: the fastest that may be advised, each of another form or with
     another prefetcher, and where loss is allowed also those whose loss is not known yet; a lossless
@@ -255,7 +208,7 @@ def identity_of(model: Model) -> str:
     return Checkpoint.at(model.folder).identity
 
 
-def as_looked(model: Model, ran: dict[str, Any]) -> Way | None:
+def as_looked(model: Model, ran: Record) -> Way | None:
     """The way in which a model was looked at, by what is kept about that; None if its experts do
     not fit."""
     way = fitted(
@@ -282,31 +235,25 @@ def looked(
     bandwidth : of throttled reads, B/s."""
     profile = profile_file(model, kept, within["batch"], bandwidth)
     file = profile.with_name(profile.name.replace(".profile.", ".trace."))
-    if kept_look(file, profile, model) is None:
+    try:
+        found, itself = _load(file), Profile.load(profile)
+    except (FileNotFoundError, ValueError):
         if (way := as_looked(model, within)) is None:
             return None, f"its experts as they are do not fit {size(within['memory'])}"
         options = {
             "memory": "100%" if way.resident else way.budget,
             "executor": "fast",
             "prefetch": PREFETCH,
-        }
-        options |= {"bandwidth": bandwidth} if bandwidth else {}
+        } | ({"bandwidth": bandwidth} if bandwidth else {})
+        how = {"prompt": PROMPT, "tokens": WARM + TIMED, "batch": within["batch"]}
         try:
-            found = real.fresh(
-                str(model.folder),
-                options,
-                within["memory"],
-                prompt=PROMPT,
-                tokens=WARM + TIMED,
-                batch=within["batch"],
-                profile=str(profile),
+            ran = real.fresh(
+                str(model.folder), options, within["memory"], **how, profile=str(profile)
             )
         except (RuntimeError, OSError) as error:
             return None, str(error)
-        write_json(file, found | within | {"format": FORMAT})
-    if (both := kept_look(file, profile, model)) is None:
-        return None, f"what was measured of it makes no sense, and was not kept: {file}"
-    found, itself = both
+        write_json(file, ran | within | {"format": FORMAT})
+        found, itself = _load(file), Profile.load(profile)
     steps = [[(layer, dict(experts)) for layer, experts in step] for step in found["steps"]]
     tokens = sum(n for n, _ in found["forwards"])
     shares = np.zeros((model.spec.L, model.spec.E))
@@ -323,37 +270,5 @@ def looked(
     return Look(seen, itself, found), ""
 
 
-class _Look(TypedDict):
-    """What is kept of a look, as far as it is read."""
-
-    steps: list[list[tuple[Count, list[tuple[Count, Size]]]]]
-    forwards: list[tuple[Size, Literal["prefill", "decode"]]]
-    recall: Amount | None
-    ttft: Positive
-    tpot: Annotated[list[Positive], Must(len, "a list of times")]
-    peak: Count | None
-    limit: str
-    memory: Size
-    context: Size
-    batch: Size
-    late: NotRequired[Amount]
-
-
-def kept_look(file: Path, profile: Path, model: Model) -> tuple[dict[str, Any], Profile] | None:
-    """What is kept of a look at the model, and its profile; None where that is not there, or makes
-    no sense."""
-    try:
-        found = load_json(file, FORMAT, "look at a model", "`moelab advise`", _Look)
-        routed = [
-            (layer, expert)
-            for step in found["steps"]
-            for layer, experts in step
-            for expert, _ in experts
-        ]
-        if not found["forwards"] or any(
-            layer >= model.spec.L or expert >= model.spec.E for layer, expert in routed
-        ):
-            return None
-        return found, Profile.load(profile)
-    except (FileNotFoundError, ValueError):
-        return None
+def _load(file: Path) -> Record:
+    return load_json(file, FORMAT, "look at a model", "`moelab advise`", Record)

@@ -26,7 +26,7 @@ import numpy as np
 from moelab import registry
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.question import Question
-from moelab.advice.ways import Way, fitted
+from moelab.advice.ways import PROMPT, TIMED, WARM, Way, fitted
 from moelab.bench.profile import Profile
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
@@ -51,8 +51,6 @@ from moelab.store.layout import aligned
 from moelab.table import size
 from moelab.zipmoe.planner import best_pools, drawn
 
-#: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
-PROMPT, WARM, TIMED = 64, 24, 24
 #: of a search
 SECONDS = 20.0
 #: plans of a compressed cache, and tokens, by which its division is chosen
@@ -73,11 +71,6 @@ class Costs:
     disk: int
     rest: float | None = None
 
-    def reading(self, e_read: float, sm_read: float) -> Costs:
-        """The same with reads of so many seconds."""
-        delays = replace(self.machine.delays, e_read=e_read, sm_read=sm_read)
-        return replace(self, machine=replace(self.machine, delays=delays))
-
 
 @dataclass(frozen=True)
 class Scene:
@@ -93,18 +86,15 @@ class Scene:
     shares: np.ndarray
     batch: int
 
-    def part(self, first: int, end: int | None = None) -> Part:
+    def part(self, first: int, end: int | None = None) -> Scene:
         """The forwards from `first` to `end`."""
         at = slice(first, end)
-        return Part(self.steps[at], self.forwards[at], self.predictions[at])
-
-
-class Part(NamedTuple):
-    """Some forwards of a scene."""
-
-    steps: Steps
-    forwards: list[tuple[int, str]]
-    predictions: Predictions
+        return replace(
+            self,
+            steps=self.steps[at],
+            forwards=self.forwards[at],
+            predictions=self.predictions[at],
+        )
 
 
 class Look(NamedTuple):
@@ -164,7 +154,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
             pools = way.pools or _best_pools(way, costs, seen, machine, staging)
     gate = PrefetchGate()
 
-    def run(residency: Residency, tokens: Part, machine: Machine = machine) -> Simulation:
+    def run(residency: Residency, tokens: Scene, machine: Machine = machine) -> Simulation:
         prefetching = Prefetching(tokens.predictions, ahead, gate=gate) if ahead else None
         return simulate(
             tokens.steps,
@@ -182,7 +172,7 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
         residency.fill()
         long.fill()
     linear = replace(machine, other=costs.machine.other, head=costs.machine.head)
-    prompt = run(long, _prompt(seen.shares, batch * context), linear)
+    prompt = run(long, _prompt(seen, batch * context), linear)
     first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
@@ -202,13 +192,13 @@ def play(model: Model, way: Way, costs: Costs, seen: Scene, context: int) -> Way
     )
 
 
-def _prompt(shares: np.ndarray, tokens: int) -> Part:
-    """One forward of so many tokens, of which each expert gets its share; [L, E]."""
+def _prompt(seen: Scene, tokens: int) -> Scene:
+    """One forward of so many tokens, of which each expert gets its share."""
     step = [
         (layer, {e: n for e, share in enumerate(row) if (n := round(tokens * share))})
-        for layer, row in enumerate(shares)
+        for layer, row in enumerate(seen.shares)
     ]
-    return Part([step], [(tokens, "prefill")], [[]])
+    return replace(seen, steps=[step], forwards=[(tokens, "prefill")], predictions=[[]])
 
 
 def _best_pools(way: Way, costs: Costs, seen: Scene, machine: Machine, staging: int) -> Pools:
@@ -343,19 +333,16 @@ class Search:
         )
 
 
-def card_costs(
-    device: DeviceSpec, model: Model, decompress_gbs: float | None = None
-) -> Callable[..., Costs | None]:
+def card_costs(device: DeviceSpec, model: Model) -> Callable[..., Costs | None]:
     """What forms cost by the figures of a card: kernels multiply each as it lies, at the rate of
     memory, but a Huffman code, which is left out if nobody says how fast a thread decodes it."""
     spec = model.spec.with_dtype("bfloat16")
-    decodes = decompress_gbs or "decompress_gbs" in device.figures
 
     def costs_of(form: str, executor: str = "fast") -> Costs | None:
-        if executor != "fast" or form == DECODED and not decodes:
+        if executor != "fast" or form == DECODED and "decompress_gbs" not in device.figures:
             return None
         if form == DECODED:
-            delays, other = delays_of(device, spec, RHO, model.dense, decompress_gbs)
+            delays, other = delays_of(device, spec, RHO, model.dense)
             return Costs(
                 Machine(delays, other=other),
                 Sizes(spec.expert_bytes, aligned(delays.e_bytes), aligned(delays.sm_bytes)),
@@ -388,31 +375,35 @@ def forms_of(model: Model) -> list[str]:
     ]
 
 
-def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs | None]:
-    """The same machine with a disk twice as fast."""
-
-    def halved(form: str, executor: str = "fast") -> Costs | None:
-        costs = costs_of(form, executor)
-        if costs is None:
-            return None
-        d = costs.machine.delays
-        return costs.reading(d.e_read / 2, d.sm_read / 2)
-
-    return halved
-
-
 def at_rate(
     costs_of: Callable[..., Costs | None], rate: float, late: float = 0.0
 ) -> Callable[..., Costs | None]:
     """The same machine with reads throttled to so many bytes a second, which then wake up `late` by
     so many seconds."""
 
-    def throttled(form: str, executor: str = "fast") -> Costs | None:
-        costs = costs_of(form, executor)
-        if costs is None:
+    def slower(seconds: float, nbytes: float) -> float:
+        return max(seconds, nbytes and nbytes / rate + late)
+
+    return _reading(costs_of, slower)
+
+
+def twice_as_fast(costs_of: Callable[..., Costs | None]) -> Callable[..., Costs | None]:
+    """The same machine with a disk twice as fast."""
+    return _reading(costs_of, lambda seconds, _: seconds / 2)
+
+
+def _reading(
+    costs_of: Callable[..., Costs | None], change: Callable[[float, float], float]
+) -> Callable[..., Costs | None]:
+    """The same costs but for reads, whose seconds, of so many bytes, are changed."""
+
+    def changed(form: str, executor: str = "fast") -> Costs | None:
+        if (costs := costs_of(form, executor)) is None:
             return None
         d = costs.machine.delays
-        e, sm = (n and n / rate + late for n in (d.e_bytes, d.sm_bytes))
-        return costs.reading(max(d.e_read, e), max(d.sm_read, sm))
+        e, sm = change(d.e_read, d.e_bytes), change(d.sm_read, d.sm_bytes)
+        return replace(
+            costs, machine=replace(costs.machine, delays=replace(d, e_read=e, sm_read=sm))
+        )
 
-    return throttled
+    return changed

@@ -18,28 +18,27 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import astuple, replace
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 from typing import Any, TypedDict
 
-from moelab.advice.machine import clock_mhz
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.sample import machine
-from moelab.advice.ways import Way
-from moelab.bench.measure import last_json
-from moelab.bench.memory_limit import drop_cached, memory_limit
+from moelab.advice.ways import PROMPT, TIMED, WARM, Way
+from moelab.bench.measure import in_process
+from moelab.bench.memory_limit import drop_cached
 from moelab.bench.profile import measured
-from moelab.bench.results import load_average, others_seconds
+from moelab.bench.results import watched
+from moelab.evaluation.intervals import typical
 from moelab.files import cache_folder
 from moelab.journal import Journal
 from moelab.progress import progress
+from moelab.records import Record
 from moelab.schema import Amount, Positive, Size, typed
 from moelab.simulation.fit import fitted
 
@@ -58,35 +57,8 @@ SPARE = 256 << 20
 LEAST = 0.05
 
 
-def opened(source: str, options: Mapping[str, Any]) -> Any:
-    """A model as `options_of` says."""
-    from moelab.api import open_model
-    from moelab.cache.pools import Pools
-
-    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
-    return open_model(source, **dict(options) | plan)
-
-
-def given(lm: Any, batch: int, tokens: int) -> tuple[Any, bool]:
-    """(tokens [batch, tokens] for a model, whether they are of text); random ones where it has no
-    text of so many."""
-    import torch
-
-    from moelab.evaluation import scores
-
-    if lm.tokenizer is not None:
-        try:
-            return scores.text_windows(lm.tokenizer, "test", batch, tokens), True
-        except ValueError:  # the library has no text of so many tokens
-            pass
-    return torch.randint(
-        3, lm.config.vocab_size, (batch, tokens), generator=torch.Generator().manual_seed(0)
-    ), False
-
-
-def forwards(lm: Any, ids: Any, prompt: int) -> Iterator[None]:
-    """Give a model a prompt of `ids` [batch, tokens], and then the other tokens, each when the next
-    is asked for."""
+def forwards(lm: Any, ids: Any, prompt: int) -> None:
+    """Give a model a prompt of `ids` [batch, tokens], and then the other tokens, one by one."""
     import torch
     from transformers import DynamicCache
 
@@ -102,7 +74,6 @@ def forwards(lm: Any, ids: Any, prompt: int) -> Iterator[None]:
                 logits_to_keep=1,
             )
         at += n
-        yield
 
 
 def run(
@@ -114,35 +85,40 @@ def run(
     batch: int = 1,
     loss: bool = False,
     profile: str | None = None,
-) -> dict[str, Any]:
-    """One way, here and now: open the model, give it `prompt` and then `tokens` single tokens of
-    `batch` sequences.
+) -> Record:
+    """One way, here and now: open the model as `options_of` says, give it `prompt` and then `tokens`
+    single tokens of `batch` sequences; text, where the model has a tokenizer, or else random ones.
 
     loss : also score `WINDOWS` windows of text.    profile : a file for the profile of the model, if it is offloaded;
         then all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
-    Returns "ttft" and "tpot" (s, of each forward), "hit_rate", "recall" of the predictions, "peak"
-    (bytes), "steps", "forwards", "loss": nats a token of each window, and with a profile how "late"
-    a throttled read came."""
+    Returns "ttft" and "tpot" (s, of each forward), "recall" of the predictions, "peak" (bytes),
+    "steps", "forwards", "loss": nats a token of each window, and with a profile how "late" a
+    throttled read came."""
+    import torch
+
     from moelab.advice import sample
+    from moelab.api import open_model
+    from moelab.cache.pools import Pools
     from moelab.evaluation import scores
 
-    with opened(source, options) as lm:
-        ids, text = given(lm, batch, prompt + tokens)
-        for _ in forwards(lm, ids, prompt):
-            pass
+    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
+    with open_model(source, **dict(options) | plan) as lm:
+        size = batch, prompt + tokens
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(3, lm.config.vocab_size, size, generator=draw)
+        with suppress(ValueError):  # the library has no text of so many tokens
+            ids = ids if lm.tokenizer is None else scores.text_windows(lm.tokenizer, "test", *size)
+        forwards(lm, ids, prompt)
         this = lm.moelab
-        seconds = [end - start for start, end, *_ in lm.moelab.forwards]
-        found = this.metrics()
+        seconds = [end - start for start, end, *_ in this.forwards]
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
         report = {
             "ttft": seconds[0],
             "tpot": seconds[1:],
-            "hit_rate": found.hit_rate,
-            "text": text,
             "recall": fmean(known) if known else None,
-            "peak": found.peak_rss_bytes,
+            "peak": this.metrics().peak_rss_bytes,
             "steps": [
                 [[layer, list(experts.items())] for layer, experts in step] for step in this.steps
             ],
@@ -151,107 +127,53 @@ def run(
         }
         if loss and lm.tokenizer is not None:
             windows = scores.text_windows(lm.tokenizer, "test", WINDOWS, TOKENS)
-            report["loss"] = [
-                float(value) for value in scores.language_loss(lm, windows, 4, 0, "language loss")
-            ]
-        if profile is not None:
-            bandwidth = options.get("bandwidth", math.inf)
-            report |= _look_longer(lm, ids, prompt, bandwidth, profile)
+            losses = scores.language_loss(lm, windows, 4, 0, "language loss")
+            report["loss"] = losses.tolist()
         whole = this.residency.holds_all
+        if profile is not None:
+            report |= _look(lm, ids, prompt, options.get("bandwidth", math.inf), profile)
     if profile is not None and whole:  # nothing was read
         sample.of_store(source, options["executor"]).save(profile)
     return report
 
 
-def _look_longer(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> dict[str, Any]:
+def _look(lm: Any, ids: Any, prompt: int, bandwidth: float, profile: str) -> Record:
     """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, and how
     late a throttled read comes; a profile of that round is saved."""
     this = lm.moelab
-    rounds = [lm.moelab.run.since(0)]
-    load = load_average()
-    start = time.perf_counter()
-    before = others_seconds()
-    while this.forwards[-1].end - this.forwards[0].start < LOOKED:
-        first = len(this.forwards)
-        for _ in forwards(lm, ids, prompt):
-            pass
-        rounds.append(this.run.since(first))
-    others = max(others_seconds() - before, 0.0) / (time.perf_counter() - start)
-    calm = min(rounds, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+
+    def rounds() -> list[Any]:
+        found = [this.run.since(0)]
+        while this.forwards[-1].end - this.forwards[0].start < LOOKED:
+            first = len(this.forwards)
+            forwards(lm, ids, prompt)
+            found.append(this.run.since(first))
+        return found
+
+    found, others = watched(rounds)
+    calm = min(found, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
     if not this.residency.holds_all:
-        found = measured(lm, calm)
-        often = fitted(this.run).predict  # asked for in few tokens
-        found = replace(found, machine=replace(found.machine, predict=often))
-        replace(found, load_average=load, others=others, clock_mhz=clock_mhz()).save(profile)
-    late = [
-        event.end - event.start - event.bytes / bandwidth
-        for event in this.run.timeline
-        if event.bytes
-    ]
+        itself = measured(lm, calm)
+        often = replace(itself.machine, predict=fitted(this.run).predict)  # asked for in few tokens
+        replace(itself, machine=often, others=others).save(profile)
+    late = [e.end - e.start - e.bytes / bandwidth for e in this.run.timeline if e.bytes]
     return {
         "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
         "late": max(median(late), 0.0) if late else 0.0,
     }
 
 
-def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> dict[str, Any]:
+def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> Record:
     """`run` in a process of its own, in a control group of `memory` bytes and some to spare, where
-    one can be made: a larger machine's page cache would hold what this model shall not have. Also
-    returns "limit": whether one could.
-
-    Raises RuntimeError with the process's last words if it fails or takes too long.
-    """
-    path = os.pathsep.join(
-        filter(None, (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")))
-    )
+    one can be made: a larger machine's page cache would hold what this model shall not have.
+    RuntimeError as of `measure.in_process`."""
     drop_cached(Path(source))
-    with memory_limit(memory + SPARE) as group:
-        task = {"source": source, "options": dict(options), **how}
-        words = [
-            sys.executable,
-            "-m",
-            "moelab.advice.verify",
-            json.dumps(task),
-            *filter(None, [group.procs]),
-        ]
-        code, out, err = _waited(
-            words, os.environ | {"PYTHONPATH": path}, TIMEOUT, "running it in its memory"
-        )
-        if code:
-            killed = ["killed; it took more than its memory?"] * (code == -9)
-            raise RuntimeError(
-                [*(err.strip() or "it died without a word").splitlines(), *killed][-1]
-            )
-        return last_json(out) | {"limit": group.reason}
+    task = json.dumps({"source": source, "options": dict(options), **how})
+    with progress(total=1, desc="running it in its memory", unit="runs"):
+        return in_process(("-m", "moelab.advice.verify", task), memory + SPARE, timeout=TIMEOUT)
 
 
-def _waited(
-    words: Sequence[str], environment: Mapping[str, str], timeout: float, what: str
-) -> tuple[int, str, str]:
-    """A process's (exit status, output, errors); progress tells that it runs. RuntimeError if it
-    takes too long."""
-    start = time.monotonic()
-    with (
-        subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        ) as task,
-        progress(total=1, desc=what, unit="runs") as bar,
-    ):
-        try:
-            while True:
-                try:
-                    out, err = task.communicate(timeout=1.0)
-                    bar.update()
-                    return task.returncode, out, err
-                except subprocess.TimeoutExpired:
-                    if time.monotonic() - start > timeout:
-                        raise RuntimeError(f"gave up after {timeout:.0f} s") from None
-                    bar.update(0)
-        finally:
-            task.kill()
-
-
-def options_of(way: Way, model: Model) -> dict[str, Any]:
+def options_of(way: Way, model: Model) -> Record:
     """What `open_model` takes to run a way."""
     if way.resident and way.form == AS_IS and model.stored is None:
         return {"executor": way.executor}
@@ -298,8 +220,7 @@ class Kept:
 
     records : of this model, as dictionaries: "settings" of the `Way`, "batch", "predicted" (by
         simulation, before any correction), "tpot", "ttft" (s), "peak" (bytes), "limit" (in words,
-        of its memory), "loss" (relative, [mean, error]; None if it was not asked), "when", "load"
-        (of the machine).
+        of its memory), "loss" (relative, [mean, error]; None if it was not asked), "when".
     """
 
     def __init__(self, identity: str) -> None:
@@ -320,12 +241,11 @@ class Kept:
             "machine": machine(),
             "model": self.identity,
             "when": time.strftime("%Y-%m-%d %H:%M"),
-            "load": load_average(),
         } | record
         self._write([record])
         self.records.append(record)
 
-    def _write(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def _write(self, records: list[Record]) -> list[Record]:
         """Append to the journal, which another process may hold for a moment; returns what was in
         it."""
         for last in [False] * 50 + [True]:
@@ -343,51 +263,33 @@ class Kept:
     def loss(self, form: str) -> float | None:
         """Relative language loss of a form: the upper end of what was measured last, one error
         above the mean."""
-        found = [
-            record["loss"]
-            for record in self.records
-            if record["settings"]["form"] == form and record["loss"]
-        ]
-        return max(found[-1][0] + found[-1][1], 0.0) if found else None
+        found = [of["loss"] for of in self.records if of["settings"]["form"] == form and of["loss"]]
+        return max(sum(found[-1]), 0.0) if found else None
 
     def ratios(self) -> list[float]:
         """Measured over predicted TPOT, of the last measurement of each way."""
-        latest = {
-            json.dumps([record["settings"], record["batch"]]): record for record in self.records
-        }
-        return [
-            record["tpot"] / record["predicted"]
-            for record in latest.values()
-            if record["predicted"]
-        ]
+        latest = {json.dumps([of["settings"], of["batch"]]): of for of in self.records}
+        return [of["tpot"] / of["predicted"] for of in latest.values() if of["predicted"]]
 
     def correction(self) -> tuple[float, float | None]:
         """(factor on a predicted TPOT, relative uncertainty that is left: None where fewer than two
         ways tell it)."""
         if not (ratios := self.ratios()):
             return 1.0, None
-        factor = math.exp(fmean(map(math.log, ratios)))
+        factor = geometric_mean(ratios)
         apart = max(abs(ratio / factor - 1) for ratio in ratios)
         return factor, max(apart, LEAST) if len(ratios) > 1 else None
 
     def corrected(self, way: Way, batch: int) -> Way:
         """A simulated way as it was measured, if it was, or else corrected by what was."""
-        same = [
-            record
-            for record in self.records
-            if (record["settings"], record["batch"]) == (way.settings, batch)
-        ]
-        if same:
-            tpot = [record["tpot"] for record in same]
-            return replace(
-                way,
-                tpot=median(tpot),
-                kind="measured",
-                predicted=way.tpot,
-                error=max(LEAST, (max(tpot) - min(tpot)) / 2 / median(tpot)),
-            )
-        factor, error = self.correction()
-        return replace(way, tpot=way.tpot * factor, error=error)
+        asked = way.settings, batch
+        tpot = [of["tpot"] for of in self.records if (of["settings"], of["batch"]) == asked]
+        if not tpot:
+            factor, error = self.correction()
+            return replace(way, tpot=way.tpot * factor, error=error)
+        middle = median(tpot)
+        error = max(LEAST, (max(tpot) - min(tpot)) / 2 / middle)
+        return replace(way, tpot=middle, kind="measured", predicted=way.tpot, error=error)
 
 
 def verify(
@@ -428,44 +330,26 @@ def verify(
                     break
                 bar.note(way.name)
                 asked = loss and way.form not in windows
+                how = {"prompt": PROMPT, "tokens": WARM + TIMED, "batch": batch, "loss": asked}
                 try:
                     source = stored(model, way.form, left)
                     start = time.monotonic()
-                    found = _ran(model, source, way, memory, batch, asked)
+                    found = fresh(source, options_of(way, model), memory, **how)
                     longest = max(longest, time.monotonic() - start)
                 except (RuntimeError, OSError, ValueError) as error:
                     failed[way.name] = str(error)
                     continue
                 if asked and found["loss"]:
                     windows[way.form] = found["loss"]
-                lost = relative(windows, way, ways) if asked else None
-                keep(kept, way, batch, found, lost)
+                keep(kept, way, batch, found, relative(windows, way, ways) if asked else None)
                 bar.update()
     except KeyboardInterrupt:
         failed["the rest"] = "stopped"
     return [f"{name}: {why}" for name, why in failed.items()]
 
 
-def _ran(
-    model: Model, source: str, way: Way, memory: int, batch: int, loss: bool
-) -> dict[str, Any]:
-    from moelab.advice.space import PROMPT, TIMED, WARM
-
-    return fresh(
-        source,
-        options_of(way, model),
-        memory,
-        prompt=PROMPT,
-        tokens=WARM + TIMED,
-        batch=batch,
-        loss=loss,
-    )
-
-
-def keep(kept: Kept, way: Way, batch: int, found: dict[str, Any], loss: Any) -> None:
+def keep(kept: Kept, way: Way, batch: int, found: Record, loss: Any) -> None:
     """Keep what a way measured."""
-    from moelab.advice.space import TIMED, typical
-
     kept.add(
         settings=way.settings,
         batch=batch,
@@ -495,6 +379,4 @@ def relative(
 
 
 if __name__ == "__main__":
-    for group in sys.argv[2:]:
-        Path(group).write_text(str(os.getpid()))
     print("\n" + json.dumps(run(**json.loads(sys.argv[1]))), flush=True)

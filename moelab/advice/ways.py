@@ -9,7 +9,7 @@ an engine does besides."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from moelab.simulation.costs import MachineRates
 from moelab.specs import MoESpec
 from moelab.table import percent
 
+#: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
+PROMPT, WARM, TIMED = 64, 24, 24
 #: experts that must have slots beside those that are kept, so that a layer can load while it
 #: computes
 STAGING = 2
@@ -244,21 +246,3 @@ def possible(
             )
         )
     return sorted(ways, key=lambda way: (way.tpot, not way.lossless))
-
-
-def front(ways: Iterable[Way]) -> list[Way]:
-    """The Pareto front: ways that no other beats in TPOT, memory and loss at once; an unknown loss
-    is the worst."""
-
-    def cost(way: Way) -> tuple[float, float, float]:
-        return way.tpot, way.memory, math.inf if way.loss is None else way.loss
-
-    ways = list(ways)
-    return [
-        way
-        for way in ways
-        if not any(
-            all(a <= b for a, b in zip(cost(other), cost(way))) and cost(other) != cost(way)
-            for other in ways
-        )
-    ]

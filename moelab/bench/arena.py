@@ -1,22 +1,16 @@
-"""Bring your own: a policy, a predictor or a schedule on three traces, against all others and the
-ceiling.
+"""Bring your own: a cache policy or a schedule on three traces, against all others and the ceiling.
 
     what you bring                               on                                     the ceiling
-    cache policy: touch and victim               three kinds of text, token by token
-    Belady's optimum
-    predictor: a `moelab.speculate` Predictor    the same texts
-    every expert predicted
-    schedule: a `moelab.ndp.systems` System      three models, simulated
-    `moelab.ndp.bound`
+    cache policy: touch and victim               three kinds of text, token by token    Belady's
+    schedule: a `moelab.ndp.systems` System      three models, simulated                `moelab.ndp.bound`
 
-It is a class that can be made without further arguments (a predictor: of the model and of the
-ingredients that it names), or an object. Whatever it raises ends its own part only, and is told
-with its traceback."""
+It is a class that can be made without further arguments, or an object. Whatever it raises ends its
+own part only, and is told with its traceback. Predictors are compared in notebook 04
+(`moelab.evaluation.predictors.score`)."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +19,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
-import torch
-
 from moelab.bench.limits import belady_hits, request_count, steps
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.evaluation.predictors import Score, score
 from moelab.evaluation.questions import prompts
 from moelab.library import token_count
 from moelab.models.identity import identity
@@ -42,11 +33,8 @@ from moelab.ndp.simulation import simulate
 from moelab.ndp.systems import SYSTEMS, System
 from moelab.progress import progress
 from moelab.recording import record
-from moelab.registry import make, names
 from moelab.specs import ExpertKey, State
-from moelab.speculate.predictors import takes
-from moelab.speculate.signals import default_vectors
-from moelab.trace import DECODE, RoutingTrace
+from moelab.trace import RoutingTrace
 
 TEXTS = ("prose", "code", "lookup")
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
@@ -121,42 +109,33 @@ def arena(
 ) -> Contest:
     """Rank what is brought against everything of its kind.
 
-    model : an opened model whose routing policies and predictors see; None opens the shipped small
+    model : an opened model whose routing policies see; None opens the shipped small
         one.
     share : of the experts that fit in memory, for policies. tokens, each : length and number of
         prompts a kind of text.
 
-    Raises TypeError: it is neither a policy, nor a predictor, nor a schedule.
+    Raises TypeError: it is neither a policy nor a schedule.
     """
     made = mine if isinstance(mine, type) else type(mine)
     name = made.__name__
-    kind = kind_of(made)
-    if kind == "schedule":
+    if kind_of(made) == "schedule":
         return _schedules(name, mine)
     if model is None:
         from moelab import open_model
 
         model = open_model()
-    traces = texts(model, tokens, each)
-    return (
-        _predictors(name, mine, model, traces)
-        if kind == "predictor"
-        else _policies(name, mine, traces, share)
-    )
+    return _policies(name, mine, texts(model, tokens, each), share)
 
 
 def kind_of(made: type) -> str:
-    """ "schedule", "predictor" or "cache policy", what a class is. TypeError: it is none of
-    these."""
+    """ "schedule" or "cache policy", what a class is. TypeError: it is neither."""
     if issubclass(made, System):
         return "schedule"
-    if callable(getattr(made, "predict", None)):
-        return "predictor"
     if all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
         return "cache policy"
     raise TypeError(
-        f"{made.__name__} is neither a cache policy (methods touch and victim), nor a predictor (a "
-        "moelab.speculate.predictors.Predictor), nor a schedule (a moelab.ndp.systems.System)"
+        f"{made.__name__} is neither a cache policy (methods touch and victim), nor a schedule (a "
+        "moelab.ndp.systems.System)"
     )
 
 
@@ -220,6 +199,10 @@ def _fresh(mine: Any) -> Any:
     """A new object of a class; a copy of an object, so that one trace teaches it nothing about the
     next."""
     return mine() if isinstance(mine, type) else copy.deepcopy(mine)
+
+
+def _costliest(wrong: list[Wrong]) -> list[Wrong]:
+    return sorted(wrong, key=lambda one: -one.cost)
 
 
 # ---- cache policies
@@ -292,74 +275,11 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
                         float(min(later, len(asked)) - again),
                     )
                 )
-    return 100 * residency.counters.hit_rate(), sorted(wrong, key=lambda one: -one.cost)
+    return 100 * residency.counters.hit_rate(), _costliest(wrong)
 
 
 def _said(key: ExpertKey) -> str:
     return f"expert {key.expert} of layer {key.layer}"
-
-
-# ---- predictors
-
-
-def _predictors(name: str, mine: Any, model: Any, traces: Mapping[str, RoutingTrace]) -> Contest:
-    def ingredients() -> dict[str, Any]:
-        train = prompts(TEXTS, 1, split="train", count=token_count(model.tokenizer))
-        return {"vectors": default_vectors(model, train), "trace": record(model, train), "seed": 0}
-
-    given = _once((identity(model), "ingredients"), ingredients)
-    able = [other for other in names("predictor") if set(takes(other)) <= given.keys()]
-
-    def scored(other: str, text: str) -> Score:
-        made = make("predictor", other, model, **{part: given[part] for part in takes(other)})
-        return _once((id(traces[text]), other), lambda: score(traces[text], made, DECODE))
-
-    found = {
-        other: {text: scored(other, text) for text in traces}
-        for other in progress(able, "predictors", unit="predictor")
-    }
-
-    def recall(of: Score, text: str) -> float:
-        """Saying nothing finds nothing."""
-        ahead = traces[text].spec.L - of.hits.shape[1]
-        return 100 * float(
-            of.hits.sum()
-            / (
-                traces[text].select(traces[text].phase == DECODE).ids[:, ahead:]
-                != traces[text].spec.E
-            ).sum()
-        )
-
-    def mine_on(text: str) -> Played:
-        wants = inspect.signature(mine).parameters if isinstance(mine, type) else {}
-        wanted = {part: value for part, value in given.items() if part in wants}
-        predictor = mine(model, **wanted) if isinstance(mine, type) else mine
-        own = score(traces[text], predictor, DECODE)
-        better = []
-        for layer, of in enumerate(own.recall.tolist()):
-            best = max(able, key=lambda other: _at(found[other][text].recall, layer))
-            if (top := _at(found[best][text].recall, layer)) > of:
-                better.append(
-                    Wrong(
-                        f"layer {layer + predictor.ahead} from layer {layer}",
-                        f"{100 * of:.1f} % of the experts",
-                        f"{best}: {100 * top:.1f} %",
-                        100 * (top - of),
-                    )
-                )
-        return recall(own, text), sorted(better, key=lambda one: -one.cost)
-
-    own, wrong = _guarded(list(traces), mine_on, name)
-    others = {
-        other: {text: recall(of, text) for text, of in by.items()} for other, by in found.items()
-    }
-    return _ranked(
-        "predictor", "recall@K of decode (%)", dict.fromkeys(traces, 100.0), others, own, wrong
-    )
-
-
-def _at(recall: torch.Tensor, layer: int) -> float:
-    return float(torch.nan_to_num(recall, nan=-1.0)[layer]) if layer < len(recall) else -1.0
 
 
 # ---- schedules
@@ -405,7 +325,7 @@ def _schedules(name: str, mine: Any) -> Contest:
                         own[i] - top,
                     )
                 )
-        return sum(own), sorted(better, key=lambda one: -one.cost)
+        return sum(own), _costliest(better)
 
     own, wrong = _guarded(MODELS, mine_on, name)
     return _ranked(

@@ -3,22 +3,20 @@ budgets and disk rates.
 
 All take the same tokens on the same model, for each context (tokens of the prompt) and batch
 (sequences at a time). A configuration runs in a process of its own with a budget's memory, in
-interleaved rounds (`moelab.bench.grid`); other engines have the same memory limit, page cache included, but only our reader can be throttled, so they run at the disk's
-own rate. No speed is shown before the output is: what computes as transformers does must agree with
-its eager experts bit for bit, and what does not says the Kullback-Leibler divergence of its
-next-token distribution from theirs, in nats a token. Ratios are of the same tokens, their intervals
-over tokens: another run, on another day's disk, may differ by more. Limits follow from a run's own
-bytes and times and the best rate at which it read whole experts: Σ over layers of (attention,
-router + max(read, decode, compute)) on demand, the longest of these sums when prefetching; Belady's
-hits; the bytes that must be in memory. `prefetch` does so in every token: what the technique gives.
+interleaved rounds (`moelab.bench.grid`); other engines have the same memory limit, page cache
+included, but only our reader can be throttled, so they run at the disk's own rate. No speed is shown
+before the output is: what computes as transformers does must agree with its eager experts bit for
+bit, and what does not says the Kullback-Leibler divergence of its next-token distribution from
+theirs, in nats a token. Ratios are of the same tokens, their intervals over tokens: another run, on
+another day's disk, may differ by more. `prefetch` does so in every token: what the technique gives.
 An engine finds out where it pays, and leaves it where it does not
 (`moelab.offloading.prefetch_gate`)."""
 
 from __future__ import annotations
 
 import random
-from argparse import ArgumentTypeError, BooleanOptionalAction
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
@@ -26,46 +24,18 @@ from typing import Any, NamedTuple
 
 from moelab.arguments import number, several, whole
 from moelab.bench import ENGINE
-from moelab.bench.grid import (
-    GGUF,
-    PROCESS,
-    PYTHON,
-    Arm,
-    Experiment,
-    interpreters,
-    place_of,
-    replayed,
-)
-from moelab.bench.peers import RAPL, joules
+from moelab.bench.grid import PROCESS, PYTHON, Experiment, Tables, measured, place_of, synthetic
 from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 
-SPEC = MoESpec(
-    "synthetic-0.5GB",
-    "qwen3_moe",
-    5,
-    tuple(range(5)),
-    32,
-    4,
-    1024,
-    512,
-    vocab=8192,
-    heads=16,
-    kv_heads=4,
-    head_dim=64,
-)
+SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"
 RESIDENT = "transformers resident"
-EXTERNAL = (
-    *(f"llama.cpp {kind} mmap" for kind in GGUF),
-    "ftllm",
-)  # of Qwen3-MoE, one sequence at a time
 LOSSLESS = 1e-3  # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
-PROBE = 8  # experts read to measure the disk, each time
-BUDGETED = "LRU baseline", "ftllm"  # keep to a number of bytes themselves
+BUDGETED = ("LRU baseline",)  # keeps to a number of bytes itself
 NORMALISES = (
     "llama.cpp BF16 mmap"  # routing weights, whatever the model does: other logits at the same cost
 )
@@ -125,44 +95,11 @@ def parts(arm: str) -> list[str]:
 
 
 def options_of(arm: str) -> Record:
-    """A configuration's arguments of `EngineBenchmark.moelab`."""
+    """A configuration's store, and its options of `open_model` and of `peers.Moelab`."""
     given = {"codec": "raw"}
     for name in parts(arm):
         given |= TECHNIQUES[name].options
     return given
-
-
-def absent(external: bool, batch: int = 1) -> dict[str, str]:
-    """Engines that are not run at all, and why."""
-    why = (
-        "takes one sequence at a time here"
-        if batch > 1
-        else "needs a Qwen3-MoE checkpoint and a process of its own"
-    )
-    return dict.fromkeys(
-        ("MoE-Infinity", "DeepSpeed ZeRO-3"), "needs an NVIDIA GPU; this bench runs on the CPU"
-    ) | ({} if external and batch == 1 else dict.fromkeys(EXTERNAL, why))
-
-
-def predict(rows: Rows, arms: Mapping[str, Arm], spec: MoESpec, profiles: dict[Any, Any]) -> None:
-    """Beside the measured TPOT of what reads on demand, what the simulator says for the same steps
-    and this machine's profile, which `profiles` keeps: no budget changes it."""
-    from moelab.bench.profile import profile
-
-    for name, (_, options, _) in arms.items():
-        given = options_of(name)
-        if given.keys() - {"codec", "executor"} or given.get("executor", "fast") != "fast":
-            continue
-        if "TPOT s" in (figures := rows[name]):
-            how = {key: of for key, of in options["options"].items() if key == "bandwidth"}
-            how["executor"] = given.get("executor", "exact")
-            if (key := (given["codec"], *how.items())) not in profiles:
-                profiles[key] = profile(options["store"], seconds=0.5, **how)
-            said, _ = replayed(Path(options["trace"]), spec, profiles[key])
-            figures |= {
-                "simulated TPOT s": said.tpot,
-                "simulated ÷ measured": said.tpot / figures["TPOT s"],
-            }
 
 
 def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> Numbers:
@@ -194,28 +131,6 @@ def together(sections: Sections) -> Rows:
                         for name, of in ((names[0], alone[0]), (names[1], alone[1]), ("both", both))
                     }
                 )
-    return found
-
-
-def ablation(sections: Sections) -> Rows:
-    """What the configuration of most techniques loses without each of them, and without all: TPOT ÷
-    its own."""
-    found: Rows = {}
-    for title, rows in sections.items():
-        there = {
-            frozenset(parts(arm)): of
-            for arm, of in rows.items()
-            if names_us(arm) and "TPOT s" in of
-        }
-        whole_ = max(there, key=len, default=frozenset())
-        less = {f"without {name}": whole_ - {name} for name in sorted(whole_)} | {
-            "with none": frozenset()
-        }
-        found |= {
-            f"{name}, {title}": over(there[of], there[whole_], f"÷ {' + '.join(sorted(whole_))}")
-            for name, of in less.items()
-            if of in there and of != whole_
-        }
     return found
 
 
@@ -292,66 +207,75 @@ def run(
     folder: str | Path | None = None,
     alone: bool = False,
     here: bool = False,
-    simulated: bool = True,
-    python: Sequence[str] = (),
+    python: str | None = None,
     spec: MoESpec = SPEC,
 ) -> Record:
     arms = list(dict.fromkeys([BASE, *arms]))
     forms = {options_of(arm)["codec"] for arm in arms}
-    engines = interpreters(python)
-    sections = {}
-    profiles = {}
     count = max(batches) * (max(contexts) + decode)
     source = None
     tokens = random.Random(seed).choices(range(spec.vocab), k=count)
     if model:
         source, spec, tokens = text_for(model, count, seed)
-    conditions = {
-        "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
-        "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
-        f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
-        **_about(here, rounds),
-    }
-    with place_of(folder, spec, here) as (place, conditions["file system"]):
+    how = {"loss": True, "simulated": True, "here": here}
+    with place_of(folder, spec, here) as (place, file_system):
         if source:
             _use_model(place, source, folder)
-        bench = Experiment(spec, place, 0, decode, rounds, engines, here=here, loss=True, prompts=1)
-        qwen = spec.model_type == "qwen3_moe" and not here and not alone
-        bench.prepare(external=qwen, forms=sorted(forms))
-        try:
+        bench = Experiment(spec, place, 0, decode, rounds, python, **how)
+        bench.prepare(sorted(forms), external=not alone)
+
+        def tables() -> Tables:
             for context, batch in product(contexts, batches):
                 axes = [f"context {context}"] * (len(contexts) > 1)
                 axes += [f"batch {batch}"] * (len(batches) > 1)
                 n = context + decode
-                one = replace(
-                    bench, prompt=context, tokens=[tokens[i * n :][:n] for i in range(batch)]
-                )
-                for share, rate, rows, ours in tables(one, arms, budgets, rates, alone, qwen):
-                    if simulated:
-                        predict(rows, ours, spec, profiles)
-                    sections[section(share, rate, axes)] = rows
-        except KeyboardInterrupt:  # it takes minutes: what is done is kept
-            of = len(budgets) * len(rates) * len(contexts) * len(batches)
-            conditions["stopped"] = f"after {len(sections)} of {of} tables"
-    return {
-        "conditions": conditions,
-        **sections,
-        "together (two sources)": together(sections),
-        "ablation (TPOT ÷ that of all)": ablation(sections),
-    }
+                given = [tokens[i * n :][:n] for i in range(batch)]
+                one = replace(bench, prompt=context, tokens=given)
+                if batch > 1:
+                    one.missing = {"llama.cpp": "takes one sequence at a time here"}
+                yield from tables_of(one, arms, budgets, rates, alone, axes)
+
+        conditions = {
+            "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
+            "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
+            f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
+            "processes": "one for all" if here else "one for each configuration, budget and rate",
+            "rounds": rounds,
+            "file system": file_system,
+        }
+        found = measured(tables(), conditions)
+    return found | {"together (two sources)": together(titled(found))}
 
 
-def _about(here: bool, rounds: int) -> Record:
-    """What is measured, and how."""
-    return {
-        "times": "TTFT, TPOT and stall of a step, which gives each sequence a token; tokens/s, and "
-        "what is a token's, of all sequences",
-        "processes": "one for all" if here else "one for each configuration, budget and rate",
-        "rounds": rounds,
-        "energy": "processor packages (RAPL) and NVIDIA GPUs (NVML), as far as they can be read"
-        if joules()
-        else f"none can be read from {RAPL} or by NVML; Apple's is not read",
-    }
+def tables_of(
+    bench: Experiment,
+    arms: Sequence[str],
+    budgets: Sequence[float | str],
+    rates: Sequence[float],
+    alone: bool,
+    axes: Sequence[str],
+) -> Tables:
+    """A table for each budget and rate, MB/s or 0, of a context and a batch. Other engines read at
+    the disk's own rate only."""
+    spec = bench.spec
+    more = kv_bytes(spec, len(bench.tokens) * (bench.prompt + bench.decode)) + PROCESS
+    for budget, rate in product(budgets, rates):
+        size = int(parse_budget(budget, spec.experts_bytes, bench.dense_bytes))
+        limit = int(size + bench.dense_bytes + more)
+        compared = {}
+        for arm in arms:
+            given = options_of(arm)
+            form = given.pop("codec")
+            how = {key: given.pop(key) for key in ("predictor", "compressed") if key in given}
+            given |= {"bandwidth": 1e6 * rate} if rate else {}
+            how["ungated"] = "predictor" in how
+            compared[arm] = bench.moelab(form, size, limit, options=how, **given)
+        if not alone and not rate:
+            compared |= bench.others(size, limit)
+            compared |= {} if bench.here else {RESIDENT: ("eager", {}, None)}
+        disk = f"{rate:g} MB/s" if rate else "the disk as it is"
+        share = f"{size / spec.experts_bytes:.0%} of experts"
+        yield ", ".join([share, disk, *axes]), bench, BASE, compared
 
 
 def _use_model(place: Path, source: Path, folder: str | Path | None) -> None:
@@ -364,64 +288,6 @@ def _use_model(place: Path, source: Path, folder: str | Path | None) -> None:
 
 def _words(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
-
-
-def tables(
-    bench: Experiment,
-    arms: Sequence[str],
-    budgets: Sequence[float | str],
-    rates: Sequence[float],
-    alone: bool,
-    external: bool,
-) -> Iterator[tuple[float, float, Rows, dict[str, Arm]]]:
-    """(share of the experts, bytes/s of the disk or 0, rows, our arms) of each budget and rate of a
-    context and a batch. Other engines read at the disk's own rate only."""
-    spec = bench.spec
-    batch = len(bench.tokens)
-    more = kv_bytes(spec, batch * (bench.prompt + bench.decode)) + PROCESS
-    sizes = [parse_budget(budget, spec.experts_bytes, bench.dense_bytes) for budget in budgets]
-    room = max(sizes) + PROCESS
-    fits = not bench.here or spec.experts_bytes <= room
-    engine, options = ("eager", {}) if fits else ("mapped", {"opened": "external"})
-    bench.reference = bench.report((engine, options, None))
-    if "result" in bench.reference:
-        raise RuntimeError(
-            "transformers' eager experts could not be run to compare with: "
-            f"{bench.reference['result']}"
-        )
-    why = (
-        f"all experts take {spec.experts_bytes / 1e9:.2f} GB, and this process has "
-        f"{room / 1e9:.2f} GB for them"
-    )
-    measured = bench.row(("eager", {}, None), [bench.reference]) | {"output": "= eager"}
-    resident = measured if fits else {"result": why}
-    for size, rate in product(sizes, (1e6 * rate for rate in rates)):
-        limit = int(size + bench.dense_bytes + more)
-        ours = {}
-        others = {}
-        gone = {}
-        for i, arm in enumerate(arms):
-            given = options_of(arm) | ({"bandwidth": rate} if rate else {})
-            given |= {"ungated": "predictor" in given, "trace": bench.folder / f"steps {i}.json"}
-            name, options, _ = bench.moelab(budget=int(size), **given)
-            ours[arm] = name, options | {"probe": PROBE}, limit
-        if not alone and not rate:
-            gone = absent(external, batch)
-            others = {
-                name: of for name, of in bench.others(size, limit).items() if name not in gone
-            }
-        rows, _ = bench.compare(section(size / spec.experts_bytes, rate), ours | others, BASE)
-        rows |= {name: {"result": reason} for name, reason in gone.items()}
-        if not alone:
-            rows[RESIDENT] = resident
-        yield size / spec.experts_bytes, rate, rows, ours
-
-
-def section(share: float, rate: float, axes: Sequence[str] = ()) -> str:
-    """The title of a table."""
-    return ", ".join(
-        [f"{share:.0%} of experts", f"{rate / 1e6:g} MB/s" if rate else "the disk as it is", *axes]
-    )
 
 
 def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list[int]]:
@@ -477,10 +343,6 @@ OPTIONS = {
         "are temporary",
     ),
     "alone": ({"action": "store_true"}, "without the other engines"),
-    "simulated": (
-        {"action": BooleanOptionalAction},
-        "also what the simulator says, of what reads on demand",
-    ),
     "here": (
         {"action": "store_true"},
         "everything in one process: fast, without limits and peaks of memory",

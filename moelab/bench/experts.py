@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import cycle
 from statistics import fmean, median
 from typing import Any
 
@@ -37,21 +38,13 @@ from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
-from moelab.specs import DeviceSpec, Figure
 from moelab.store import bf12, fewbit
 from moelab.store.codecs import compress_tensor, decompress_tensor
 from moelab.zipmoe.entropy import describe, joint_counts
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: GEMV on packed weights → the most of bf16's time that it should take
-PACKED = {
-    "gemv of bf12": 0.85,
-    "gemv of int8": 0.55,
-    "gemv of fp8": 0.55,
-    "gemv of mxfp4": 0.35,
-    "gemv of int4": 0.35,
-}
+#: GEMV on packed weights
+PACKED = tuple(f"gemv of {form}" for form in ("bf12", "int8", "fp8", "mxfp4", "int4"))
 GATHERED = 4e9  # bytes that `batched_mm` may copy weights to: beyond, it is not run
 LEFT_OUT = ("exact", "neuron")  # of a comparison of techniques: a naive loop, a choice of others
 MOST = 16  # experts of a token at most, of `DecodedExperts`
@@ -134,10 +127,9 @@ class Layers:
             and packed_as(bf12.CODEC, self.seam[0].own(0)["down_proj"]) is not None
         ):
             for name in packed:
-                seams = self.from_sources(
-                    PackedExperts(seam, name.split()[-1]) for seam in self.seam
-                )
-                self.stored[name] = sum(map(len, seams[0].source.blobs)) / (E * self.expert_bytes)
+                form = name.split()[-1]
+                seams = self.from_sources(PackedExperts(seam, form) for seam in self.seam)
+                self.stored[name] = seams[0].source.nbytes / (E * self.expert_bytes)
                 arms[name] = lambda i, seams=seams: GEMV()(*steps[i][1:], seams[steps[i][0]])
         read = fmean(len(ids.unique()) for _, _, ids, _ in steps) * self.expert_bytes
         return arms, int(read)
@@ -152,13 +144,15 @@ class PackedExperts:
     `GEMV`."""
 
     def __init__(self, experts: Any, form: str) -> None:
-        self.form, self.rows, self.blobs = form, {name: [] for name in experts.own(0)}, []
+        self.form, self.rows = form, {name: [] for name in experts.own(0)}
+        self.blobs = []  # whose memory the rows are
+        codec = bf12.CODEC if form == "bf12" else fewbit.find_format(form)
         for e in range(experts.num_experts):
             for name, w in experts.own(e).items():
-                codec = bf12.CODEC if form == "bf12" else fewbit.find_format(form)
                 packed = packed_as(codec, w)
                 self.blobs.append(packed.owner.blob)
                 self.rows[name] += [*packed.rows]
+        self.nbytes = sum(map(len, self.blobs))
 
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
@@ -179,14 +173,12 @@ class DecodedExperts:
             {name: compress_tensor(w, codec) for name, w in experts.own(e).items()}
             for e in range(experts.num_experts)
         ]
-        self.out = [
-            {name: torch.empty_like(w) for name, w in experts.own(0).items()} for _ in range(MOST)
-        ]
-        self.turn = 0
+        self.nbytes = sum(one.nbytes for of in self.packed for one in of.values())
+        own = experts.own(0).items()
+        self.out = cycle([{name: torch.empty_like(w) for name, w in own} for _ in range(MOST)])
 
     def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        out = self.out[self.turn]
-        self.turn = (self.turn + 1) % MOST
+        out = next(self.out)
         for name, packed in self.packed[expert].items():
             decompress_tensor(packed, out[name])
         return out
@@ -200,31 +192,22 @@ def stored_ways(
     and the bound of their entropy."""
     layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
     steps = layers.steps(1, rounds + 1)
-    stored = {"bf16": 1.0}
-    size = layers.expert_bytes
-    sources = {
+    coded = f"{codec}, decoded first"
+    sources: dict[str, list[Any]] = {
+        "bf16": [None] * len(layers.seam),
         "bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
-        f"{codec}, decoded first": [DecodedExperts(seam, codec) for seam in layers.seam],
+        coded: [DecodedExperts(seam, codec) for seam in layers.seam],
     }
-    packed, coded = (found[0] for found in sources.values())
-    stored["bf12"] = sum(map(len, packed.blobs)) / (4 * K * size)
-    stored[f"{codec}, decoded first"] = sum(p.nbytes for e in coded.packed for p in e.values()) / (
-        4 * K * size
-    )
+    whole = 4 * K * layers.expert_bytes
+    stored = {"bf16": 1.0} | {name: sources[name][0].nbytes / whole for name in ("bf12", coded)}
 
-    def arm(source: Iterable[Any]) -> Callable[[int], Tensor]:
-        kept = layers.from_sources(source)
+    def arm(kept: list[Any]) -> Callable[[int], Tensor]:
         return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
 
-    arms = {"bf16": arm([None] * len(layers.stock))} | {
-        name: arm(source) for name, source in sources.items()
-    }
+    arms = {name: arm(layers.from_sources(of)) for name, of in sources.items()}
     weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
-    return (
-        rounds_of(arms, rounds + 1, "a token's experts"),
-        stored,
-        describe(joint_counts(weights)).bound,
-    )
+    bound = describe(joint_counts(weights)).bound
+    return rounds_of(arms, rounds + 1, "a token's experts"), stored, bound
 
 
 def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
@@ -244,71 +227,45 @@ def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
 
 class Limits:
     """Arms that measure memory bandwidth and arithmetic, to be timed in the same rounds as what
-    they bound.
+    they bound: torch's sum and a loop that prefetches 4 KB ahead; products of a square and of the
+    layer's shape, in the experts' type and in fp32, as a CPU may lack bf16 instructions."""
 
-    Readers: two loops, one of which prefetches 4 KB ahead, and torch's sum. Products: a square and
-    the layer's shape, in the experts' type and in fp32, as a CPU may lack bf16 instructions."""
-
-    SQUARES = (1024,)
-    ROWS = 1024
+    SQUARE = 1024
 
     def __init__(self, layers: Layers, pool: ThreadPoolExecutor) -> None:
         banks = [stock.gate_up_proj.view(-1).view(torch.int64) for stock in layers.stock]
-        self.nbytes, threads = banks[0].nbytes, torch.get_num_threads()
+        threads = torch.get_num_threads()
+        ahead = _loop()
 
-        def reader(loop: Callable[[np.ndarray], int]) -> Callable[[int], Any]:
-            def read(i: int) -> None:
-                words = banks[i % len(banks)].numpy()
-                list(
-                    pool.map(
-                        loop,
-                        [
-                            words[len(words) * t // threads : len(words) * (t + 1) // threads]
-                            for t in range(threads)
-                        ],
-                    )
-                )
+        def read(i: int) -> None:
+            list(pool.map(ahead, np.array_split(banks[i % len(banks)].numpy(), threads)))
 
-            return read
-
-        self.readers: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
-        self.readers |= {f"memory, {name}": reader(loop) for name, loop in _loops().items()}
-        H = layers.config.hidden_size
-        I = layers.config.moe_intermediate_size
-        self.products = {}
-        self.flops = {}
+        self.arms: Arms = {"memory, torch's sum": lambda i: banks[i % len(banks)].sum()}
+        self.arms["memory, a loop"] = read
+        self.work: Numbers = dict.fromkeys(self.arms, banks[0].nbytes)
+        side = self.SQUARE
+        sizes = layers.config.hidden_size, 2 * layers.config.moe_intermediate_size
         for dtype in dict.fromkeys((layers.dtype, torch.float32)):
-            for m, k, n in [(size,) * 3 for size in self.SQUARES] + [(self.ROWS, H, 2 * I)]:
+            for m, k, n in ((side,) * 3, (side, *sizes)):
                 name = f"product {m} × {k} × {n}, {str(dtype).removeprefix('torch.')}"
-                x = torch.randn(m, k).to(dtype)
-                w = torch.randn(n, k).to(dtype)
-                self.products[name] = lambda _, x=x, w=w: linear(x, w)
-                self.flops[name] = 2.0 * m * k * n
-
-    @property
-    def arms(self) -> Arms:
-        """All that is timed for the limits: reading the weights, and multiplying."""
-        return self.readers | self.products
+                x, w = torch.randn(m, k).to(dtype), torch.randn(n, k).to(dtype)
+                self.arms[name] = lambda _, x=x, w=w: linear(x, w)
+                self.work[name] = 2.0 * m * k * n
 
     def best(self, samples: Samples) -> tuple[float, float]:
         """(bytes/s, FLOP/s): the most that any of them reached in any round."""
+        rates = {name: of / min(samples[name]) for name, of in self.work.items()}
+        memory = {name for name in rates if name.startswith("memory")}
         return (
-            max(self.nbytes / min(samples[name]) for name in self.readers),
-            max(self.flops[name] / min(samples[name]) for name in self.products),
+            max(rates[name] for name in memory),
+            max(rates[name] for name in rates.keys() - memory),
         )
 
 
 @lru_cache(maxsize=1)
-def _loops() -> dict[str, Callable[[np.ndarray], int]]:
-    """Two ways of reading int64 words, compiled."""
+def _loop() -> Callable[[np.ndarray], int]:
+    """A way of reading int64 words, compiled."""
     from moelab.kernels.tiles import prefetch
-
-    @kernel
-    def plain(words):
-        result = 0
-        for i in range(len(words)):
-            result += words[i]
-        return result
 
     @kernel
     def ahead(words):
@@ -321,7 +278,7 @@ def _loops() -> dict[str, Callable[[np.ndarray], int]]:
                 b += words[i + 8 + j]
         return a + b
 
-    return {"plain loop": plain, "prefetching loop": ahead}
+    return ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -335,7 +292,6 @@ class ExpertTimes:
     flops: float
     bandwidth: float
     rate: float
-    limit_samples: Samples = field(default_factory=dict)
     stored: Numbers = field(default_factory=dict)
 
     @property
@@ -369,17 +325,6 @@ class ExpertTimes:
     def speedup(self) -> float:
         """How many times as fast the best way here is as the best of transformers."""
         return self.stock[0] / self.ours[0]
-
-    @property
-    def reached(self) -> float | str:
-        """Share of what the roofline allows that the fastest executor reaches; words if the
-        roofline was beaten."""
-        return measure.share(max(self.limits.values()) / self.ours[0])
-
-    @property
-    def bound(self) -> str:
-        """The name of the higher limit: what the time cannot fall below."""
-        return max(self.limits, key=self.limits.get)
 
     def rows(self) -> Records:
         """Way → its times, rate and shares of the limits, as a table has them."""
@@ -415,10 +360,9 @@ class ExpertBenchmark:
         I: int,
         threads: int = 0,
         cold: float = 400e6,
-        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.expert_flops, self.threads = 6 * H * I, threads or os.cpu_count() or 1
-        self.layers = Layers(E, K, H, I, dtype, cold)
+        self.layers = Layers(E, K, H, I, torch.bfloat16, cold)
         self._pool = ThreadPoolExecutor(self.threads)
         with measure.torch_threads(self.threads):
             self._limits = Limits(self.layers, self._pool)
@@ -426,22 +370,6 @@ class ExpertBenchmark:
     def close(self) -> None:
         """End the threads."""
         self._pool.shutdown()
-
-    def machine(self, rounds: int) -> DeviceSpec:
-        """This machine as a card: the bandwidth and the rate of the two limits."""
-        with measure.torch_threads(self.threads), torch.inference_mode():
-            bandwidth, rate = self._limits.best(rounds_of(self._limits.arms, rounds + 1, "limits"))
-        return DeviceSpec(
-            f"this machine ({self.threads} thread(s))",
-            {
-                "memory_bandwidth_gbs": Figure(
-                    bandwidth / 1e9, "GB/s", "measured", "reading a layer's weights"
-                ),
-                "bf16_tflops": Figure(
-                    rate / 1e12, "TFLOPS", "measured", "the fastest of large products, bf16 or fp32"
-                ),
-            },
-        )
 
     def executors(self, T: int, rounds: int, left_out: Collection[str] = LEFT_OUT) -> ExpertTimes:
         """Every executor on T tokens, in turn, another routing and layer in each round."""
@@ -455,31 +383,25 @@ class ExpertBenchmark:
             read,
             T * self.layers.K * self.expert_flops,
             *self._limits.best(samples),
-            samples,
             self.layers.stored,
         )
 
-    def loading(
-        self, batches: Sequence[int], rounds: int, names: Collection[str] = LOADING
-    ) -> dict[int, Samples]:
+    def loading(self, batches: Sequence[int], rounds: int) -> dict[int, Samples]:
         """Decode steps of each batch with the needed experts' weights, and with all: batch →
         executor → seconds."""
         found = {}
         with measure.torch_threads(self.threads), torch.inference_mode():
             for b in batches:
                 arms, _ = self.layers.arms(b, rounds + 1)
-                found[b] = rounds_of({name: arms[name] for name in names}, rounds + 1, f"batch {b}")
+                found[b] = rounds_of(
+                    {name: arms[name] for name in LOADING}, rounds + 1, f"batch {b}"
+                )
         return found
 
 
 def all_over_selective(found: dict[int, Samples]) -> dict[int, float]:
     """Batch → how many times as long all experts take as only those that are needed, of medians."""
     return {b: median(of["all_experts"]) / median(of["selective"]) for b, of in found.items()}
-
-
-def crossing(ratios: dict[int, float]) -> int | None:
-    """The first batch at which loading all is faster; None where there is none."""
-    return next((b for b, ratio in ratios.items() if ratio < 1), None)
 
 
 OPTIONS = {
@@ -490,7 +412,6 @@ OPTIONS = {
     "tokens": (whole(1), "of the prompt"),
     "cold": (number(above=0), "bytes of weights that take turns"),
     "rounds": (whole(1), "of the prompt; single tokens have five times as many"),
-    "dtypes": ({"nargs": "+", "choices": DTYPES}, "of the weights"),
 }
 
 
@@ -502,52 +423,17 @@ def run(
     tokens: int = 512,
     cold: float = 400e6,
     rounds: int = 9,
-    dtypes: list[str] | None = None,
 ) -> Records:
     threads = torch.get_num_threads()
     found = {"conditions": {"threads": threads}}
-    aims = {}
-    every = {}
-    for label in dtypes or DTYPES:
-        bench = ExpertBenchmark(E, K, H, I, threads, cold, DTYPES[label])
-        for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
-            title = f"{label} {phase}, {T} {'token' if T == 1 else 'tokens'}"
-            times = bench.executors(T, n, ())
-            found["conditions"] |= {
-                f"{title}: memory GB/s": times.bandwidth / 1e9,
-                f"{title}: GFLOP/s": times.rate / 1e9,
-            }
-            found[title] = times.rows()
-            every |= {
-                f"{title}: {name}": of for name, of in (times.limit_samples | times.samples).items()
-            }
-            aims |= _aims(label, phase, found[title])
-        bench.close()
-    return found | {"aims": aims, "samples": every}
-
-
-def _aims(label: str, phase: str, rows: Records) -> Records:
-    own = [name for name in rows if not name.startswith("transformers") and name not in PACKED]
-    best = min(own, key=lambda name: rows[name]["ms"])
-    ratio = rows[best]["× transformers' best"]
-    if phase == "prefill":
-        return {
-            f"{label} prefill, {best} × transformers' best": measure.aim(
-                ratio, 1.0 if label == "bf16" else 1.6
-            )
+    bench = ExpertBenchmark(E, K, H, I, threads, cold)
+    for phase, T, n in (("prefill", tokens, rounds), ("decode", 1, 5 * rounds)):
+        title = f"bf16 {phase}, {T} {'token' if T == 1 else 'tokens'}"
+        times = bench.executors(T, n, ())
+        found["conditions"] |= {
+            f"{title}: memory GB/s": times.bandwidth / 1e9,
+            f"{title}: GFLOP/s": times.rate / 1e9,
         }
-    if label != "bf16":
-        return {}
-    return {
-        f"bf16 decode, {best} × transformers' best": measure.aim(ratio, 1.8),
-        f"bf16 decode, {best}: share of memory bandwidth": measure.aim(
-            rows[best]["of bandwidth"], 0.8
-        ),
-        **{
-            f"{name} × of bf16": measure.aim(
-                rows[name]["ms"] / rows["gemv"]["ms"], most, below=True
-            )
-            for name, most in PACKED.items()
-            if name in rows
-        },
-    }
+        found[title] = times.rows()
+    bench.close()
+    return found

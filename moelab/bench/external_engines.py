@@ -1,18 +1,15 @@
-"""External engines: llama.cpp on a mapped GGUF file, and ftllm in bf16 with its disk cache; CPU,
-Qwen3-MoE only.
+"""llama.cpp on a mapped GGUF file; CPU, Qwen3-MoE only.
 
-The engines and `write_gguf` need neither torch nor transformers, so they run in an interpreter of
+The engine and `write_gguf` need neither torch nor transformers, so they run in an interpreter of
 their own. Files have a placeholder vocabulary. llama.cpp always normalises routing weights, which
 changes logits, but not what it costs."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import mmap
 import os
-import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -58,8 +55,8 @@ class Llama(BenchmarkedEngine):
             use_mmap=True,
             verbose=False,
             n_ctx=len(options["tokens"][0]) + 64,
-            n_batch=max(options["prompts"]),
-            n_ubatch=max(options["prompts"]),
+            n_batch=options["prompt"],
+            n_ubatch=options["prompt"],
         )
 
     def restart(self) -> None:
@@ -72,79 +69,6 @@ class Llama(BenchmarkedEngine):
         self.model.eval(*ids)
         logits = self.api.llama_get_logits_ith(self.model._ctx.ctx, -1)
         return np.ctypeslib.as_array(logits, (1, self.model.n_vocab())).astype(np.float32)
-
-
-class Ftllm(BenchmarkedEngine):
-    """ftllm; options: "checkpoint" with a weight for each expert, "cache" bytes for experts, 0 for
-    all in memory. It samples its tokens, all about equally likely; there are no logits to
-    compare."""
-
-    def __init__(self, options: Record) -> None:
-        import ftllm
-
-        sys.path.append(
-            str(Path(ftllm.__file__).parent)
-        )  # its modules import each other by bare names
-        from ftllm import llm
-
-        llm.set_cpu_threads(CORES)
-        llm.set_device_map("cpu")
-        if options["cache"]:
-            llm.set_device_map("disk", True)
-            llm.set_moe_cpu_cache(options["cache"])
-        self.api, self.model = llm, llm.model(options["checkpoint"], dtype="bfloat16")
-        self.model.set_atype("bfloat16")
-        self.model.set_moe_atype("bfloat16")
-
-    def restart(self) -> None:
-        self.handle = None
-
-    def feed(self, ids: Sequences) -> Any:
-        """One more token; a new sequence begins with `ids`, later ones are its own."""
-        import numpy as np
-
-        library = self.api.fastllm_lib
-        if self.handle is None:
-            # up to so many new tokens, at least as many; sampled: top_p 1, top_k 400, temperature
-            # 1000; no penalty
-            self.handle = library.launch_response_llm_model(
-                self.model.model,
-                len(*ids),
-                (ctypes.c_int * len(*ids))(*ids[0]),
-                self.new,
-                self.new,
-                ctypes.c_bool(True),
-                ctypes.c_float(1),
-                400,
-                ctypes.c_float(1000),
-                ctypes.c_float(1),
-                ctypes.c_bool(False),
-                *self.model.stop_token_ctypes(None),
-            )
-        token = library.fetch_response_llm_model(self.model.model, self.handle)
-        if token < 0:
-            raise RuntimeError(f"ftllm ended its answer early ({token})")
-        return np.zeros((1, 1), np.float32)
-
-    def measure(
-        self, tokens: Sequences, prompts: list[int], logits_to: str | None = None
-    ) -> Record:
-        """As all others, but with the length of each sequence fixed, as ftllm continues by itself
-        after its prompt; it has no logits to keep."""
-        (tokens,), first = tokens, sum(prompts[:-1])
-        self.new = 1
-        alone = super().measure([tokens[:first]], prompts[:-1]) if first else {"ttft_s": []}
-        self.new = 1 + len(tokens) - sum(prompts)
-        last = super().measure([tokens[first:]], prompts[-1:])
-        return last | {"ttft_s": alone["ttft_s"] + last["ttft_s"], "digest": None, "best": None}
-
-    def decoding(self) -> None:
-        self.before = self.api.get_disk_moe_cache_stats()
-
-    def report(self) -> Record:
-        after = self.api.get_disk_moe_cache_stats()
-        hits, misses = (after[key] - self.before[key] for key in ("cpu_hits", "misses"))
-        return {"decode_hit_rate": hits / (hits + misses) if hits + misses else None}
 
 
 def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> Path:
@@ -210,56 +134,6 @@ def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
                 begin, end = entry["data_offsets"]
                 bits = np.frombuffer(data, np.uint16, (end - begin) // 2, 8 + header + begin)
                 yield key, bits.reshape(entry["shape"])
-
-
-def write_unstacked(checkpoint: str | Path, folder: str | Path) -> Path:
-    """Write a Qwen3-MoE checkpoint with stacked experts as the hub has it: three weights for each
-    expert."""
-    import torch
-    from safetensors.torch import save_file
-
-    source = Path(checkpoint)
-    files = {}
-    for key, bits in _tensors(source):
-        layer = key.split(".")[2] if ".layers." in key else "rest"
-        tensor = torch.frombuffer(bits, dtype=torch.bfloat16).view(bits.shape)
-        experts = {
-            f"{key.rpartition('.')[0]}.{e}.{part}.weight": expert
-            for part, bank in _banks(key, tensor).items()
-            for e, expert in enumerate(bank)
-        }
-        files.setdefault(f"model-{layer}.safetensors", {}).update(experts or {key: tensor})
-    config, words = _config(source)
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": None,
-        "post_processor": None,
-        "decoder": None,
-        "model": {
-            "type": "BPE",
-            "vocab": {word: i for i, word in enumerate(words)},
-            "merges": [f"{words[0]} {words[1]}"],
-        },
-    }
-    with atomic(folder) as part:
-        part.mkdir(exist_ok=True)
-        for file, tensors in files.items():
-            save_file(
-                {key: tensor.contiguous() for key, tensor in tensors.items()},
-                part / file,
-                {"format": "pt"},
-            )
-        weight_map = {key: file for file, tensors in files.items() for key in tensors}
-        for file, content in (
-            ("model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map}),
-            ("config.json", config),
-            ("tokenizer.json", tokenizer),
-            ("tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ):
-            (part / file).write_text(json.dumps(content))
-    return Path(folder)
 
 
 def _banks(key: str, tensor: Any) -> Record:

@@ -7,6 +7,8 @@ wrongly; words then stand for the number."""
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moelab.bench.memory_limit import memory_limit
 from moelab.evaluation import intervals
 from moelab.evaluation.intervals import Interval
 from moelab.progress import progress
@@ -94,15 +97,31 @@ def torch_threads(n: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def in_process(code: str, *arguments: Any) -> dict[str, Any]:
-    """The JSON object that Python code prints last, run in a process of its own; RuntimeError with
-    its stderr."""
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
-    )
+def in_process(
+    words: Sequence[str], limit: int | None = None, python: str | None = None, timeout: float = 1800
+) -> dict[str, Any]:
+    """The JSON object that a Python process prints as its last line, and "limit": whether the
+    process and its page cache had so many bytes of memory, in words. RuntimeError with its last
+    words if it fails or takes more than `timeout` seconds."""
+    here = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    with memory_limit(limit) as group:
+        join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.procs)]
+        try:
+            done = subprocess.run(
+                [*(join if group.procs else []), python or sys.executable, *words],
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"gave up after {timeout / 60:.0f} minutes") from None
     if done.returncode:
-        raise RuntimeError(done.stderr)
-    return last_json(done.stdout)
+        last = (done.stderr.strip() or "it died without a word").splitlines()[-1]
+        killed = "killed; it took more than its memory?"
+        raise RuntimeError(killed if done.returncode == -signal.SIGKILL else last)
+    return last_json(done.stdout) | {"limit": group.reason}
 
 
 def last_json(printed: str) -> Any:
@@ -129,10 +148,3 @@ def multiple(taken: float, least: float) -> float | str:
     """How many times the least time possible something takes; words where it takes less."""
     found = share(least / taken)
     return found if isinstance(found, str) else taken / least
-
-
-def aim(measured: float | str, wanted: float, below: bool = False) -> dict[str, Any]:
-    """A row of aims: at least `wanted`, or at most; words, such as of an invalid limit, never meet
-    one."""
-    met = not isinstance(measured, str) and (measured <= wanted if below else measured >= wanted)
-    return {"measured": measured, "aim": f"{'≤' if below else '≥'} {wanted}", "met": met}

@@ -1,15 +1,13 @@
-"""Prefetching beside loading on demand, with copying throttled to 0.5, 1 and 3 × computing, at
-every budget and with every executor; one process and one model (raw experts, routing from random
-tokens).
+"""Prefetching beside loading on demand, with copying throttled to 0.5, 1 and 3 × computing.
 
-Never slower (`run`): the same generation on demand and with hints in turn, from the cache that the
-one before has left, which decides the same whether anything is prefetched. Each begins with a new
-gate (`moelab.offloading.prefetch_gate`), so what it costs to find out counts. The ratio is of the
-first tokens of all generations, pair by pair, with its 95 % interval; "≤ 1.01" is shown where the
-whole interval is, refuted where none of it is. Of 8 tokens none is tried with hints, so they show
-what the machine alone makes of it. The median, beside it, is of the pairs. The predictors are the
-next router on this layer's router input, as the model is random, and at the first of the rates a
-random one, right in K/E of cases.
+Never slower (`run`, a preset of `moelab.bench.grid`): the same generation on demand and with hints,
+in turn, each by a model that was just opened and whose gate knows nothing
+(`moelab.offloading.prefetch_gate`), so what it costs to find out counts. Both have the slots that
+prefetching needs, so the cache decides the same. The ratio is of the first tokens after the prompt,
+pair by pair, with its 95 % interval; "≤ 1.01" is shown where the whole interval is, refuted where
+none of it is. Of 8 tokens none is tried with hints, so they show what the machine alone makes of
+it. The predictors are the next router on this layer's router input, as the model is random, and at
+the first of the rates a random one, right in K/E of cases.
 
 What can be gained (`PrefetchBenchmark.study`, notebook 04): each token is decoded by the next of four
 ways that share the cache: on demand as in Speculating Experts (all of a layer's experts are copied,
@@ -21,10 +19,9 @@ token after, nothing is prefetched across tokens."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import deepcopy
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -32,13 +29,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from moelab.api import using
 from moelab.arguments import number, several, whole
 from moelab.bench import ENGINE, measure
 from moelab.bench.end_to_end import SPEC
-from moelab.bench.synthesize import synthesize
+from moelab.bench.grid import Experiment, place_of
 from moelab.cache.pools import Pools
-from moelab.checkpoint.convert import convert
 from moelab.evaluation.intervals import Interval, named
 from moelab.evaluation.intervals import ratio as ratio_of
 from moelab.offloading.metrics import Forward, Metrics
@@ -46,18 +41,13 @@ from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes
 from moelab.records import Numbers, Record
-from moelab.registry import make
 from moelab.specs import Event, MoESpec
 from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
-PAIR = ARMS[1:3]
-RATIOS = (0.5, 1.0, 3.0)
-BUDGETS = (0.25, 0.5)
 EXECUTORS = ("exact", "fast")
 WARM = 2  # tokens of every arm that are not counted
-LENGTHS = (8, 64)  # tokens of a generation
 AIM = 1.01  # hint ÷ on demand, at most
 
 
@@ -154,20 +144,16 @@ class Gain(NamedTuple):
     bound: float
 
 
-def gains(samples: Sequence[Turns], way: str, against: str = ARMS[0]) -> list[Gain]:
-    """Of each sample. What can be gained follows from the layers of "copy, then compute"."""
-    found = []
-    for sample in samples:
-        serial, slow, fast = (
-            fmean(taken.seconds for taken in sample[arm]) for arm in (ARMS[0], against, way)
+def gains(samples: Sequence[Turns], way: str) -> list[Gain]:
+    """Of each sample, against "copy, then compute", whose layers say what can be gained."""
+    return [
+        Gain(
+            fmean(taken.seconds for taken in sample[ARMS[0]])
+            - fmean(taken.seconds for taken in sample[way]),
+            fmean(hideable(by_layer(taken)) for taken in sample[ARMS[0]]),
         )
-        found.append(
-            Gain(
-                slow - fast,
-                slow - serial + fmean(hideable(by_layer(taken)) for taken in sample[ARMS[0]]),
-            )
-        )
-    return found
+        for sample in samples
+    ]
 
 
 def reached(found: Sequence[Gain]) -> Interval:
@@ -218,41 +204,15 @@ class PrefetchBenchmark:
 
     def token(self, arm: str) -> Taken:
         """Decode one more token in this way."""
-        with self._way(arm, self.gates[arm]):
-            self.model.moelab.reset()
+        run = self.model.moelab
+        run.engine.controller.gate = self.gates[arm]
+        run.engine.serial = arm == ARMS[0]
+        run.engine.loader.queue.ahead = self.ahead if arm in MODES else 0
+        hinted = arm in MODES
+        with Speculation(self.model, self.predictor(), arm) if hinted else nullcontext():
+            run.reset()
             self._forward(1)
-        return Taken(
-            list(self.model.moelab.timeline),
-            self.model.moelab.forwards[-1],
-            self.model.moelab.metrics(),
-        )
-
-    def generation(self, arm: str, tokens: int) -> list[float]:
-        """Seconds of each of so many tokens after the first one of `ids`, decoded in this way with
-        a new gate."""
-        self.begin(1)
-        with self._way(arm, PrefetchGate()):
-            self.model.moelab.reset()
-            for _ in range(tokens):
-                self._forward(1)
-        return [forward.end - forward.start for forward in self.model.moelab.forwards]
-
-    def pairs(self, tokens: int, times: int, name: str) -> dict[str, list[list[float]]]:
-        """`generation`s on demand and with hints, the latter first in every second round; one
-        before does not count."""
-        self.generation(PAIR[0], tokens)
-        found = {arm: [] for arm in PAIR}
-        for _, arm in measure.turns(PAIR, times, name):
-            found[arm].append(self.generation(arm, tokens))
-        return found
-
-    def _way(self, arm: str, gate: PrefetchGate) -> Any:
-        """A context in which the model decodes in this way."""
-        engine = self.model.moelab.engine
-        engine.controller.gate = gate
-        engine.serial = arm == ARMS[0]
-        engine.loader.queue.ahead = self.ahead if arm in MODES else 0
-        return Speculation(self.model, self.predictor(), arm) if arm in MODES else nullcontext()
+        return Taken(list(run.timeline), run.forwards[-1], run.metrics())
 
     def turns(self, arms: Sequence[str], tokens: int, name: str) -> Turns:
         """`tokens` for each arm, in turn."""
@@ -273,23 +233,18 @@ class PrefetchBenchmark:
         ran = {}
         against = {}
         for ratio in ratios:
-            rate = self.slow_down(ratio, self.free)
-            samples = self.samples(
-                ARMS, tokens, f"{length} tokens, copying {ratio:g} × computing", length, times
-            )
-            ran[ratio], against[ratio] = pooled(samples), compare(samples, ratio, rate)[1]
+            self.slow_down(ratio, self.free)
+            title = f"{length} tokens, copying {ratio:g} × computing"
+            samples = self.samples(ARMS, tokens, title, length, times)
+            ran[ratio], against[ratio] = pooled(samples), compare(samples)
         return ran, against
 
-    def slow_down(self, ratio: float, found: Sequence[Taken]) -> float:
-        """Throttle copying to `ratio` × computing, as both were in `found`; returns bytes a
-        second."""
+    def slow_down(self, ratio: float, found: Sequence[Taken]) -> None:
+        """Throttle copying to `ratio` × computing, as both were in `found`; from the page cache,
+        which can be faster than the disk."""
         rate = fmean(t.metrics.read_bytes for t in found) / (ratio * copy_and_compute(found)[1])
         reader = self.model.moelab.engine.loader.reader
-        reader.mode, reader.bandwidth = (
-            "buffered",
-            rate,
-        )  # the page cache can be faster than the disk
-        return rate
+        reader.mode, reader.bandwidth = "buffered", rate
 
     def _forward(self, n: int) -> None:
         ids = self.ids[:, torch.arange(self.at, self.at + n) % self.ids.shape[1]]
@@ -356,106 +311,68 @@ def waits(tokens: Mapping[str, Sequence[Event]]) -> str:
     )
 
 
-def row(found: Sequence[Taken]) -> Numbers:
-    """Times and bytes of tokens, as a table has them."""
-    ahead = [t.metrics.prefetched for t in found]
+def compare(samples: Sequence[Turns]) -> Numbers:
+    """What samples gain of what they can gain, with 95 % intervals, and Eq. (1) as reached."""
+    serial = pooled(samples)[ARMS[0]]
+    found = gains(samples, "speculative")
+    copy, compute = copy_and_compute(serial)
+    share, low, high = reached(found)
+    hinted = reached(gains(samples, "hint"))
     return {
-        "TPOT s": median(t.seconds for t in found),
-        "mean s": fmean(t.seconds for t in found),
-        "best s": min(t.seconds for t in found),
-        "MB read": fmean(t.metrics.read_bytes for t in found) / 1e6,
-        "MB wasted": fmean(a["wasted"] for a in ahead) / 1e6,
-        "hidden reads": fmean(a["used"] for a in ahead),
-    }
-
-
-def compare(samples: Sequence[Turns], ratio: float, rate: float) -> tuple[dict, dict]:
-    """(rows of the arms, figures against the bounds)."""
-    found = pooled(samples)
-    rows = {arm: row(taken) for arm, taken in found.items()}
-    over_serial, over_demand = (gains(samples, "speculative", arm) for arm in ARMS[:2])
-    copy, compute = copy_and_compute(found[ARMS[0]])
-    (share, low, high), hinted = reached(over_serial), reached(gains(samples, "hint"))
-    return rows, {
-        "copied at GB/s": rate / 1e9,
-        "copy ÷ compute, wanted": ratio,
         "copy ÷ compute, found": copy / compute,
-        "gain s": fmean(one.seconds for one in over_serial),
-        "bound s": fmean(one.bound for one in over_serial),
-        "eq. (1) s": fmean(eq1(by_layer(taken)) for taken in found[ARMS[0]]),
+        "gain s": fmean(one.seconds for one in found),
+        "bound s": fmean(one.bound for one in found),
+        "eq. (1) s": fmean(eq1(by_layer(taken)) for taken in serial),
         "gain ÷ bound": share,
         "95 % from": low,
         "to": high,
         "hint's gain ÷ bound": hinted[0],
         "hint's 95 % from": hinted[1],
-        "hint's to": hinted[2],
-        "gain over on demand s": fmean(one.seconds for one in over_demand),
-        "left of it s": fmean(one.bound for one in over_demand),
-        "speculative ÷ on demand": rows["speculative"]["TPOT s"] / rows["on demand"]["TPOT s"],
-        "hint ÷ on demand": rows["hint"]["TPOT s"] / rows["on demand"]["TPOT s"],
     }
 
 
-def verdict(found: Mapping[str, Sequence[Sequence[float]]], lengths: Iterable[int]) -> Record:
-    """Hint ÷ on demand of the first so many tokens of generations in pairs, and whether that is at
-    most `AIM`. A pair is one sample, as what disturbs a token mostly disturbs the next one, too."""
-    row: Record = {}
-    for n in lengths:
-        demand, hint = ([sum(one[:n]) for one in found[arm]] for arm in PAIR)
-        row |= named(f"{n} tokens", of := ratio_of(hint, demand))
-        row[f"{n} tokens: median"] = median(a / b for a, b in zip(hint, demand))
-        row[f"{n} tokens: ≤ {AIM}"] = (
-            "shown" if of[2] <= AIM else "refuted" if of[1] > AIM else "undecided"
-        )
-    return row
+def verdict(demand: Sequence[float], hint: Sequence[float], tokens: int) -> Record:
+    """Hint ÷ on demand of the first so many tokens, seconds of which are given for each pair, and
+    whether that is at most `AIM`."""
+    of = ratio_of(hint, demand)
+    words = "shown" if of[2] <= AIM else "refuted" if of[1] > AIM else "undecided"
+    return named(f"{tokens} tokens", of) | {f"{tokens} tokens: ≤ {AIM}": words}
 
 
 def run(
     folder: str | Path | None = None,
-    budgets: Sequence[float] = BUDGETS,
-    ratios: Sequence[float] = RATIOS,
+    budgets: Sequence[float] = (0.25, 0.5),
+    ratios: Sequence[float] = (0.5, 1.0, 3.0),
     executors: Sequence[str] = EXECUTORS,
-    lengths: Sequence[int] = LENGTHS,
-    times: int = 8,
+    lengths: Sequence[int] = (8, 64),
+    rounds: int = 8,
     spec: MoESpec = SPEC,
 ) -> Record:
     never = {}
-    with measure.working(folder) as place:
-        source = place / "model"
-        store = place / "raw"
-        if not source.is_dir():
-            synthesize(source, spec)
-        if not store.is_dir():
-            convert(source, store, codec="raw")
-        for file in store.glob("experts-*"):  # into the page cache
-            with open(file, "rb", buffering=0) as f:
-                while f.read(1 << 24):
-                    pass
+    ahead = {"ahead": spec.K, "staging": spec.K + 2, "mode": "buffered"}
+    with place_of(folder, spec, here=True) as (place, _):
+        bench = Experiment(spec, place, 32, max(lengths), rounds, here=True)
+        bench.prepare(["raw"])
         for share, executor in product(budgets, executors):
-            where = f"budget {share:.0%}, {executor}"
-            with opened(store, share, executor) as bench:
-                free = bench.turns(PAIR[:1], 8, f"{where}: as fast as it goes")[PAIR[0]]
-                for ratio in ratios:
-                    bench.slow_down(ratio, free)
-                    for kind in ("router", "random")[: 1 + (ratio == ratios[0])]:
-                        bench.predictor = partial(make, "predictor", kind, bench.model)
-                        title = f"{where}, copying {ratio:g} × computing, {kind}"
-                        never[title] = verdict(bench.pairs(max(lengths), times, title), lengths)
-    return {f"never slower ({PAIR[1]} ÷ {PAIR[0]})": never}
-
-
-@contextmanager
-def opened(store: Path, share: float, executor: str) -> Iterator[PrefetchBenchmark]:
-    """The bench of a model with this share of its experts in memory, as they are after some
-    tokens."""
-    model = offload(store, share, ahead=None)
-    with model.moelab, using(model, executor=executor):
-        ids = torch.randint(
-            3, model.config.vocab_size, (1, 4096), generator=torch.Generator().manual_seed(0)
-        )
-        bench = PrefetchBenchmark(model, ids, partial(make, "predictor", "router", model))
-        bench.turns(PAIR[:1], 20, f"{share:.0%}: filling the cache")
-        yield bench
+            how = {**ahead, "executor": executor}
+            free = bench.report(bench.moelab("raw", share, **how))
+            computing = fmean(free["tpot_s"]) - free["metrics"]["stall_per_step"]
+            for ratio in ratios:
+                how["bandwidth"] = free["metrics"]["read_bytes_per_token"] / (ratio * computing)
+                for kind in ("router", "random")[: 1 + (ratio == ratios[0])]:
+                    arms = {
+                        "on demand": bench.moelab("raw", share, **how),
+                        "hint": bench.moelab("raw", share, options={"predictor": kind}, **how),
+                    }
+                    title = f"budget {share:.0%}, {executor}, copying {ratio:g} × computing, {kind}"
+                    rows = bench.compare(title, arms, "on demand")
+                    row = never[title] = {}
+                    pairs = [
+                        torch.tensor(rows[arm]["each token s"]).view(rounds, -1) for arm in arms
+                    ]
+                    for n in lengths:
+                        row |= verdict(*(of[:, :n].sum(1).tolist() for of in pairs), n)
+    return {"never slower (hint ÷ on demand)": never}
 
 
 MEASURES = ENGINE
@@ -465,5 +382,5 @@ OPTIONS = {
     "budgets": (several(number(above=0)), "shares of the experts"),
     "ratios": (several(number(above=0)), "of copying to computing"),
     "lengths": (several(whole(1)), "of generations, tokens"),
-    "times": (whole(1), "that each generation runs in either way"),
+    "rounds": (whole(1), "of each generation, in either way"),
 }

@@ -2,8 +2,7 @@
 
 A model is opened within half of the memory that its experts take, and given random tokens; what its
 run says of the machine is a `Machine` (`moelab.simulation.fit`). Its experts' reads find the
-system's cache dropped, so they are the disk's. Beside that the rate of a copy in memory is
-measured. Left out: attention to a
+system's cache dropped, so they are the disk's. Left out: attention to a
 long past; devices but the CPU."""
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import os
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,33 +28,29 @@ from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 
-FORMAT = "moelab.profile/4"
+FORMAT = "moelab.profile/5"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
 PROMPT = 32
 DECODED = 8
 MINIMUM = 2
-COPY, TIMES = 64 << 20, 8  # bytes of a copy; how often
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class Profile:
     """What was measured; `profile` makes one.
 
     machine : costs, of a run with half of the experts in memory.
     tpot : median seconds of a token in that run.    full : bytes of an expert in memory.
-    copy : bytes a second of a copy, read and written.
     dtype, mode, threads : computed in, how it was read, threads of torch.
-    load_average, others, clock_mhz : that before it, the cores that other processes kept busy
-        meanwhile, the cores' mean clock rate after it; None where that is not known.
+    others : the cores that other processes kept busy meanwhile; None where that is not known.
     resident : seconds of a token with all experts in memory, where that was measured.
     """
 
     machine: Annotated[Machine, Must(lambda of: of.delays.miss_read > 0, "one that reads")]
     tpot: Positive
     full: Count
-    copy: Positive
     model: str
     codec: str
     dtype: str
@@ -64,9 +58,7 @@ class Profile:
     threads: Size
     when: str
     where: str
-    load_average: Amount | None = None
     others: Amount | None = None
-    clock_mhz: Amount | None = None
     resident: Positive | None = None
 
     def table(self) -> list[tuple[str, str]]:
@@ -74,7 +66,7 @@ class Profile:
         costs = self.machine
         delays = self.machine.delays
         rows = [
-            ("reading an expert", delays.miss_read),
+            (f"reading an expert, {self.mode}", delays.miss_read),
             ("decompressing it", delays.decompress),
             ("recovering it", delays.recover),
             ("computing it, one token", delays.expert(1)),
@@ -87,15 +79,6 @@ class Profile:
             ("a token, half in memory", self.tpot),
         ]
         return [(what, f"{1e3 * seconds:.3f} ms") for what, seconds in rows]
-
-    def __repr__(self) -> str:
-        delays = self.machine.delays
-        rate = (delays.e_bytes + delays.sm_bytes) / delays.miss_read
-        return (
-            f"Profile({self.model}, {self.codec}, {self.when}: reading {rate / 1e6:,.0f} MB/s ({self.mode}), "
-            f"one expert on one token {1e3 * delays.expert(1):.2f} ms, "
-            f"a token with half of the experts in memory {1e3 * self.tpot:.1f} ms)"
-        )
 
     def save(self, path: str | Path) -> Path:
         return write_json(path, {"format": FORMAT, **asdict(self)})
@@ -150,7 +133,6 @@ def measured(lm: Any, run: EngineRun) -> Profile:
         fitted(run),
         tpot=metrics(list(run.timeline), run.forwards).tpot,
         full=engine.loader.slots.sizes.full,
-        copy=2 * COPY / _fastest(torch.zeros(COPY // 4).copy_, torch.zeros(COPY // 4)),
         model=lm.moelab.store.spec.name,
         codec=lm.moelab.store.codec,
         dtype=str(lm.dtype).removeprefix("torch."),
@@ -159,16 +141,6 @@ def measured(lm: Any, run: EngineRun) -> Profile:
         when=time.strftime("%Y-%m-%d %H:%M"),
         where=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     )
-
-
-def _fastest(function: Callable[..., Any], *args: Any) -> float:
-    """Seconds of the fastest of some calls."""
-    took = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        function(*args)
-        took.append(time.perf_counter() - start)
-    return min(took)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -194,7 +166,6 @@ def main(args: argparse.Namespace) -> int:
     found = profile(args.store, args.seconds, workers=args.workers)
     for what, seconds in found.table():
         print(f"{what:<30}{seconds:>14}")
-    print(found)
     if args.output:
         print(f"saved as {found.save(args.output)}")
     return 0

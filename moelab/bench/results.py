@@ -23,18 +23,19 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
 from moelab.comparison import KINDS, KeptMetric, MetricsFile
 from moelab.files import CHECKOUT, read_json, results_root, write_text
 from moelab.records import Record, Value
 from moelab.schema import Count
 
+T = TypeVar("T")
 Sections = dict[str, Any]  # section → row → metric → value, or section → metric → value
 UNITS = {"s", "ms", "GB", "MB", "GB/s", "MB/s", "bytes", "GFLOP/s", "tokens/s", "seconds", "%"}
 PACKAGES = (
@@ -113,6 +114,14 @@ def others_seconds() -> float:
     now = psutil.cpu_times()
     busy = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(now, name, 0.0) for name in busy) - sum(os.times()[:4])
+
+
+def watched(work: Callable[[], T]) -> tuple[T, float]:
+    """What work returns, and how many cores others kept busy meanwhile."""
+    before = others_seconds()
+    start = time.monotonic()
+    found = work()
+    return found, max(others_seconds() - before, 0) / max(time.monotonic() - start, 1e-3)
 
 
 def why_busy() -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,6 +38,7 @@ EXPERT = 16 << 20  # bytes of the expert that is measured
 PEER = "zipnn"
 CODED = "huffman"  # the codec that is measured on several threads
 MISSING = "not installed"
+LOOPS = 4  # decodes of a thread, where several run together
 Work = Callable[[], Any]
 
 
@@ -120,7 +121,7 @@ def copies(weights: torch.Tensor) -> dict[str, Work]:
     }
 
 
-def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 7) -> Samples:
+def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int) -> Samples:
     """Seconds of processor time of "memcpy", "recovery" and "NAME decode" of every coder; "NAME
     compress", which takes up to seconds and is compared with nothing, by one run a round."""
     decode = copies(weights) | {f"{name} decode": coder.decode for name, coder in made.items()}
@@ -128,15 +129,13 @@ def per_thread(weights: torch.Tensor, made: Mapping[str, Coder], repeats: int = 
     return interleaved(decode, repeats) | interleaved(compress, repeats, loops=1)
 
 
-def together(
-    made: Mapping[str, Coder], counts: Sequence[int] = (1, 2), repeats: int = 7, loops: int = 4
-) -> Samples:
-    """Seconds on the clock until each of n threads has decoded the expert `loops` times: "NAME ×
+def together(made: Mapping[str, Coder], counts: Sequence[int], repeats: int) -> Samples:
+    """Seconds on the clock until each of n threads has decoded the expert `LOOPS` times: "NAME ×
     n"."""
     with ThreadPoolExecutor(max(counts)) as pool:
 
         def loop(decode: Work) -> None:
-            for _ in range(loops):
+            for _ in range(LOOPS):
                 decode()
 
         def arm(coder: Coder, n: int) -> Work:
@@ -171,35 +170,6 @@ def sizes(weights: torch.Tensor, made: Mapping[str, Coder]) -> dict[str, Numbers
     }
 
 
-def rates(samples: Samples, nbytes: float) -> Records:
-    """Of each coder in `per_thread`'s samples, the rates a thread and their ratios to zipnn and
-    memcpy."""
-    names = [name.removesuffix(" decode") for name in samples if name.endswith(" decode")]
-    peer = f"{PEER} decode" in samples
-    return {
-        name: {
-            "compress GB/s": rate(samples, f"{name} compress", nbytes),
-            "decode GB/s": rate(samples, f"{name} decode", nbytes),
-            f"decode ÷ {PEER}": speed_up(samples, f"{name} decode", f"{PEER} decode")
-            if peer
-            else MISSING,
-            "decode ÷ memcpy": speed_up(samples, f"{name} decode", "memcpy"),
-        }
-        for name in names
-    }
-
-
-def scaling(samples: Samples, nbytes: float, loops: int = 4) -> Numbers:
-    """Of `together`'s samples, "NAME × n GB/s", and "NAME × n ÷ × 1" for n above 1."""
-    found = {}
-    for arm in samples:
-        name, n = arm.rsplit(" × ", 1)
-        found[f"{arm} GB/s"] = rate(samples, arm, nbytes * int(n) * loops)
-        if n != "1":
-            found[f"{arm} ÷ × 1"] = int(n) * speed_up(samples, arm, f"{name} × 1")
-    return found
-
-
 @dataclass(frozen=True)
 class Rates:
     """What coders do on one expert: alone by processor time, together by the clock; GB of weights a
@@ -221,14 +191,27 @@ class Rates:
         real = {name: coder for name, coder in made.items() if name != "raw"}
         return cls(weights.numel() * 2, samples, together(real, threads, repeats), threads, load)
 
-    @cached_property
     def alone(self) -> Records:
-        """Of `rates`."""
-        return {name: row for name, row in rates(self.single, self.nbytes).items() if name != "raw"}
+        """Of each coder, the rates of a thread and their ratios to zipnn and memcpy."""
+        peer = f"{PEER} decode" in self.single
+        rows = {}
+        for name in self.single:
+            if not name.endswith(" decode"):
+                continue
+            coder = name.removesuffix(" decode")
+            rows[coder] = {
+                "compress GB/s": rate(self.single, f"{coder} compress", self.nbytes),
+                "decode GB/s": rate(self.single, name, self.nbytes),
+                f"decode ÷ {PEER}": speed_up(self.single, name, f"{PEER} decode")
+                if peer
+                else MISSING,
+                "decode ÷ memcpy": speed_up(self.single, name, "memcpy"),
+            }
+        return rows
 
     @property
     def memcpy(self) -> float:
-        """Bytes a second of copying the weights."""
+        """GB a second of copying the weights."""
         return rate(self.single, "memcpy", self.nbytes)
 
     @property
@@ -249,8 +232,9 @@ class Rates:
     def by_task(self) -> dict[str, Numbers]:
         """Task → coder → GB/s of weights in one thread; of decoding also the joining of planes
         alone."""
+        rows = {name: row for name, row in self.alone().items() if name != "raw"}
         found = {
-            what: {name: row[f"{what} GB/s"] for name, row in self.alone.items()}
+            what: {name: row[f"{what} GB/s"] for name, row in rows.items()}
             for what in ("compress", "decode")
         }
         found["decode"]["recovery alone"] = self.memcpy / self.recovery[0]
@@ -258,7 +242,7 @@ class Rates:
 
     def decode(self, n: int) -> float:
         """Of `CODED` by n threads together."""
-        return scaling(self.several, self.nbytes)[f"{CODED} × {n} GB/s"]
+        return rate(self.several, f"{CODED} × {n}", self.nbytes * n * LOOPS)
 
     def scaling(self, n: int) -> Interval:
         """Of `CODED`, n threads over one."""
@@ -267,18 +251,18 @@ class Rates:
     def metrics(self) -> dict[str, Numbers]:
         """Unit → name of a metric → value."""
         alone = {
-            f"{what}_{name.replace('-', '_')}": row[f"{what} GB/s"]
-            for name, row in self.alone.items()
-            for what in ("compress", "decode")
+            f"{what}_{name.replace('-', '_')}": value
+            for what, row in self.by_task().items()
+            for name, value in row.items()
+            if name != "recovery alone"
         }
+        more = {n: self.scaling(n)[0] for n in self.threads if n > 1}
         return {
             "GB/s": {"memcpy_rate": self.memcpy},
             "× the time": {"recovery_over_memcpy": self.recovery[0]},
             "GB of weights/s a thread": alone,
             "processes": {"load_before_threads": self.load},
-            "× one thread": {
-                f"decode_scaling_{n}_threads": self.scaling(n)[0] for n in self.threads if n > 1
-            },
+            "× one thread": {f"decode_scaling_{n}_threads": of for n, of in more.items()},
             "×": {f"decode_over_{PEER}": self.over_peer[0]} if self.over_peer else {},
         }
 
@@ -336,11 +320,6 @@ class Sample(NamedTuple):
             if name != "raw"
         }
 
-    def apart(self, codec: str) -> float:
-        """The same of some tensors, each by itself, with a code table of its own."""
-        some = self.tensors[::8]
-        return sum(compress_tensor(of, codec).nbytes for of in some) / sum(of.nbytes for of in some)
-
     def microscope(
         self, layer: int, expert: int, tensor: str, codec: str
     ) -> tuple[np.ndarray, str]:
@@ -386,7 +365,12 @@ def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:
         }
     }
     first = sizes(weights, made)
-    second = rates(of.single, of.nbytes)
+    second = of.alone()
     found |= {f"{name}, one thread": first[name] | second[name] for name in made}
-    found["threads together, by the clock"] = scaling(of.several, of.nbytes)
+    threads = found["threads together, by the clock"] = {}
+    for arm in of.several:
+        name, n = arm.rsplit(" × ", 1)
+        threads[f"{arm} GB/s"] = rate(of.several, arm, of.nbytes * int(n) * LOOPS)
+        if n != "1":
+            threads[f"{arm} ÷ × 1"] = int(n) * speed_up(of.several, arm, f"{name} × 1")
     return found | {"samples": of.single | of.several}

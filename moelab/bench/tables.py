@@ -193,16 +193,21 @@ def _gpu() -> list[list[Any]]:
 
 
 def _scale() -> list[list[Any]]:
-    return [
-        [
-            f"{machine}: {form}",
-            _ms(find(file, "against the limit", form, "mean TPOT s", 1e-3)),
-            _ms(find(file, "against the limit", form, "limit s", 1e-3)),
-            f"{find(file, 'against the limit', form, 'TTFT s'):.1f}",
-            f"{find(file, 'prefetching, tokens in turn', form, '÷ on demand'):.2f}",
-            f"{find(file, '14GB of experts in memory', form, 'peak GB'):.1f}",
+    def cells(file: str, form: str) -> list[str]:
+        def cell(metric: str, unit: float = 1.0, row: str = form) -> Any:
+            return find(file, "14GB of experts in memory", row, metric, unit)
+
+        return [
+            _ms(cell("mean TPOT s", 1e-3)),
+            _ms(cell("TPOT limit s", 1e-3)),
+            f"{cell('TTFT s'):.1f}",
+            f"{cell(f'÷ {form}', 1.0, f'{form}, prefetching'):.2f}",
+            f"{cell('peak GB'):.1f}",
         ]
-        for machine, file in ((machine, f"scale{end}") for machine, end in MACHINES.items())
+
+    return [
+        [f"{machine}: {form}", *cells(f"scale{end}", form)]
+        for machine, end in MACHINES.items()
         for form in ("bf12", "huffman", "int4")
     ]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, DECODED, FORMS
-from moelab.advice.ways import Way, front
+from moelab.advice.ways import Way
 from moelab.records import Record
 from moelab.table import duration, size, unit_of
 from moelab.viz import theme
@@ -43,8 +43,11 @@ def pareto(advice: Advice) -> Figure:
         text = [f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in group]
         points = [(way.memory / B, way.tpot / s) for way in group]
         add_points(figure, points, name, 0, "%{text}", marker=_look(group[0]), text=text)
+    line: list[tuple[float, float]] = []
+    for memory, tpot in sorted((way.memory, way.tpot) for way in ways if way.lossless):
+        if not line or tpot < line[-1][1]:
+            line.append((memory, tpot))
     # to the end of the axis: what fits less memory fits more
-    line = sorted((way.memory, way.tpot) for way in front(way for way in ways if way.lossless))
     line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]
     ring = {"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}}
     step = {"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"}

@@ -78,63 +78,37 @@ def test_the_loss_of_a_form_is_the_last_that_was_measured():
     )
 
 
-def test_ways_take_turns_and_an_interruption_keeps_what_there_is(monkeypatch):
-    asked, kept = [], Kept("abc")
+@pytest.fixture
+def told(monkeypatch):
+    """What `fresh` was asked for; its third answer takes 60 % of all time, its fourth is Ctrl-C."""
+    asked, clock = [], [0.0]
 
     def fake(source, options, memory, **how):
         asked.append(options["memory"])
+        clock[0] += 0.6 * verify.SECONDS * (len(asked) == 3 and source == "slow")
         if len(asked) == 4:
             raise KeyboardInterrupt
         if options["memory"] == 7:
             raise RuntimeError("no room")
-        return {
-            "tpot": [9.0] * how["tokens"],
-            "ttft": 1.0,
-            "peak": 5,
-            "limit": "no limit",
-            "loss": None,
-        }
-
-    monkeypatch.setattr(verify, "fresh", fake)
-    monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
-    ways = [way(budget=5), way(budget=7, executor="exact"), way(budget=6)]
-    told = verify.verify(MODEL, ways, kept, memory=1, batch=1)
-    assert asked == [5, 7, 6, 5] and [one["settings"]["budget"] for one in Kept("abc").records] == [
-        5,
-        6,
-    ]
-    assert any("no room" in one for one in told) and any("stopped" in one for one in told)
-
-
-def test_no_run_begins_when_time_is_over(monkeypatch):
-    clock, asked, kept = [0.0], [], Kept("abc")
-
-    def fake(source, options, memory, **how):
-        asked.append(options["memory"])
-        clock[0] += 0.4 * verify.SECONDS
-        return {
-            "tpot": [9.0] * how["tokens"],
-            "ttft": 1.0,
-            "peak": 5,
-            "limit": "no limit",
-            "loss": None,
-        }
+        report = {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
+        return report | {"tpot": [9.0] * how["tokens"]}
 
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
     monkeypatch.setattr(verify.time, "monotonic", lambda: clock[0])
-    told = verify.verify(MODEL, [way(budget=5), way(budget=6)], kept, memory=1, batch=1)
-    assert asked == [5, 6] and len(kept.records) == 2  # a third would end after 1.2 of the time
-    assert [one for one in told if "goes on" in one] == told != []
+    return asked
 
 
-def test_forms_that_time_does_not_suffice_for_are_left_out_and_measured_later(small_samples):
-    forms = ["raw", "bf12", "int4"]
-    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[: sample.LEAST]
-    assert [*sample.measured(MODEL, forms, "exact", end=0.0)] == forms[
-        : sample.LEAST
-    ]  # all that is kept is enough
-    assert {*sample.measured(MODEL, forms, "exact")} == {*forms}
+@pytest.mark.parametrize(
+    "form, runs, end", [(AS_IS, [5, 7, 6, 5], "stopped"), ("slow", [5, 7, 6], "goes on")]
+)
+def test_ways_take_turns_and_what_there_is_stays(told, form, runs, end):
+    """No run begins that would end after the time; Ctrl-C ends all."""
+    kept = Kept("abc")
+    ways = [way(form, budget=5), way(form, budget=7, executor="exact"), way(form, budget=6)]
+    said = verify.verify(MODEL, ways, kept, memory=1, batch=1)
+    assert told == runs and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
+    assert any("no room" in one for one in said) and any(end in one for one in said)
 
 
 def test_a_loss_is_relative_to_the_model_as_it_is():
@@ -200,9 +174,7 @@ def test_what_is_not_of_an_expert_is_what_it_was_in_the_models_own_run(monkeypat
     )
     known = {"itself": own, "raw": parts, "bf12": parts}
     monkeypatch.setattr(sample, "costs", lambda found, model, whole: known[found])
-    monkeypatch.setattr(
-        sample, "measured", lambda spec, forms, executor, end=0: dict(zip(forms, forms))
-    )
+    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor: dict(zip(forms, forms)))
     costs_of = sample.sample_costs(MODEL, [], space.Look(None, "itself", {}))
     assert costs_of(AS_IS) == replace(own, rest=40.0)
     fast, exact = costs_of("bf12"), costs_of("bf12", "exact")
@@ -240,15 +212,11 @@ def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave
 def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
     small_samples, monkeypatch
 ):
-    # seconds of others, before and after, twice each time
-    busy = iter([0.0, 1e6] * 2 + [0.0, 2e6] * 2 + [0.0] * 4)
-    monkeypatch.setattr(sample, "others_seconds", lambda: next(busy))
+    busy = iter([2.0, 3.0, 0.0])
+    monkeypatch.setattr(sample, "watched", lambda work: (work(), next(busy)))
     first = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert sample.disturbed(first) and first.load_average is not None
+    assert sample.disturbed(first)
     assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
     quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
-    assert (
-        not sample.disturbed(quiet)
-        and quiet.others == 0
-        and sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
-    )
+    assert not sample.disturbed(quiet) and quiet.others == 0
+    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet

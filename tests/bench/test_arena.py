@@ -10,7 +10,7 @@ from moelab.bench import arena as contests
 from moelab.bench.arena import MODELS, TEXTS, arena
 from moelab.cache.policies import LRU
 from moelab.ndp.systems import GPUNDP, OnDemand
-from moelab.speculate.predictors import NextRouter, Random
+from moelab.speculate.predictors import NextRouter
 
 SMALL = {"tokens": 64, "each": 1}
 
@@ -91,27 +91,9 @@ def test_what_raises_is_told_and_breaks_nothing():
     assert "TypeError" in arena(NeedsMore, **SMALL).own.error
 
 
-def test_predictors():
-    class Mine(NextRouter):
-        pass
-
-    class Guess(Random):
-        pass
-
-    contest = arena(Mine, **SMALL)
-    router = next(of for of in contest.standings if of.name == "router")
-    assert contest.own.scores == router.scores and set(contest.ceiling.values()) == {100.0}
-    assert {of.name for of in contest.standings} >= {
-        "quasi",
-        "frequency",
-        "static",
-        "previous",
-        "random",
-    }
-    guess = arena(Guess, **SMALL)
-    others = [of for of in guess.standings if not of.own]
-    assert others[-1].name == "random" and guess.place >= len(guess.standings) - 1
-    assert len(guess.wrong["prose"]) == 5 and guess.wrong["prose"][0].cost > 10
+def test_what_is_none_of_both_is_refused():
+    with pytest.raises(TypeError, match="neither a cache policy"):
+        arena(NextRouter, **SMALL)
 
 
 def test_schedules_stay_above_the_bound(monkeypatch):

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from moelab.bench import limits
 from moelab.bench.limits import LayerRecord
 from moelab.cache.residency import Pools, Residency
-from moelab.offloading.budget import kv_bytes
 from moelab.specs import Event, MoESpec, State
 
 SPEC = MoESpec(
@@ -25,12 +24,6 @@ def test_no_lru_up_to_the_cliff_ever_hits(tokens):
             for expert in sorted(chosen[:2]):
                 residency.begin(layer, {expert: 1})
     assert residency.counters.hits[State.FULL] == 0
-
-
-def test_kv_bytes_by_hand():
-    assert (
-        kv_bytes(SPEC, 10) == 10 * 4 * 2 * 2 * 16 * 2
-    )  # tokens, layers, keys and values, heads, size
 
 
 @pytest.mark.parametrize("rate, steps", [(0, 1), (1, 0)])
@@ -55,6 +48,8 @@ def test_on_demand_is_between_the_busiest_resource_and_one_after_another(records
     assert other + max(read, decompress, expert) <= found * (1 + 1e-9) + 1e-12
     assert found <= (other + read + decompress + expert) * (1 + 1e-9) + 1e-12
     assert limits.on_demand_limit(records, 2 * rate, workers=workers) <= found
+    least = limits.overlapped_limit(records, rate, workers=workers)
+    assert max(read, decompress, other + expert) == pytest.approx(least)
 
 
 def test_records_are_the_sums_of_each_layer_of_each_decode_forward():

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.bench import prefetch
-from moelab.bench.prefetch import Spent, Taken, eq1, hideable, least
+from moelab.bench.prefetch import Spent, eq1, hideable, least
 from moelab.cache.residency import Residency
-from moelab.offloading.metrics import Forward
+from moelab.registry import make
 from moelab.simulation.simulator import Prefetching, simulate
-from moelab.specs import Event, MoESpec
+from moelab.specs import MoESpec
 from tests.simulation.test_simulator import machines, runs
 
 seconds = st.floats(0, 10)
@@ -77,31 +77,6 @@ def test_algorithm_1_gains_what_its_equation_says_and_no_more_than_the_bound(lay
         assert eq1(layers) == pytest.approx(paper * (1 - 1 / len(layers)), abs=1e-9)
 
 
-def token(*layers: Spent, idle: float = 0.0, tail: float = 0.0) -> Taken:
-    events, now = [], 1.0
-    for layer, (copy, _, expert, other) in enumerate(layers):
-        now += idle
-        events += [
-            Event("compute", "other", layer, -1, now, now + other),
-            Event("disk", "read", layer, 3, now + other, now + other + copy),
-            Event("compute", "wait", layer, 3, now + other, now + other + copy),
-            Event("compute", "expert", layer, 3, now + other + copy, now + other + copy + expert),
-        ]
-        now += other + copy + expert
-    events.append(Event("compute", "other", -1, -1, now, now + tail))
-    return Taken(events, Forward(1.0, now + tail, 1, "decode"), None)
-
-
-@given(serial, st.floats(0, 2), st.floats(0, 2))
-def test_a_gain_and_its_bound_are_of_the_same_tokens(layers, idle, tail):
-    slow = token(*layers, idle=idle, tail=tail)
-    fast = Taken([], Forward(0.0, slow.seconds / 2, 1, "decode"), None)
-    (found,) = prefetch.gains([{"copy, then compute": [slow] * 2, "hint": [fast]}], "hint")
-    assert found.seconds == pytest.approx(slow.seconds / 2, abs=1e-6)
-    spent = [layer._replace(other=layer.other + idle) for layer in layers]
-    assert found.bound == pytest.approx(slow.seconds - tail - least(spent), abs=1e-6)
-
-
 def test_the_bench_runs(tmp_path):
     spec = MoESpec(
         "synthetic-mini",
@@ -123,7 +98,7 @@ def test_the_bench_runs(tmp_path):
         ratios=[1.0],
         executors=["fast"],
         lengths=[2, 3],
-        times=2,
+        rounds=2,
         spec=spec,
     )
     never = found["never slower (hint ÷ on demand)"]
@@ -133,11 +108,9 @@ def test_the_bench_runs(tmp_path):
     off = prefetch.offloaded(prefetch.ExpertStore(tmp_path / "raw"))
     with off.moelab:
         ids = torch.randint(3, 256, (1, 300))
-        made = prefetch.PrefetchBenchmark(
-            off, ids, lambda: prefetch.make("predictor", "router", off)
-        )
+        made = prefetch.PrefetchBenchmark(off, ids, lambda: make("predictor", "router", off))
         (ran,), (against,) = (found.values() for found in made.study([1.0], 1, 8, 1))
     assert list(ran) == list(prefetch.ARMS)
-    assert prefetch.row(ran["copy, then compute"])["hidden reads"] == 0
-    assert prefetch.row(ran["speculative"])["MB wasted"] == 0
+    assert not any(taken.metrics.prefetched["used"] for taken in ran["copy, then compute"])
+    assert not any(taken.metrics.prefetched["wasted"] for taken in ran["speculative"])
     assert against["bound s"] >= against["eq. (1) s"] > 0 and against["copy ÷ compute, found"] > 0

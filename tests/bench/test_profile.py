@@ -35,7 +35,7 @@ def test_all_parts_are_measured(measured, stores):
     assert min(delays.e_read, delays.expert(1), sum(machine.other), sum(machine.head)) > 0
     assert delays.sm_read == delays.sm_bytes == delays.recover == 0
     assert delays.e_bytes == stores["raw"].stored_bytes(0, 0, "both")
-    assert measured.copy > 0 and measured.tpot > 0
+    assert measured.tpot > 0
     assert (measured.mode, measured.dtype, measured.codec) == ("buffered", "bfloat16", "raw")
     apart = profile(stores["huffman"], 0, scheduler="affinity", workers=2).machine
     assert min(apart.delays.e_read, apart.delays.sm_read, apart.delays.decompress) > 0

@@ -32,20 +32,6 @@ def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
     assert samples == {"a": [0.5] * 3, "b": [0.5] * 3}
 
 
-def test_who_returns_new_memory_has_it_again_within_a_turn():
-    """An arm that needs fresh pages every time it comes, and none in the runs that follow, is not
-    charged for them."""
-    seconds, spent = {"fresh": iter([9.0, 1.0, 1.0] * 4), "given": iter([1.0] * 12)}, [0.0]
-
-    def work(name):
-        spent[0] += next(seconds[name])
-
-    samples = measure.interleaved(
-        {name: lambda name=name: work(name) for name in seconds}, 4, lambda: spent[0], loops=2
-    )
-    assert samples["fresh"] == samples["given"] == [1.0] * 4
-
-
 @pytest.mark.parametrize("name", CODECS)
 def test_coders_write_the_weights_each_into_a_buffer_of_its_own(name):
     coder = store.coders(WEIGHTS, [name])[name]
@@ -112,6 +98,6 @@ def test_a_sample_of_the_small_model():
     assert sample.fractions()["huffman"] == pytest.approx(
         store.compress_tensor(joined[None], "huffman").nbytes / (2 * len(joined))
     )
-    assert sample.apart("huffman") > sample.fractions()["huffman"] and sample.round_trips()
+    assert sample.round_trips()
     counts, said = sample.microscope(0, 0, next(iter(sample.source(0, 0))), "bf12")
     assert counts.sum() and "bit-identical" in said
