@@ -246,10 +246,8 @@ def make_plan(
             f"experts"
         )
     tiers = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
-    if not how.tiers:  # one capacity for all; on the CPU any expert may get all tokens
-        largest = max(layer.levels[0] for layer in tiers)
-        capacity = largest if how.experts == "ane" else round_up(chunk, 16)
-        tiers = [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
+    if not how.tiers:
+        tiers = [_one_capacity(tiers, how, chunk)] * spec.L
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
     fit = max(int(max_graph_bytes // expert_bytes), 1)
@@ -271,6 +269,13 @@ def make_plan(
 
     layers = tuple(map(planned, tiers, counts))
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
+
+
+def _one_capacity(tiers: list[Tiers], how: ANESystem, chunk: int) -> Tiers:
+    """The same for all experts: the largest; on the CPU, where any may get all tokens, the chunk."""
+    largest = max(layer.levels[0] for layer in tiers)
+    capacity = largest if how.experts == "ane" else round_up(chunk, 16)
+    return Tiers((capacity,), (capacity,) * len(tiers[0].capacity))
 
 
 def _units(
