@@ -89,7 +89,9 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
         shown, asked = found
         numbers = sum(bool(row.distance) for row in shown)
         return (
-            f"{asked}{ledger.summary(shown)} {numbers} are numbers and drawn; the table has all.",
+            f"{asked}{ledger.summary(shown)} {numbers} are numbers and drawn; the table has all."
+            if shown
+            else f"{asked}no claims.",
             "Points on a logarithmic axis, one a claim: at 1, what was found is what the "
             "source says.",
         )
