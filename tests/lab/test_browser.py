@@ -99,8 +99,7 @@ WATCH = """(view) => {
   const seen = window.moelabSeen = { released: 0, changed: 0 };
   for (const event of ["keydown", "change", "click"])
     view.addEventListener(event, () => Object.assign(seen, { released: performance.now(), changed: 0 }), true);
-  const drawn = (node) => (node.closest ? node : node.parentElement)
-    ?.closest(".main-svg, .moelab-details, canvas, p, .widget-html-content");
+  const drawn = (node) => (node.closest ? node : node.parentElement)?.closest(".main-svg, .moelab-details, canvas, p");
   new MutationObserver((changes) => {
     if (changes.some((change) => drawn(change.target))) seen.changed = performance.now();
   }).observe(view, { subtree: true, childList: true, attributes: true, characterData: true });
