@@ -8,26 +8,27 @@ import pytest
 import torch
 
 from moelab import bench
-from moelab.bench import measure, store
+from moelab.bench.synthesize import synthetic_expert
 from moelab.store.codecs import CODECS
+from notebooks.studies import store
 
 SMALL = 1 << 16
-WEIGHTS = store.synthetic_expert(SMALL)
+WEIGHTS = synthetic_expert(SMALL)
 
 
 def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
-    weights = store.synthetic_expert(1 << 22, seed=3)
+    weights = synthetic_expert(1 << 22, seed=3)
     row = store.describe(store.joint_counts(weights))
     assert weights.dtype == torch.bfloat16 and weights.numel() == 1 << 21
     assert 2.55 < row.exponent < 2.72 and row.sign > 0.999 and row.mantissa > 6.9
-    assert torch.equal(weights, store.synthetic_expert(1 << 22, seed=3))
-    assert not torch.equal(weights, store.synthetic_expert(1 << 22, seed=4))
+    assert torch.equal(weights, synthetic_expert(1 << 22, seed=3))
+    assert not torch.equal(weights, synthetic_expert(1 << 22, seed=4))
 
 
 def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
     order, now = [], iter(range(100))
     arms = {name: lambda name=name: order.append(name) for name in "ab"}
-    samples = measure.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
+    samples = store.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
     assert order == ["a", "a", "a", "b", "b", "b"] * 3
     assert samples == {"a": [0.5] * 3, "b": [0.5] * 3}
 

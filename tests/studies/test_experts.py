@@ -3,7 +3,8 @@ the same."""
 
 import torch
 
-from moelab.bench import experts
+from moelab.bench.layers import rounds_of
+from notebooks.studies import experts
 
 SIZES = {"E": 4, "K": 2, "H": 128, "I": 64}
 
@@ -29,7 +30,7 @@ def test_a_tiny_run_has_all_sections(monkeypatch):
 
 @torch.inference_mode()
 def test_all_arms_compute_the_same():
-    layers = experts.Layers(**SIZES, dtype=torch.bfloat16, cold=6e5)
+    layers = experts.TimedLayers(**SIZES, dtype=torch.bfloat16, cold=6e5)
     assert len(layers.stock) > 2
     for T in (1, 9):
         arms, read = layers.arms(T, 3)
@@ -64,7 +65,7 @@ def test_rows_of_known_timings():
 
 
 def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
-    samples, stored, bound = experts.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
+    samples, stored, bound = store.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
     assert list(samples) == list(stored) == ["bf16", "bf12", "huffman, decoded first"]
     assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
     assert (
@@ -77,7 +78,7 @@ def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
 def test_neighbours_in_a_round_compute_other_steps_each_after_another_one():
     calls = []
     arms = {name: lambda i, name=name: calls.append((name, i)) for name in "abcd"}
-    samples = experts.rounds_of(arms, 9, "")
+    samples = rounds_of(arms, 9, "")
     assert calls[:4] == [(name, 0) for name in "abcd"] and all(
         len(of) == 8 for of in samples.values()
     )
