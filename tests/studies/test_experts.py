@@ -64,17 +64,6 @@ def test_rows_of_known_timings():
     )
 
 
-def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
-    samples, stored, bound = store.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
-    assert list(samples) == list(stored) == ["bf16", "bf12", "huffman, decoded first"]
-    assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
-    assert (
-        stored["bf16"] == 1
-        and 0.75 < stored["bf12"] < 0.8
-        and 0.6 < bound < stored["huffman, decoded first"] < 0.75
-    )
-
-
 def test_neighbours_in_a_round_compute_other_steps_each_after_another_one():
     calls = []
     arms = {name: lambda i, name=name: calls.append((name, i)) for name in "abcd"}

@@ -102,3 +102,14 @@ def test_a_sample_of_the_small_model():
     assert sample.round_trips()
     counts, said = sample.microscope(0, 0, next(iter(sample.source(0, 0))), "bf12")
     assert counts.sum() and "bit-identical" in said
+
+
+def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
+    samples, stored, bound = store.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
+    assert list(samples) == list(stored) == ["bf16", "bf12", "huffman, decoded first"]
+    assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
+    assert (
+        stored["bf16"] == 1
+        and 0.75 < stored["bf12"] < 0.8
+        and 0.6 < bound < stored["huffman, decoded first"] < 0.75
+    )
