@@ -7,22 +7,12 @@ import sys
 import pytest
 import torch
 
-from moelab import bench
 from moelab.bench.synthesize import synthetic_expert
 from moelab.store.codecs import CODECS
 from notebooks.studies import store
 
 SMALL = 1 << 16
 WEIGHTS = synthetic_expert(SMALL)
-
-
-def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
-    weights = synthetic_expert(1 << 22, seed=3)
-    row = store.describe(store.joint_counts(weights))
-    assert weights.dtype == torch.bfloat16 and weights.numel() == 1 << 21
-    assert 2.55 < row.exponent < 2.72 and row.sign > 0.999 and row.mantissa > 6.9
-    assert torch.equal(weights, synthetic_expert(1 << 22, seed=3))
-    assert not torch.equal(weights, synthetic_expert(1 << 22, seed=4))
 
 
 def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
@@ -70,26 +60,14 @@ def test_the_document(peer, monkeypatch):
     found = store.run(nbytes=SMALL, repeats=5)
     assert all(len(values) == 5 and min(values) > 0 for values in found["samples"].values())
     for name in CODECS:
-        assert set(found[f"{name}, one thread"]) == {
-            "fraction %",
-            "bound %",
-            "points above the bound",
-            "compress GB/s",
-            "decode GB/s",
-            "decode ÷ zipnn",
-            "decode ÷ memcpy",
-        }
+        row = found[f"{name}, one thread"]
+        assert row["fraction %"] - row["bound %"] == pytest.approx(row["points above the bound"])
+        assert min(row[of] for of in ("compress GB/s", "decode GB/s", "decode ÷ memcpy")) > 0
         assert name == "raw" or found["threads together, by the clock"][f"{name} × 2 ÷ × 1"] > 0
     if not peer:
-        assert (
-            found["conditions"]["zipnn"]
-            == found["huffman, one thread"]["decode ÷ zipnn"]
-            == "not installed"
-        )
+        assert found["huffman, one thread"]["decode ÷ zipnn"] == "not installed"
         assert "zipnn, one thread" not in found
     assert json.loads(json.dumps(found)) == found
-    for figures in found.values():
-        assert all(bench._text(name, value) for name, value in figures.items())
 
 
 def test_a_sample_of_the_small_model():
