@@ -17,9 +17,7 @@ from tests.simulation.test_simulator import machines, runs
 
 seconds = st.floats(0, 10)
 serial = st.lists(
-    st.builds(
-        lambda copy, expert, other: Spent(copy, copy, expert, other), seconds, seconds, seconds
-    ),
+    st.builds(lambda copy, *rest: Spent(copy, copy, *rest), seconds, seconds, seconds),
     min_size=1,
     max_size=5,
 )
@@ -32,31 +30,25 @@ def test_no_simulated_schedule_beats_the_bound(run, machine, ahead):
     layers."""
     L, E, steps, predictions, pools = run
     forwards = [(1, "decode")] * len(steps)
-    alone = simulate(steps, forwards, Residency(L, E, pools), machine)
+
+    def play(**how):
+        return simulate(steps, forwards, Residency(L, E, pools), machine, **how)
+
+    alone = play()
     for guesses in (predictions, steps):
-        played = simulate(
-            steps,
-            forwards,
-            Residency(L, E, pools),
-            machine,
-            prefetching=Prefetching(guesses, ahead),
-        )
+        played = play(prefetching=Prefetching(guesses, ahead))
         for before, after in zip(alone.forwards, played.forwards):
             events = [e for e in alone.events if before.start <= e.start and e.end <= before.end]
-            layers = [
-                Spent(
-                    *(
-                        sum(
-                            e.end - e.start
-                            for e in events
-                            if e.layer == layer and kind in (e.resource, e.kind)
-                        )
-                        for kind in ("disk", "wait", "expert", "other")
-                    )
-                )
-                for layer in range(L)
-            ]
+            layers = [_spent([e for e in events if e.layer == layer]) for layer in range(L)]
             assert after.end - after.start >= least(layers) + machine.head[0] - 1e-6
+
+
+def _spent(events):
+    """What events of one layer take."""
+    kinds = ("disk", "wait", "expert", "other")
+    return Spent(
+        *(sum(e.end - e.start for e in events if kind in (e.resource, e.kind)) for kind in kinds)
+    )
 
 
 @given(serial)
@@ -66,15 +58,11 @@ def test_algorithm_1_gains_what_its_equation_says_and_no_more_than_the_bound(lay
     start = layers[0].other + layers[0].copy
     for before, here in zip(layers, layers[1:]):
         start = max(start + before.expert + here.other, start + here.copy)
-    gain = sum(copy + expert + other for copy, _, expert, other in layers) - (
-        start + layers[-1].expert
-    )
+    gain = sum(of.copy + of.expert + of.other for of in layers) - start - layers[-1].expert
     assert eq1(layers) == pytest.approx(gain, abs=1e-9)
     assert gain <= hideable(layers) + 1e-9
-    paper = sum(min(copy, expert + other) for copy, _, expert, other in layers)
-    if (
-        len({(copy, expert, other) for copy, _, expert, other in layers}) == 1
-    ):  # as the paper assumes
+    if len(set(layers)) == 1:  # as the paper assumes
+        paper = sum(min(copy, expert + other) for copy, _, expert, other in layers)
         assert eq1(layers) == pytest.approx(paper * (1 - 1 / len(layers)), abs=1e-9)
 
 
