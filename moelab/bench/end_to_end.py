@@ -96,11 +96,11 @@ def options_of(arm: str) -> Record:
     return given
 
 
-def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> Numbers:
+def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str) -> Numbers:
     """TPOT of a row over another's, median over the tokens, which are the same, and its 95 %
     interval: three cells."""
     ratios = [a / b for a, b in zip(row["each token s"], base["each token s"], strict=True)]
-    return dict(zip((before + name, f"{before}95 % from", f"{before}to"), intervals.median(ratios)))
+    return dict(zip((name, "95 % from", "to"), intervals.median(ratios)))
 
 
 def together(sections: Sections) -> Rows:

@@ -99,12 +99,7 @@ def in_process(
         last = (done.stderr.strip() or "it died without a word").splitlines()[-1]
         killed = "killed; it took more than its memory?"
         raise RuntimeError(killed if done.returncode == -signal.SIGKILL else last)
-    return last_json(done.stdout) | {"limit": group.reason}
-
-
-def last_json(printed: str) -> Any:
-    """The JSON of the last line that a process has printed."""
-    return json.loads(printed.strip().splitlines()[-1])
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"limit": group.reason}
 
 
 def share(reached: float) -> float | str:
