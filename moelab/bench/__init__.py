@@ -47,8 +47,7 @@ ENGINE = tuple(
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 #: name → the module of a bench
 BENCHES = {
-    name: f"moelab.bench.{name}"
-    for name in ("store", "engine", "prefetch", "experts", "scale", "end_to_end", "gpu")
+    name: f"moelab.bench.{name}" for name in ("engine", "prefetch", "scale", "end_to_end", "gpu")
 } | {"advise": "moelab.advice.accuracy"}
 
 

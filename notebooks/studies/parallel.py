@@ -11,7 +11,7 @@ from math import comb
 import torch
 
 from moelab.arguments import whole
-from moelab.bench.experts import Layers
+from moelab.bench.layers import Layers
 from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid

@@ -291,8 +291,13 @@ class Bench:
         return {name: np.min(of, 0) for name, of in took.items()}
 
 
-def agree(what: str, engine: Any, simulator: Any) -> None:
-    measure.agree(f"{what} of the engine and the simulation", engine, simulator)
+def agree(what: str, *found: Any) -> None:
+    """RuntimeError unless all are equal: `what` then differs between the engine, the simulation, or
+    ways of which none may change it."""
+    if any(one != found[0] for one in found):
+        raise RuntimeError(
+            f"{what} differ between runs that must be alike; what was measured means nothing"
+        )
 
 
 # ---- the curve by memory
@@ -432,7 +437,7 @@ def stationary(
             for of, (steps, machine) in filled.items():
                 session = models[of].moelab
                 first = first or [steps, session.steps]
-                measure.agree("the experts that tokens need", [steps, session.steps], first)
+                agree("the experts that tokens need", [steps, session.steps], first)
                 residency = Residency(bench.L, bench.E, of.pools, of.policy)
                 for step in flat(steps):
                     residency.begin(*step)

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.bench.experts import Layers
+from moelab.bench.layers import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
