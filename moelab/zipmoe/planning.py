@@ -57,21 +57,6 @@ class CachePlan(NamedTuple):
     seconds: float
 
 
-def plan(
-    f: np.ndarray,
-    budget_bytes: int,
-    sizes: tuple[int, int, int],
-    k: int,
-    delays: Delays,
-    workers: int,
-    pools: str = "FCSE",
-    layers: int = 1,
-    parts: int = 20,
-) -> CachePlan:
-    """The division of a budget with the least expected time, the first of `plans`."""
-    return plans(f, budget_bytes, sizes, k, delays, workers, pools, layers, parts)[0]
-
-
 def plans(
     f: np.ndarray,
     budget_bytes: int,
