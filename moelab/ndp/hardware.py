@@ -16,7 +16,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moelab.cards import load_device
-from moelab.specs import DeviceSpec
 
 GB = 1e9
 #: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs),
@@ -88,7 +87,6 @@ def hardware(
         does not share it.
     """
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
-    _require_figures(g, h, u)
     clock = u["clock_ghz"] if clock_ghz is None else clock_ghz
     peak = PCIE.get(pcie, 0) if link_gbs is None else link_gbs
     for option, value, fine, wanted in (
@@ -124,29 +122,3 @@ def hardware(
         shared_dram,
         1e-6 * latency_us,
     )
-
-
-def _require_figures(g: DeviceSpec, h: DeviceSpec, u: DeviceSpec) -> None:
-    rates = ("memory_gb", "memory_bandwidth_gbs")
-    for card, needed in (
-        (g, (*rates, "bf16_tflops")),
-        (h, (*rates, "fp32_tflops")),
-        (u, (*rates, "multipliers_count", "clock_ghz")),
-    ):
-        if missing := [figure for figure in needed if figure not in card.figures]:
-            raise ValueError(
-                f"{card.name} has no {', '.join(missing)}, which a GPU (bf16), a host (fp32) or a "
-                "unit (multipliers) needs here; add it to its card or choose another one"
-            )
-
-
-#: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units
-VARIANTS = {
-    "paper (DDR4 modules, PCIe 5)": {},
-    "PCIe 4": {"pcie": 4},
-    "PCIe 6": {"pcie": 6},
-    "two DDR4 channels": {"host_channels": 2},
-    "faster address mapping": {"mapping": "MOP4CLXOR"},
-    "LPDDR-NDP": {"unit": "lpddr-ndp"},
-    "HBM-PIM": {"unit": "hbm-pim"},
-}
