@@ -158,8 +158,9 @@ def lint(args: argparse.Namespace) -> int:
 
 def parity(args: argparse.Namespace) -> int:
     from moelab.ane.backends import ConvertedBackend
+    from moelab.ane.coreml.converted import ConvertedModel
 
-    return _compare(ConvertedBackend(args.folder, args.mode), args)[0]
+    return _compare(ConvertedBackend(ConvertedModel(args.folder), args.mode), args)[0]
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -207,8 +208,6 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
     if card := registry.like("model", model):
         return cards.load_model(card), None
     from moelab.checkpoint.checkpoint import Checkpoint
-    from moelab.checkpoint.opening import open_checkpoint
-    from moelab.models.identity import identity
 
     try:
         checkpoint = Checkpoint.at(model)
@@ -217,10 +216,7 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
             f"{error}.{registry.near(model, cards.MODELS)} Model cards are: "
             f"{', '.join(cards.MODELS)}"
         ) from None
-    if with_identity:
-        opened = open_checkpoint(checkpoint, experts="external")
-        return opened.spec, identity(opened)
-    return checkpoint.spec, None
+    return checkpoint.spec, checkpoint.identity if with_identity else None
 
 
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:

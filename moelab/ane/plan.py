@@ -245,14 +245,7 @@ def make_plan(
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
-    for name, value in (("group_size", group_size), ("bytes_per_weight", bytes_per_weight)):
-        if not 0 < value < float("inf"):  # also nan
-            raise ValueError(f"{name} is {value}; it must be positive and finite")
-    if counts.shape != (spec.L, spec.E):
-        raise ValueError(
-            f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
-            f"experts"
-        )
+    _require_counts(spec, counts, group_size, bytes_per_weight)
     tiers = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
     if not how.tiers:
         tiers = [_one_capacity(tiers, how, chunk)] * spec.L
@@ -277,6 +270,17 @@ def make_plan(
 
     layers = tuple(map(planned, tiers, counts))
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
+
+
+def _require_counts(spec: MoESpec, counts: np.ndarray, group_size: int, weight: float) -> None:
+    """ValueError for counts of another shape, or a size of groups or weights that cannot be."""
+    positive = group_size > 0 and 0 < weight < float("inf")  # also nan
+    if not positive or counts.shape != (spec.L, spec.E):
+        raise ValueError(
+            f"counts are {list(counts.shape)}, group_size is {group_size}, bytes_per_weight "
+            f"{weight}; the counts must be of the {spec.L} MoE layers of {spec.E} experts "
+            f"of {spec.name}, the others positive and finite"
+        )
 
 
 def _one_capacity(tiers: list[Tiers], how: ANESystem, chunk: int) -> Tiers:

@@ -163,7 +163,7 @@ def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
         (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
         (
             lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0),
-            "bytes_per_weight is 0; it must be positive",
+            "bytes_per_weight 0; .* positive",
         ),
         (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=-1), "slack=-1"),
         (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens=0"),

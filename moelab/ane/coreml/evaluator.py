@@ -107,18 +107,15 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 class Evaluator:
-    """One function (None: the only one or "main") of a package or its path, ready to be called;
-    mode as above.
+    """The function of a package or its path, ready to be called; mode as above.
 
-    Raises ValueError: an unknown mode or function; an operation that is not evaluated, named.
+    Raises ValueError: an unknown mode; an operation that is not evaluated, named.
     """
 
-    def __init__(
-        self, package: Package | str | Path, function: str | None = None, mode: str = "double"
-    ) -> None:
+    def __init__(self, package: Package | str | Path, mode: str = "double") -> None:
         require("mode", mode, MODES)
         package = package if isinstance(package, Package) else read_package(package)
-        self.path, self.function, self.mode = package.path, package.function(function), mode
+        self.path, self.function, self.mode = package.path, package.function(), mode
         self.dtype = torch.float64 if mode == "double" else torch.float32
         self._steps = [op for op in self.function.ops if op.materialise is None]
         if unknown := [op for op in self._steps if op.type not in OPS]:
@@ -126,12 +123,6 @@ class Evaluator:
                 f"{self.path}: the operation {unknown[0].type!r} ({unknown[0].name}) is not "
                 "evaluated; it takes a line in OPS of moelab/ane/coreml/evaluator.py"
             )
-        self._last_use: list[set[str]] = [set() for _ in self._steps]
-        seen = set(self.function.outputs)
-        for op, last in zip(reversed(self._steps), reversed(self._last_use)):
-            for names in op.inputs.values():
-                last |= {names} - seen if isinstance(names, str) else set(names) - seen
-            seen |= last
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -144,7 +135,7 @@ class Evaluator:
         ) -> Any:  # weights are widened for one operation: all would be four times the file
             return self._constant(constants[name]) if name in constants else values.get(name)
 
-        for op, last_used in zip(self._steps, self._last_use):
+        for op in self._steps:
             given = {
                 parameter: list(map(found, names)) if isinstance(names, tuple) else found(names)
                 for parameter, names in op.inputs.items()
@@ -159,8 +150,6 @@ class Evaluator:
                 ) from error
             for value, tensor in results:
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
-            for name in last_used & values.keys():
-                del values[name]
         return {name: found(name) for name in self.function.outputs}
 
     def _declared(self, tensor: Tensor, value: Value, kind: str, name: str) -> Tensor:

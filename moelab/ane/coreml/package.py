@@ -104,15 +104,9 @@ class Package:
     functions: dict[str, Function]
     weight_bytes: int  # of the weight file, shared by all functions
 
-    def function(self, name: str | None = None) -> Function:
-        """A function by name; without one, the only one or "main"."""
-        if name is None:
-            name = "main" if "main" in self.functions else next(iter(self.functions), "main")
-        if name not in self.functions:
-            raise ValueError(
-                f"{self.path} has no function {name!r}; it has {', '.join(self.functions)}"
-            )
-        return self.functions[name]
+    def function(self) -> Function:
+        """The only function, or "main"."""
+        return self.functions.get("main") or next(iter(self.functions.values()))
 
 
 def coremltools() -> Any:
