@@ -74,9 +74,8 @@ def plans(
     share (scope "model"), it is theirs together: the division is found for one layer's equal share
     and applied to the whole budget.
 
-    f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
-        `moelab.zipmoe.inclusion`, or the mean of its rows. See `selection.whole`
-        for batches.
+    f : [E], share of steps that need the expert of each rank, falling, summing to k. See
+        `selection.whole` for batches.
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
     delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.
