@@ -193,21 +193,12 @@ def prefill_through(
         executor = PlannedExperts(plan, backend, overflow, order, saliency, seed)
         stack.enter_context(plugged(model, executor))
         stack.enter_context(backend.attention(model))
-        stack.enter_context(in_chunks(model.base_model, plan.chunk))
-        yield executor
-
-
-@contextmanager
-def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
-    """Within the block, every forward pass of a decoder stack reads `chunk` tokens at a time into
-    one KV cache."""
-    with Patches() as patches:
-        patches.wrap(
-            decoder,
-            "forward",
-            lambda below: partial(_forward_in_chunks, below, decoder.config, chunk),
+        decoder = model.base_model
+        how = {"config": decoder.config, "chunk": plan.chunk}
+        stack.enter_context(Patches()).wrap(
+            decoder, "forward", lambda below: partial(_forward_in_chunks, below, **how)
         )
-        yield
+        yield executor
 
 
 def _forward_in_chunks(

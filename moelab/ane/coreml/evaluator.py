@@ -57,10 +57,8 @@ def _matmul(x: Tensor, y: Tensor, transpose_x: Any = False, transpose_y: Any = F
     return torch.matmul(x.contiguous(), y.contiguous())
 
 
-def _split(x: Tensor, axis: Any, num_splits: Any = None, split_sizes: Any = None) -> list[Tensor]:
-    if split_sizes is None:
-        split_sizes = [x.shape[int(axis)] // int(num_splits)] * int(num_splits)
-    return [part.contiguous() for part in x.split([int(n) for n in split_sizes], int(axis))]
+def _split(x: Tensor, axis: Any, num_splits: Any) -> list[Tensor]:
+    return [part.contiguous() for part in x.chunk(int(num_splits), int(axis))]
 
 
 #: mode of the operation gelu → what torch calls it
@@ -71,11 +69,6 @@ def _concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
     if interleave:
         raise ValueError("interleave is true; only concatenation one after the other is")
     return torch.cat(values, int(axis))
-
-
-def _axes(x: Tensor, axes: Any) -> list[int]:
-    """Those of a reduction: all of them by default."""
-    return list(range(x.dim())) if axes is None else [int(axis) for axis in axes]
 
 
 #: MIL operation → what it computes of the operation's parameters by name: floats as tensors, the
@@ -89,7 +82,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
     "softmax": lambda x, axis=-1: torch.softmax(x, int(axis)),
     "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "minimum": lambda x, y: torch.minimum(x, y),
     "relu": lambda x: torch.relu(x),
@@ -97,12 +89,8 @@ OPS: dict[str, Callable[..., Any]] = {
     "silu": lambda x: F.silu(x),
     "clip": lambda x, alpha, beta: x.clamp(float(alpha), float(beta)),
     "rsqrt": lambda x, epsilon=1e-12: 1 / torch.sqrt(x + epsilon),
-    "reduce_mean": lambda x, axes=None, keep_dims=False: x.mean(
-        _axes(x, axes), keepdim=bool(keep_dims)
-    ),
-    "reduce_max": lambda x, axes=None, keep_dims=False: x.amax(
-        _axes(x, axes), keepdim=bool(keep_dims)
-    ),
+    "reduce_mean": lambda x, axes, keep_dims: x.mean(tuple(axes), keepdim=bool(keep_dims)),
+    "reduce_max": lambda x, axes, keep_dims: x.amax(tuple(axes), keepdim=bool(keep_dims)),
 }
 
 

@@ -64,17 +64,16 @@ class Function:
     """One function of a package."""
 
     name: str
-    inputs: tuple[Value, ...]
-    states: tuple[Value, ...]  # what it keeps between calls
+    inputs: tuple[Value, ...]  # and what it keeps between calls
     outputs: tuple[str, ...]
     ops: tuple[Op, ...]
     flexible: frozenset[str]  # inputs of several shapes
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        """Every value by name: inputs, states and what the operations make."""
+        """Every value by name: inputs and what the operations make."""
         made = (value for op in self.ops for value in op.outputs)
-        return {value.name: value for value in (*self.inputs, *self.states, *made)}
+        return {value.name: value for value in (*self.inputs, *made)}
 
     @cached_property
     def constants(self) -> dict[str, Op]:
@@ -171,14 +170,9 @@ def read_package(path: str | Path) -> Package:
 
 
 def _function(name: str, function: Any, description: Any) -> Function:
-    from coremltools.converters.mil.mil import types
-
-    kept = [types.is_state(var._sym_type) for var in function.inputs.values()]
-    values = tuple(map(_value, function.inputs.values()))
     return Function(
         name,
-        tuple(value for value, state in zip(values, kept) if not state),
-        tuple(value for value, state in zip(values, kept) if state),
+        tuple(map(_value, function.inputs.values())),
         tuple(var.name for var in function.outputs),
         tuple(map(_op, function.operations)),
         frozenset(
