@@ -48,9 +48,10 @@ from moelab.simulation.fit import fitted
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.zipmoe import selection
-from moelab.zipmoe.inclusion import inclusion_probabilities
 from moelab.zipmoe.planner import best_pools
-from moelab.zipmoe.planning import CachePlan, plan
+from moelab.zipmoe.planning import CachePlan, plans
+
+from .popularity import inclusion_probabilities
 
 SOURCES = ("code", "prose", "needle", "lookup")
 STATES = "FCSE"
@@ -215,7 +216,7 @@ class Bench:
         if batch > 1:
             f, k = selection.whole(inclusion_probabilities(self.train, batch).numpy().mean(0))
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
-        return plan(f, self.room(share), sizes, k, self.delays, 1, pools, layers=self.L)
+        return plans(f, self.room(share), sizes, k, self.delays, 1, pools, layers=self.L)[0]
 
     def expected(self, found: CachePlan) -> float:
         """TPOT that a plan expects, seconds."""
