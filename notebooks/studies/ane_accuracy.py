@@ -155,7 +155,7 @@ def loss_by_order(
     beside = {}
     for s in plans:
         pair = (np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency"))
-        row = accuracy.paired_means(*pair)
+        row = accuracy.paired(*pair)
         beside[s] = row["difference"], *row["interval"]
     costs = {order: {s: cost(f"{order} @ {s:g}") for s in plans} for order in MODES.values()}
     return costs, beside

@@ -23,7 +23,7 @@ from moelab.bench.experts import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
-from moelab.evaluation.accuracy import compare_dropping, paired_means
+from moelab.evaluation.accuracy import compare_dropping, paired
 from moelab.evaluation.calibrate import SOURCES
 from moelab.evaluation.intervals import Interval, t95
 from moelab.experts.executor import Tally
@@ -184,7 +184,7 @@ class DropCosts(NamedTuple):
         """Whether the loss of a way differs at 95 % from that at random on the same windows, in
         words."""
         samples = self.samples["loss"]
-        low, high = paired_means(*(np.array(samples[of]) for of in ("random", way)))["interval"]
+        low, high = paired(*(np.array(samples[of]) for of in ("random", way)))["interval"]
         if high < 0:
             return "better than random"
         return "worse than random" if low > 0 else "indistinguishable from random"
