@@ -40,10 +40,6 @@ class KeptFigure(TypedDict):
     caption: NotRequired[str]
 
 
-class Takeaway(TypedDict):
-    text: str
-
-
 class MetricsFile(TypedDict):
     """metrics.json, or the baseline of a notebook."""
 
@@ -51,19 +47,8 @@ class MetricsFile(TypedDict):
     seed: int
     metrics: dict[str, KeptMetric]
     figures: NotRequired[dict[str, KeptFigure]]
-    takeaways: NotRequired[list[Takeaway]]
-    tables: NotRequired[
-        dict[
-            str,
-            Annotated[
-                list[list[Any]],
-                Must(
-                    lambda lines: lines and len({*map(len, lines)}) == 1 and lines[0],
-                    "a head and rows as long as it",
-                ),
-            ],
-        ]
-    ]
+    takeaways: NotRequired[list[dict[str, Any]]]
+    tables: NotRequired[dict[str, list[list[Any]]]]
 
 
 class Environment(TypedDict):
@@ -83,17 +68,12 @@ class RunFile(TypedDict):
     peak_bytes: NotRequired[Count]
 
 
-class Plot(TypedDict):
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-
-
 class FigureFile(TypedDict):
     """figures/NAME.json."""
 
     caption: str
     alt: str
-    figure: Plot
+    figure: dict[Literal["data", "layout"], Any]
 
 
 Spread = tuple[float, float]
@@ -111,9 +91,13 @@ def finished_runs(
     A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
     only."""
     folder = results_root(results) / "runs" / notebook
-    runs = [path for path in folder.glob("[0-9]*") if path.is_dir()]
-    runs = [path for path in runs if path.suffix not in (".part", ".failed")]
-    runs = [path for path in runs if lab or not path.name.endswith(LAB)]
+    runs = [
+        path
+        for path in folder.glob("[0-9]*")
+        if path.is_dir()
+        and path.suffix not in (".part", ".failed")
+        and (lab or not path.name.endswith(LAB))
+    ]
     return sorted(runs, key=lambda path: (run_number(path), path.name))
 
 
@@ -193,8 +177,9 @@ def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list
     metrics = []
     for name in a["metrics"] | b["metrics"]:
         both = [of["metrics"].get(name, {}) for of in (a, b)]
+        there = [of for of in both if of]
         unit, kind = (
-            " / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind")
+            " / ".join(dict.fromkeys(of[key] for of in there)) for key in ("unit", "kind")
         )
         metrics.append(Metric(name, unit, kind, tuple(of.get("value") for of in both)))
     return {name: of for name, of in differ.items() if of[0] != of[1]}, metrics
@@ -238,14 +223,13 @@ def _spreads(run: Path) -> dict[str, Spread]:
     differ."""
     own = read_json(run / "metrics.json", MetricsFile)
     beside = [read_json(path, MetricsFile) for path in run.parent.glob("[0-9]*/metrics.json")]
-    alike = [
-        of["metrics"] for of in beside if all(of[key] == own[key] for key in ("params", "seed"))
-    ]
-    values = {
-        name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
-        for name in own["metrics"]
-    }
-    return {name: (min(of), max(of)) for name, of in values.items() if of and min(of) < max(of)}
+    values: dict[str, list[float]] = {}
+    for of in beside:
+        for name, metric in of["metrics"].items():
+            same = of["params"] == own["params"] and of["seed"] == own["seed"]
+            if same and are_numbers(metric["value"]):
+                values.setdefault(name, []).append(metric["value"])
+    return {name: (min(of), max(of)) for name, of in values.items() if min(of) < max(of)}
 
 
 def _cell(value: Any, spread: Spread | None) -> str:
