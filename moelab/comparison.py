@@ -40,17 +40,6 @@ class KeptFigure(TypedDict):
     caption: NotRequired[str]
 
 
-class MetricsFile(TypedDict):
-    """metrics.json, or the baseline of a notebook."""
-
-    params: dict[str, Any]
-    seed: int
-    metrics: dict[str, KeptMetric]
-    figures: NotRequired[dict[str, KeptFigure]]
-    takeaways: NotRequired[list[dict[str, Any]]]
-    tables: NotRequired[dict[str, list[list[Any]]]]
-
-
 class Environment(TypedDict):
     git: str | None
     versions: dict[str, str]
@@ -59,13 +48,18 @@ class Environment(TypedDict):
     cores: int | None
 
 
-class RunFile(TypedDict):
-    """run.json."""
+class MetricsFile(TypedDict):
+    """metrics.json, or the baseline of a notebook."""
 
-    parameters: dict[str, Any]
-    seconds: Amount
-    env: Environment
+    params: dict[str, Any]
+    seed: int
+    metrics: dict[str, KeptMetric]
+    env: NotRequired[Environment]
+    seconds: NotRequired[Amount]
     peak_bytes: NotRequired[Count]
+    figures: NotRequired[dict[str, KeptFigure]]
+    takeaways: NotRequired[list[dict[str, Any]]]
+    tables: NotRequired[dict[str, list[list[Any]]]]
 
 
 class FigureFile(TypedDict):

@@ -97,7 +97,9 @@ def test_bad_input(results, capsys):
 
 
 def test_times_of_a_busy_machine_become_no_baseline_unless_that_is_said(results, capsys):
-    found = content(m=(1, "exact")) | {"env": {"busy": "the load average is 9.0 on 2 cores"}}
+    env = {"git": None, "versions": {}, "device": "cpu", "cpu": "x", "cores": 2}
+    env["busy"] = "the load average is 9.0 on 2 cores"
+    found = content(m=(1, "exact")) | {"env": env}
     put_run(results, "01_x", "20250101-1", found)
     assert main(["check", "--update"]) == 2 and "9.0 on 2 cores" in capsys.readouterr().err
     assert not (results / "baseline" / "01_x.json").exists()

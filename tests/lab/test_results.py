@@ -22,8 +22,7 @@ def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
     assert content["seed"] == 3 and {"git", "versions", "device", "cpu", "cores"} <= set(
         content["env"]
     )
-    about = json.loads((folder / "run.json").read_text())
-    assert about["parameters"] == {"a": 1, "seed": 3} and about["seconds"] >= 0
+    assert content["params"] == {"a": 1} and content["seconds"] >= 0
 
     run.metric("n", 2, "", "exact")  # a cell that is run again
     assert run.save() == path and json.loads(path.read_text())["metrics"]["n"]["value"] == 2

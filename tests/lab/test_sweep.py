@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from moelab.__main__ import main
 from moelab.comparison import KINDS, finished_runs
 from moelab.journal import Journal
-from moelab.lab import sweep as sweeps
-from moelab.lab.sweep import extremes, frame, grid, key, locally, on_dask, read, sweep
+from moelab.lab.sweep import frame, grid, key, locally, on_dask, read, sweep
 from tests.lab.conftest import GOOD
 
 pandas = pytest.importorskip("pandas")
@@ -70,7 +69,7 @@ def test_a_lost_worker_leaves_every_point_done_once(where, tmp_path):
     journal.close()
     again, failed = sweep("area", POINTS, path, refused)
     assert not failed and again.equals(table) and read(path).equals(table)
-    assert {"at host", "at git", "at started", "at worker"} <= {*table.columns}
+    assert {"at host", "at git", "at date", "at worker"} <= {*table.columns}
 
 
 @pytest.fixture
@@ -104,8 +103,9 @@ def test_a_cluster_with_certificates_takes_only_who_has_one(certificates, tmp_pa
             table, failed = sweep("n", POINTS[:2], tmp_path / "t.parquet", run)
             assert address.startswith("tls://127.0.0.1") and len(table) == 2 and not failed
             assert capsys.readouterr().err.count("certificates") == 0
-    with pytest.raises(ConnectionError, match="moelab sweep --help"):
-        next(on_dask(address, counted, POINTS[:1]))
+    for gone in (address, "tcp://127.0.0.1:1", "inproc://x"):
+        with pytest.raises(ConnectionError, match="moelab sweep --help"):
+            next(on_dask(gone, counted, POINTS[:1]))
 
 
 def test_a_scheduler_that_is_lost_keeps_what_is_finished(tmp_path):
@@ -118,16 +118,9 @@ def test_a_scheduler_that_is_lost_keeps_what_is_finished(tmp_path):
                 if i == 1:
                     of.close()
 
-        with pytest.raises(ConnectionError, match="was lost; finished points are kept"):
+        with pytest.raises(ConnectionError, match="Finished points are kept"):
             sweep("n", POINTS, path, losing)
     assert 2 <= len(read(path)) < len(POINTS)
-
-
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "inproc://x", "tls://127.0.0.1:1"])
-def test_a_scheduler_that_is_not_there_is_one_line(address, monkeypatch):
-    pytest.importorskip("distributed")
-    with pytest.raises(ConnectionError, match="write tls://HOST:PORT"):
-        next(on_dask(address, counted, POINTS))
 
 
 def run_some(points, stop=None):
@@ -192,23 +185,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, values):
         kept = {n: METRIC | {"value": of} for n, of in zip(("a", "m"), both) if of is not None}
         rows.append({"point": {"a": i}, "metrics": kept, "at": AT})
     path = tmp_path_factory.mktemp("table") / "t.parquet"
-    sweeps.write(path, rows)
+    frame(rows).to_parquet(path)
     table = read(path)
     pandas.testing.assert_frame_equal(table, frame(rows), check_dtype=False)
     assert table.attrs == frame(rows).attrs and table["a"].tolist() == [*range(len(rows))]
     for i, (_, value) in enumerate(values):
         if value is not None:
             assert table["m"][i] == value or table["m"][i] == str(value)
-
-
-def test_the_extremes_of_each_metric():
-    rows = [
-        {"point": {"a": a, "b": 0}, "metrics": {"n": METRIC | {"value": n}}, "at": AT}
-        for a, n in ((1, 4), (2, 2), (3, 8))
-    ]
-    (found,) = extremes(frame(rows))
-    assert (found["least"], found["at"], found["most"], found["at "]) == (2, "a=2", 8, "a=3")
-    assert found["÷"] == 4 and (found["unit"], found["kind"]) == ("", "exact")
 
 
 def test_a_grid_is_every_combination():
@@ -237,7 +220,6 @@ def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results,
     assert table["experts"].tolist() == [3]
     assert table.attrs["metrics"]["experts"] == ["experts", "exact"]
     assert "1 of 1 points" in capsys.readouterr().out
-    assert main(["compare", str(results / "sweeps" / "good.parquet")]) == 0
 
 
 def test_a_bench_is_swept(results):
