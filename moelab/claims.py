@@ -312,10 +312,9 @@ def recorded(where: str, results: str | Path | None = None) -> Metrics:
     path = root / "baseline" / f"{where}.json"
     baseline = read_json(path, MetricsFile) if path.exists() else {"metrics": {}, "params": None}
     for run in reversed(finished_runs(where, root)):
-        if (path := run / "metrics.json").exists():
-            found = read_json(path, MetricsFile)
-            if baseline["params"] in (None, found["params"]):
-                return found["metrics"]
+        found = read_json(run / "metrics.json", MetricsFile)
+        if baseline["params"] in (None, found["params"]):
+            return found["metrics"]
     return baseline["metrics"]
 
 

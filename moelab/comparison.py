@@ -79,27 +79,15 @@ LAB = "-lab"
 def finished_runs(
     notebook: str, results: str | Path | None = None, lab: bool = False
 ) -> list[Path]:
-    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of
-    people, too.
+    """The finished runs of a notebook that were saved, oldest first: those of the runner, and with
+    `lab` those of people, too.
 
     A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
     only."""
-    folder = results_root(results) / "runs" / notebook
-    runs = [
-        path
-        for path in folder.glob("[0-9]*")
-        if path.is_dir()
-        and path.suffix not in (".part", ".failed")
-        and (lab or not path.name.endswith(LAB))
-    ]
-    return sorted(runs, key=lambda path: (run_number(path), path.name))
-
-
-def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab
-    included."""
-    runs = finished_runs(notebook, results, lab=True)
-    return [run for run in runs if (run / "metrics.json").is_file()]
+    saved = (results_root(results) / "runs" / notebook).glob("[0-9]*/metrics.json")
+    runs = [path.parent for path in saved if path.parent.suffix not in (".part", ".failed")]
+    runs = [run for run in runs if lab or not run.name.endswith(LAB)]
+    return sorted(runs, key=lambda run: (run_number(run), run.name))
 
 
 def run_number(run: Path) -> int:
@@ -202,7 +190,9 @@ def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     if (folder / "metrics.json").is_file():
         return folder
     root = results_root(results)
-    saved = {path.name: saved_runs(path.name, root) for path in (root / "runs").glob("*")}
+    saved = {
+        path.name: finished_runs(path.name, root, lab=True) for path in (root / "runs").glob("*")
+    }
     names = [name for name, of in saved.items() if of]
     return saved[resolved(str(run), names, "saved run of a notebook, or folder of one,")][-1]
 

@@ -17,9 +17,8 @@ SHOWN = ("text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain
 
 
 def newest(name: str) -> Path | None:
-    """The newest run that the runner finished of a notebook, with what it found."""
-    kept = (f"{name}.ipynb", "metrics.json")
-    runs = [run for run in finished_runs(name) if all((run / file).is_file() for file in kept)]
+    """The newest run that the runner finished of a notebook."""
+    runs = [run for run in finished_runs(name) if (run / f"{name}.ipynb").is_file()]
     return runs[-1] if runs else None
 
 

@@ -19,9 +19,8 @@ Windows of one library file are taken as independent, which makes errors of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,7 @@ def compare(
     decode: bool = False,
     batch_size: int = 16,
     singly: Collection[str] = (),
+    ran: dict[tuple[str, str], Any] | None = None,
 ) -> Record:
     """Score one model in several modes on the same held-out text and prompts.
 
@@ -75,6 +75,7 @@ def compare(
         the last quarter of each window) in decode steps after an ordinary prefill, one text at a
         time.
     batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
+    ran : gets (mode, task) → what the mode's context yielded.
 
     Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of
     modes that count it; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
@@ -97,6 +98,8 @@ def compare(
                     if task == "loss"
                     else np.array(scores.right_answers(model, items, size, decode, label))
                 )
+                if ran is not None:
+                    ran[mode, task] = running
                 if hasattr(running, "recall"):
                     recalls[task, mode] = float(running.recall().nanmean())
     settings = {
@@ -126,36 +129,6 @@ def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
             f"{type(model).__name__} is an encoder-decoder or has no tokenizer, and the tasks here "
             "continue a text; put a tokenizer beside its weights, or use lm-eval's tasks"
         )
-
-
-def compare_dropping(
-    model: Any,
-    modes: Modes,
-    tasks: Sequence[str],
-    baseline: str,
-    *,
-    compete: bool = True,
-    **how: Any,
-) -> tuple[Record, Records]:
-    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's
-    context yielded); if texts of a batch `compete` for capacity, these modes run one text at a
-    time."""
-    kept: dict[str, list[Any]] = {mode: [] for mode in modes}
-
-    @contextmanager
-    def keeping(mode: str) -> Iterator[Any]:
-        with modes[mode]() as running:
-            yield running
-        kept[mode].append(running)
-
-    found = compare(
-        model,
-        {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes},
-        tasks,
-        singly=modes if compete else (),
-        **how,
-    )
-    return found, {mode: dict(zip(tasks, of, strict=True)) for mode, of in kept.items()}
 
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:

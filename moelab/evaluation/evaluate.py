@@ -16,7 +16,7 @@ at batch size 1, as the texts of a batch, and its padding, would compete for the
 from __future__ import annotations
 
 import argparse
-import ast
+import json
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
@@ -215,7 +215,7 @@ def parse_mode(text: str, args: argparse.Namespace) -> tuple[str, Make, bool]:
 
 
 def executor_options(text: str) -> tuple[str, Record]:
-    """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or none
+    """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or null
     where possible."""
     name, *options = text.split(":")
     given: Record = {}
@@ -224,10 +224,8 @@ def executor_options(text: str) -> tuple[str, Record]:
         if not equals:
             raise ValueError(f"executor:{text}: {option!r} is no option; write OPTION=VALUE")
         given[key] = value
-        with suppress(ValueError, SyntaxError):
-            given[key] = ast.literal_eval(
-                value.capitalize() if value.lower() in ("true", "false", "none") else value
-            )
+        with suppress(ValueError):
+            given[key] = json.loads(value)
     return name, given
 
 

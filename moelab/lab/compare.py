@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.comparison import HEAD, compare, saved_runs
+from moelab.comparison import HEAD, compare, finished_runs
 from moelab.lab.runner import notebooks
 from moelab.table import text_table
 
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     runs = args.runs
     if len(runs) == 1:
-        runs = saved_runs(notebooks(runs)[0].stem, args.results)[-2:]
+        runs = finished_runs(notebooks(runs)[0].stem, args.results, lab=True)[-2:]
     if len(runs) != 2:
         raise ValueError(
             f"two runs are compared, and there are {len(runs)}; `moelab run NOTEBOOK` makes one, "

@@ -190,8 +190,8 @@ class Run:
 
         if not (re.fullmatch(r"[\w-]+", name) and caption.strip() and alt.strip()):
             raise ValueError(
-                f"figure {name!r} needs a name of letters, digits, - and _ only, which becomes a "
-                "file's, a caption, and a text that describes it (alt)"
+                f"figure {name!r} needs a name of letters, digits, - and _, a caption, and a text that "
+                "describes it (alt)"
             )
         content = {"caption": caption, "alt": alt, "figure": theme.to_json(fig)}
         write_json(self.directory / "figures" / f"{name}.json", content)

@@ -19,7 +19,6 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,19 +63,16 @@ class Parameter:
         )
 
 
-def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> list[Path]:
+def notebooks(names: list[str] | None = None) -> list[Path]:
     """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without
-    names.
-
-    others : what else might have been meant, for the error.
-    """
+    names."""
     paths = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     known = {path.stem: path for path in paths}
     found = []
     for name in names or known:
         given = absolute(name)
         if given.suffix != ".ipynb" or not given.is_file():
-            given = known[resolved(name, [*known, *others])]
+            given = known[resolved(name, known)]
         found.append(given.resolve())
     return found
 

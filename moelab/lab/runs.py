@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.comparison import MetricsFile, saved_runs
+from moelab.comparison import MetricsFile, finished_runs
 from moelab.files import read_json, results_root
 from moelab.lab.runner import notebooks
 from moelab.table import duration, size, text_table
@@ -22,7 +22,7 @@ def main(args: argparse.Namespace) -> int:
     rows = []
     names = {path.stem for path in notebooks()} | {path.name for path in (root / "runs").glob("*")}
     for name in sorted(names):
-        runs = saved_runs(name, root)
+        runs = finished_runs(name, root, lab=True)
         for run in runs:
             about = read_json(run / "metrics.json", MetricsFile)
             took, memory = about.get("seconds"), about.get("peak_bytes")

@@ -59,7 +59,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moelab.arguments import output, whole
-from moelab.bench import names as benches
 from moelab.bench import parser_of, path_of
 from moelab.bench.results import environment, metrics_of
 from moelab.comparison import MetricsFile
@@ -301,7 +300,7 @@ def main(args: argparse.Namespace) -> int:
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        (path,) = notebooks([args.target], benches())
+        (path,) = notebooks([args.target])
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target = path.stem

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 
-from moelab.comparison import saved_runs
+from moelab.comparison import finished_runs
 from moelab.files import CHECKOUT, read_json
 from moelab.lab.runner import notebooks
 from tests.depth import STRESS, depth
@@ -417,7 +417,7 @@ def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, r
     page.locator(".noUi-handle").first.press("ArrowRight")
     page.get_by_text("y is 3").wait_for(timeout=30_000)
     assert errors(page) == []
-    (run,) = saved_runs("01_x")
+    (run,) = finished_runs("01_x", lab=True)
     found = read_json(run / "metrics.json")
     assert found["metrics"]["y"]["value"] == 2 and len(found["takeaways"]) == 1
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
@@ -476,7 +476,7 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
         if cell["cell_type"] == "code" and cell["source"]
     )
     assert path.stat().st_size < 1_000_000
-    (run,) = saved_runs(path.stem)
+    (run,) = finished_runs(path.stem, lab=True)
     assert read_json(run / "metrics.json")["metrics"] and run.name.endswith("-lab")
     assert git("diff") == ""
     end = time.monotonic() + 60  # git is told in a thread of the server
