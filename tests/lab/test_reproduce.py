@@ -101,21 +101,8 @@ def test_no_element_of_an_exported_notebook_comes_from_a_name(word, monkeypatch)
             (tag, sorted(attributes.items())) for page in pages for tag, attributes in page.elements
         ]
     plain, found = elements["word"], elements[word]
-    allowed = {
-        "p",
-        "strong",
-        "em",
-        "code",
-        "table",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "dl",
-        "dt",
-        "dd",
-    }
+    allowed = {"p", "strong", "em", "code", "table", "thead", "tbody", "tr", "th", "td"}
+    allowed |= {"dl", "dt", "dd"}
     links = [
         attributes for tag, attributes in found if tag == "a"
     ]  # of an address in the text itself

@@ -150,11 +150,6 @@ def test_what_belongs_to_somebody_else_stays(tmp_path):
             sweep("area", POINTS, table, refused)
         assert [path.read_text() for path in tmp_path.iterdir()] == ["Dear diary,\n"]
         file.unlink()
-    with pytest.raises(FileNotFoundError, match="no table of a sweep"):
-        read(table)
-    pandas.DataFrame({"a": [1]}).to_parquet(table)
-    with pytest.raises(ValueError, match="no readable table of a sweep"):
-        read(table)
 
 
 def test_a_damaged_line_of_the_journal_costs_its_point_and_no_other(tmp_path):
@@ -168,12 +163,8 @@ def test_a_damaged_line_of_the_journal_costs_its_point_and_no_other(tmp_path):
     assert not failed and again["n"].tolist() == [0, 0, 2, 3, 4, 5, 6, 7]
 
 
-cells = st.one_of(
-    st.integers(-(2**53), 2**53),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text(),
-    st.booleans(),
-)
+cells = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+cells |= st.text() | st.booleans()
 
 
 @settings(max_examples=30)
@@ -195,18 +186,12 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, values):
 
 
 def test_a_grid_is_every_combination():
-    assert grid(["a=1,2", "b=x"], {"c": "9"}) == [
-        {"c": "9", "a": "1", "b": "x"},
-        {"c": "9", "a": "2", "b": "x"},
-    ]
+    every = [{"c": "9", "a": "1", "b": "x"}, {"c": "9", "a": "2", "b": "x"}]
+    assert grid(["a=1,2", "b=x"], {"c": "9"}) == every
     assert grid(["budgets=0.2,0.5;0.3,0.6"], {}) == [{"budgets": "0.2,0.5"}, {"budgets": "0.3,0.6"}]
-    for axes, fixed, said in (
-        (["a"], {}, "--grid a: write"),
-        (["a=1,"], {}, "write a=VALUE,VALUE"),
-        (["a=1"], {"a": "2"}, "both fixed and in the grid"),
-    ):
+    for axes, said in ((["a"], "--grid a: write"), (["a=1,"], "write a="), (["c=1"], "both fixed")):
         with pytest.raises(ValueError, match=said):
-            grid(axes, fixed)
+            grid(axes, {"c": "2"})
 
 
 def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results, capsys):
