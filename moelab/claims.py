@@ -401,14 +401,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fail if a metric is gone or a claim is unanswered"
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
     chosen = [claim for claim in ledger() if args.source in (None, claim.source)]
-    answered = rows(chosen, args.results)
+    answered = rows(chosen)
     print(summary(answered))
     for source in dict.fromkeys(claim.source for claim in chosen):
         own = [row for row in answered if row.claim.source == source]

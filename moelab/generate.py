@@ -29,7 +29,7 @@ import torch
 
 from moelab import registry
 from moelab.api import OpenOptions, make_predictor, open_model
-from moelab.arguments import number, output, whole
+from moelab.arguments import output, whole
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
@@ -101,13 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks that share an expert, for tp-ep (default: 2)",
     )
     add(
-        "--timeout",
-        type=number(above=0),
-        default=600,
-        metavar="SECONDS",
-        help="how long a rank waits for another that is silent (default: %(default)s)",
-    )
-    add(
         "--perfetto",
         type=output,
         metavar="FILE",
@@ -121,16 +114,12 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     """The options of `open_model`, and what their names are for at the end of --help."""
     kinds = [parser.epilog or ""]
     for name, of in OPENING.items():
-        flag, needs, purpose = (
-            dict(of.metadata["flag"]),
-            of.metadata["needs"],
-            of.metadata["purpose"],
-        )
+        flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
             flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
             kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
-        if needs:
+        if needs := of.metadata["needs"]:
             purpose = f"with --{needs}, {purpose}"
         if of.default is not None:
             purpose += f" (default: {of.default})"
@@ -167,7 +156,7 @@ def main(args: argparse.Namespace) -> int:
             "holds its share of the experts as they are stored (few bits: convert the model first, "
             "and give the store)"
         )
-    with connect(args.timeout) if shared else nullcontext() as device:
+    with connect() if shared else nullcontext() as device:
         if shared:
             options |= given | {"parallel": args.parallel or DEFAULT, "device": device}
         result = generate(**options, stream=not args.json)

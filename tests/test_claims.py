@@ -244,18 +244,19 @@ def test_a_null_is_computed_from_other_claims(tmp_path):
             load(path)
 
 
-def test_the_command(capsys, tmp_path):
-    assert main(["claims", "--check", "--results", str(BASELINES)]) == 0
-    first, *lines = capsys.readouterr().out.splitlines()
+def test_the_command(capsys, results, monkeypatch):
+    assert main(["claims", "--check", "--source", "zipmoe"]) == 1
+    told = capsys.readouterr().out
+    gone = sum(bool(of.metric) for of in claims.ledger() if of.source == "zipmoe")
+    assert told.count("FAILED zipmoe/") == gone > 10 and "has no metric exponent_entropy" in told
+    monkeypatch.setenv("MOELAB_RESULTS", str(BASELINES))
+    assert main(["claims", "--check"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
     answered = rows(results=BASELINES)
     assert first == claims.summary(answered) and first.startswith(f"{len(answered)} claims: ")
-    assert main(["claims", "--source", "zipmoe", "--results", str(BASELINES)]) == 0
+    assert main(["claims", "--source", "zipmoe"]) == 0
     told = capsys.readouterr().out
     assert "ZipMoE" in told and "NPUMoE" not in told
     with pytest.raises(SystemExit):
         main(["claims", "--source", "zipmo"])
     assert "Did you mean 'zipmoe'? There are: npumoe" in capsys.readouterr().err
-    assert main(["claims", "--check", "--source", "zipmoe", "--results", str(tmp_path)]) == 1
-    told = capsys.readouterr().out
-    gone = sum(bool(of.metric) for of in claims.ledger() if of.source == "zipmoe")
-    assert told.count("FAILED zipmoe/") == gone > 10 and "has no metric exponent_entropy" in told

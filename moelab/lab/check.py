@@ -109,9 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="print every metric, not only those that differ"
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def _check(name: str, results: Path, everything: bool) -> bool | None:
@@ -134,7 +131,7 @@ def _check(name: str, results: Path, everything: bool) -> bool | None:
 
 
 def main(args: argparse.Namespace) -> int:
-    results = results_root(args.results)
+    results = results_root()
     known = {path.stem for path in (results / "baseline").glob("*.json")}
     known |= {of.name for of in (results / "runs").glob("*") if finished_runs(of.name, results)}
     if not known:

@@ -17,21 +17,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
         "notebook, for its two newest",
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
     runs = args.runs
     if len(runs) == 1:
-        runs = finished_runs(notebooks(runs)[0].stem, args.results, lab=True)[-2:]
+        runs = finished_runs(notebooks(runs)[0].stem, lab=True)[-2:]
     if len(runs) != 2:
         raise ValueError(
             f"two runs are compared, and there are {len(runs)}; `moelab run NOTEBOOK` makes one, "
             "`moelab list` shows those there are"
         )
-    found = compare(*runs, args.results)
+    found = compare(*runs)
     if found.params:
         rows = [[name, *map(str, of)] for name, of in found.params.items()]
         print(text_table(["parameter", *found.names], rows), end="\n\n")

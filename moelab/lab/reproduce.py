@@ -29,11 +29,6 @@ from moelab.table import duration, text_table
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="*", help="numbers or names; all if none")
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="the large setting of every notebook that has one (-p full=true)",
-    )
     add_run_options(parser)
 
 
@@ -43,7 +38,7 @@ def main(args: argparse.Namespace) -> int:
         raise FileNotFoundError(
             "there are no notebooks in notebooks/; run this from a clone of the repository"
         )
-    given = split_assignments(args.parameter + ["full=true"] * args.full)
+    given = split_assignments(args.parameter)
     valid = {path: inspect(path) for path in paths}
     for name in given:
         require("parameter of a notebook", name, {of for known in valid.values() for of in known})
@@ -58,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"{at} …", flush=True)
         start, status = time.monotonic(), "ok"
         try:
-            run_notebook(path, parameters[path], args.results, args.timeout)
+            run_notebook(path, parameters[path], args.timeout)
         except NotebookFailed as failure:
             status = f"FAILED: {failure.error.splitlines()[0]}"
             errors.append(str(failure))

@@ -19,6 +19,7 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,16 +64,16 @@ class Parameter:
         )
 
 
-def notebooks(names: list[str] | None = None) -> list[Path]:
+def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> list[Path]:
     """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without
-    names."""
+    names; others : what else might have been meant."""
     paths = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     known = {path.stem: path for path in paths}
     found = []
     for name in names or known:
         given = absolute(name)
         if given.suffix != ".ipynb" or not given.is_file():
-            given = known[resolved(name, known)]
+            given = known[resolved(name, [*known, *others])]
         found.append(given.resolve())
     return found
 
@@ -168,7 +169,6 @@ def split_assignments(assignments: list[str], option: str = "-p") -> dict[str, s
 def run_notebook(
     path: str | Path,
     parameters: Record | None = None,
-    results: str | Path | None = None,
     timeout: float = CELL_TIMEOUT,
 ) -> Path:
     """Execute a notebook; returns the directory of the finished run.
@@ -182,7 +182,7 @@ def run_notebook(
 
     path = absolute(path).resolve()
     parameters = check_parameters(path, parameters or {})
-    folder = results_root(results) / "runs" / path.stem
+    folder = results_root() / "runs" / path.stem
     remove_leftovers(folder)
     run_id = new_run_id(folder)
     part = folder / part_name(run_id)
@@ -229,9 +229,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the longest that one cell may take (%(default)g)",
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where to write (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -249,9 +246,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     start = time.monotonic()
     try:
-        directory = run_notebook(
-            path, split_assignments(args.parameter), args.results, args.timeout
-        )
+        directory = run_notebook(path, split_assignments(args.parameter), args.timeout)
     except NotebookFailed as failure:
         print(f"moelab: {failure}", file=sys.stderr)
         return 1

@@ -12,13 +12,11 @@ from moelab.table import duration, size, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
-    )
+    """None."""
 
 
 def main(args: argparse.Namespace) -> int:
-    root = results_root(args.results)
+    root = results_root()
     rows = []
     names = {path.stem for path in notebooks()} | {path.name for path in (root / "runs").glob("*")}
     for name in sorted(names):

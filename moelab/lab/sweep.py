@@ -59,6 +59,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moelab.arguments import output, whole
+from moelab.bench import names as benches
 from moelab.bench import parser_of, path_of
 from moelab.bench.results import environment, metrics_of
 from moelab.comparison import MetricsFile
@@ -99,9 +100,9 @@ def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
     return [fixed | dict(zip(values, of)) for of in product(*values.values())]
 
 
-def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> Record:
+def notebook_point(notebook: str, timeout: float, point: Point) -> Record:
     """Run a notebook, by name or path, with these parameters."""
-    directory = run_notebook(notebooks([notebook])[0], point, results, timeout)
+    directory = run_notebook(notebooks([notebook])[0], point, timeout)
     return {
         "metrics": read_json(directory / "metrics.json", MetricsFile)["metrics"],
         "run": str(directory),
@@ -300,19 +301,17 @@ def main(args: argparse.Namespace) -> int:
         for point in points:
             parser_of(args.target).parse_args(words(point))
     else:
-        (path,) = notebooks([args.target])
+        (path,) = notebooks([args.target], benches())
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target = path.stem
-        work = partial(notebook_point, given, args.results, args.timeout)
+        work = partial(notebook_point, given, args.timeout)
     run = (
         partial(on_dask, args.scheduler, work)
         if args.scheduler
         else partial(locally, work, workers=args.workers)
     )
-    table = (
-        args.table or results_root(args.results) / "sweeps" / f"{target.replace(' ', '_')}.parquet"
-    )
+    table = args.table or results_root() / "sweeps" / f"{target.replace(' ', '_')}.parquet"
     found, failed = sweep(target, points, table, run)
     if len(found):
         print(told(found))
