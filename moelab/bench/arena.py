@@ -6,7 +6,7 @@
 
 It is a class that can be made without further arguments, or an object. Whatever it raises ends its
 own part only, and is told with its traceback. Predictors are compared in notebook 04
-(`moelab.evaluation.predictors.score`)."""
+(`notebooks/studies/recall_and_misses.py`)."""
 
 from __future__ import annotations
 

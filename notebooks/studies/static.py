@@ -11,7 +11,7 @@ that drops. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from moelab.bench.layers import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
-from moelab.evaluation.accuracy import compare_dropping, paired_means
+from moelab.evaluation.accuracy import compare, paired
 from moelab.evaluation.calibrate import SOURCES
 from moelab.evaluation.intervals import Interval, t95
 from moelab.experts.executor import Tally
@@ -184,7 +184,7 @@ class DropCosts(NamedTuple):
         """Whether the loss of a way differs at 95 % from that at random on the same windows, in
         words."""
         samples = self.samples["loss"]
-        low, high = paired_means(*(np.array(samples[of]) for of in ("random", way)))["interval"]
+        low, high = paired(*(np.array(samples[of]) for of in ("random", way)))["interval"]
         if high < 0:
             return "better than random"
         return "worse than random" if low > 0 else "indistinguishable from random"
@@ -194,12 +194,10 @@ def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> D
     """Score every way on the same windows and prompts; `how` are the sizes of
     `accuracy.compare`."""
     modes = {way: partial(limited, model, make) for way, make in ways.items()}
-    found, ran = compare_dropping(model, modes, tasks, BASELINE, compete=False, **how)
-    return DropCosts(
-        found["scores"],
-        found["samples"],
-        {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()},
-    )
+    ran: dict[tuple[str, str], Any] = {}
+    found = compare(model, {BASELINE: nullcontext} | modes, tasks, ran=ran, **how)
+    tallies = {way: {task: ran[way, task].tally for task in tasks} for way in modes}
+    return DropCosts(found["scores"], found["samples"], tallies)
 
 
 def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:

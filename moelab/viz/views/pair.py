@@ -23,7 +23,7 @@ from moelab.comparison import (
     are_numbers,
     compare,
     find_run,
-    saved_runs,
+    finished_runs,
 )
 from moelab.files import read_json, results_root
 from moelab.records import Record, Rows
@@ -44,7 +44,11 @@ def everyone(results: str | Path | None = None) -> dict[str, Path]:
     """Every saved run under a name that says its notebook, newest first. ValueError: there is
     none."""
     root = results_root(results)
-    runs = [run for folder in (root / "runs").glob("*") for run in saved_runs(folder.name, root)]
+    runs = [
+        run
+        for folder in (root / "runs").glob("*")
+        for run in finished_runs(folder.name, root, lab=True)
+    ]
     if not runs:
         raise ValueError(
             f"there is no saved run in {root / 'runs'}; `moelab run 01 -p smoke=true` makes one"
