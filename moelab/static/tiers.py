@@ -45,10 +45,6 @@ class Group:
     experts: tuple[int, ...]
     capacity: int
 
-    @property
-    def slots(self) -> int:
-        return len(self.experts) * self.capacity
-
 
 def capacity_tiers(
     counts: Any, tokens: int, chunk: int, *, levels: int = 3, rule: str = "topk", slack: float = 1.0
