@@ -79,17 +79,19 @@ def advise(
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card
+    machine = _device_of(device, found.folder)
     asked = Question(
         found,
-        _device_of(device, found.folder),
-        memory,
+        machine,
+        _memory_of(memory, machine),
         _context_of(found, context),
         batch,
         parse_loss(loss),
         on_card,
         *_shares(calibration, found.spec),
     )
-    asked.require_room(simulate or verify)
+    if found.forms() and not asked.arithmetic():
+        raise asked.refusal()
     if simulate or verify:
         from moelab.advice.simulated import simulated
 
@@ -99,24 +101,34 @@ def advise(
 
 def modelled(asked: Question) -> Advice:
     """The advice by arithmetic alone."""
-    ways = asked.arithmetic()
 
-    def changed(best: Way) -> tuple[Way | None, Way | None]:
-        richer = asked.arithmetic(asked.memory * 3 // 2)
-        quicker = asked.arithmetic(rates=replace(asked.rates, read=2 * asked.rates.read))
+    def changed(_: Way) -> list[Way | None]:
+        richer = replace(asked, memory=asked.memory * 3 // 2).arithmetic()
+        found = richer, asked.arithmetic(faster=2)
         if not asked.on_card:
-            richer, quicker = (fitting(asked.model, of, asked.loss)[0] for of in (richer, quicker))
-        return tuple(
-            next((way for way in of if way.within(asked.loss)), None) for of in (richer, quicker)
-        )
+            found = [fitting(asked.model, of, asked.loss)[0] for of in found]
+        return [next((way for way in of if way.within(asked.loss)), None) for of in found]
 
+    ways = asked.arithmetic()
     others = [
         way
         for part in (0.5, 0.75, 1.5, 2.0)
-        for way in asked.arithmetic(int(part * asked.memory))
+        for way in replace(asked, memory=int(part * asked.memory)).arithmetic()
         if way not in ways
     ]
     return conclude(asked, ways, changed, dict.fromkeys(others), [])
+
+
+def _memory_of(given: str | float | int, device: DeviceSpec) -> int:
+    """Bytes of the process; ValueError for a share, which would be one of the experts."""
+    memory = budget.parse_budget(
+        given, 0, 0, lambda: round(device["memory_gb"] * 1e9) + budget.RESERVE
+    )
+    if not memory:
+        raise ValueError(
+            f"memory is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
+        )
+    return memory
 
 
 def _context_of(model: Model, context: int | None) -> int:

@@ -78,15 +78,9 @@ def _memory() -> str:
 
 
 def _disk(folder: Path) -> str:
-    rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
-    return (
-        ", ".join(
-            f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
-            for requests, (rate, _) in rates.items()
-        )
-        + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
-        + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(folder)) else "")
-    )
+    rate, how = disk_rate(folder)
+    ahead = f"; read-ahead {kb} KB" if (kb := read_ahead(folder)) else ""
+    return f"{size(rate)}/s ({how}); {size(shutil.disk_usage(folder).free)} free{ahead}"
 
 
 def _ane() -> str:

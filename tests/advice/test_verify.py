@@ -10,8 +10,10 @@ import pytest
 
 from moelab import advise
 from moelab.advice import sample, simulated, space, verify
+from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, Model, find_model
-from moelab.advice.verify import Kept, options_of, run
+from moelab.advice.question import Question
+from moelab.advice.verify import options_of, run
 from moelab.advice.ways import Way
 from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
@@ -27,19 +29,11 @@ def cache(tmp_path, monkeypatch):
 
 
 def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
-    return Way(form, loss, 100, budget, 200, 0.5, 10, tpot, 2.0, kind="simulated", **how)
+    return Way(form, loss, 100, budget, 200, 0.5, tpot, 2.0, kind="simulated", **how)
 
 
-def record(kept, one, tpot, predicted=None, loss=None):
-    kept.add(
-        settings=one.settings,
-        batch=1,
-        predicted=predicted or one.tpot,
-        tpot=tpot,
-        ttft=1.0,
-        peak=1,
-        loss=loss,
-    )
+def record(kept, one, tpot, loss=None):
+    kept.add(one, 1, {"tpot": [tpot], "ttft": 1.0, "peak": 1, "limit": ""}, loss)
 
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
@@ -90,8 +84,7 @@ def told(monkeypatch):
             raise KeyboardInterrupt
         if options["memory"] == 7:
             raise RuntimeError("no room")
-        report = {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
-        return report | {"tpot": [9.0] * how["tokens"]}
+        return {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None, "tpot": [9.0]}
 
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
@@ -105,8 +98,9 @@ def told(monkeypatch):
 def test_ways_take_turns_and_what_there_is_stays(told, form, runs, end):
     """No run begins that would end after the time; Ctrl-C ends all."""
     kept = Kept("abc")
-    ways = [way(form, budget=5), way(form, budget=7, executor="exact"), way(form, budget=6)]
-    said = verify.verify(MODEL, ways, kept, memory=1, batch=1)
+    ways = [way(form, budget=5), way(form, budget=7, cache="lru"), way(form, budget=6)]
+    asked = Question(MODEL, None, 1, 16, 1, 0.0, False, None, "")
+    said = verify.verify(asked, ways, kept)
     assert told == runs and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
     assert any("no room" in one for one in said) and any(end in one for one in said)
 
@@ -126,10 +120,11 @@ def test_a_loss_is_relative_to_the_model_as_it_is():
 
 def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "model")
-    found = run(str(folder), {"memory": "50%", "executor": "exact"}, prompt=5, tokens=3, batch=2)
+    found = run(str(folder), {"memory": "50%"}, batch=2)
     spec = find_model(folder).spec
-    assert [tuple(one) for one in found["forwards"]] == [(10, "prefill")] + [(2, "decode")] * 3
-    assert len(found["tpot"]) == 3 and all(seconds > 0 for seconds in found["tpot"])
+    decoded = [[2, "decode"]] * (verify.WARM + verify.TIMED)
+    assert found["forwards"] == [[2 * verify.PROMPT, "prefill"], *decoded]
+    assert len(found["tpot"]) == len(decoded) and all(seconds > 0 for seconds in found["tpot"])
     for (tokens, _), step in zip(found["forwards"], found["steps"]):
         assert [layer for layer, _ in step] == list(range(spec.L))
         assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
@@ -145,7 +140,8 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(
     folder = tiny.save(
         "qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128
     )
-    monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])
+    for module in (simulated, space):
+        monkeypatch.setattr(module, "forms_of", lambda model: [AS_IS, "bf12"])
     model = find_model(folder)
     memory = model.others + 600_000_000
     first = advise(folder, memory, context=32)
@@ -172,32 +168,12 @@ def test_what_is_not_of_an_expert_is_what_it_was_in_the_models_own_run(monkeypat
     parts = space.Costs(
         Machine(Delays(1, 0, 0, 0, 2.0, 0), 1, (7.0, 7.0), (7.0, 7.0)), None, 2, 40.0
     )
-    known = {"itself": own, "raw": parts, "bf12": parts}
-    monkeypatch.setattr(sample, "costs", lambda found, model, whole: known[found])
-    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor: dict(zip(forms, forms)))
-    costs_of = sample.sample_costs(MODEL, [], space.Look(None, "itself", {}))
-    assert costs_of(AS_IS) == replace(own, rest=40.0)
-    fast, exact = costs_of("bf12"), costs_of("bf12", "exact")
-    assert fast.machine == replace(own.machine, delays=parts.machine.delays) and fast.rest == 40.0
-    assert exact.machine == replace(parts.machine, predict=2.0)
-
-
-@pytest.mark.parametrize("L, E, others", [(2, 8, 0), (3, 8, 0), (2, 64, 10**5), (90, 999, 0)])
-def test_a_sample_meets_an_expert_again_after_as_many_bytes_as_the_model(monkeypatch, L, E, others):
-    """E/K tokens, each of them K experts of every layer, in the sample with what is read beside."""
-    monkeypatch.setattr(sample, "SIZE", 1 << 18)
-    spec = replace(SPEC, num_layers=L, moe_layers=tuple(range(L)), E=E)
-    here, beside = (
-        sample.sample_spec(spec),
-        sample.between(Model("m", spec, 0, "given"), expert := 12_345),
-    )
-    again = here.E / here.K * (here.L * here.K * expert + beside)
-    assert (
-        again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01)
-        or beside == sample.PUSHED
-    )
-    more = sample.between(Model("m", spec, 10**7 + others, "given"), expert)
-    assert beside < more or beside == sample.PUSHED
+    monkeypatch.setattr(sample, "costs", lambda found, _, whole: own if whole else parts)
+    monkeypatch.setattr(sample, "measured", lambda _, forms: dict.fromkeys(forms))
+    costs_of = sample.sample_costs(MODEL, [AS_IS, "bf12"], space.Look(None, None, {}))
+    assert costs_of(AS_IS) == replace(own, rest=40.0) and costs_of("int4") is None
+    machine = replace(own.machine, delays=parts.machine.delays)
+    assert costs_of("bf12") == replace(parts, machine=machine)
 
 
 def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
@@ -214,9 +190,9 @@ def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
 ):
     busy = iter([2.0, 3.0, 0.0])
     monkeypatch.setattr(sample, "watched", lambda work: (work(), next(busy)))
-    first = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    first = sample.measured(MODEL, ["raw"])["raw"]
     assert sample.disturbed(first)
-    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
-    quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    assert sample.measured(MODEL, ["raw"])["raw"] == first  # it was worse the second time
+    quiet = sample.measured(MODEL, ["raw"])["raw"]
     assert not sample.disturbed(quiet) and quiet.others == 0
-    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
+    assert sample.measured(MODEL, ["raw"])["raw"] == quiet
