@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,6 @@ from moelab.advice.ways import ZIPF, Way, zipf
 from moelab.arguments import whole
 from moelab.cards import load_device
 from moelab.offloading import budget
-from moelab.registry import names, require
-from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
 
 #: tokens of a sequence, where nobody says how many
@@ -79,7 +78,9 @@ def advise(
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card
-    machine = _device_of(device, found.folder)
+    if isinstance(device, (str, Path)):
+        device = load_device(device)
+    machine = device or here(found.folder)
     asked = Question(
         found,
         machine,
@@ -142,41 +143,16 @@ def _context_of(model: Model, context: int | None) -> int:
     return context
 
 
-def _device_of(device: str | Path | DeviceSpec | None, folder: Path | None) -> DeviceSpec:
-    """The machine that is asked about: this one, or a card's."""
-    if device is None:
-        return here(folder)
-    if isinstance(device, DeviceSpec):
-        return device
-    if Path(device).suffix != ".toml":  # your own card is told what it lacks
-        known = filter(_has_rates, names("device"))
-        require("card of a device with a host link or a disk", device, known)
-    return load_device(device)
-
-
-def _has_rates(name: str) -> bool:
-    try:
-        return bool(MachineRates.of(load_device(name)))
-    except ValueError:
-        return False
-
-
 def parse_loss(loss: str | float) -> float:
     """A relative increase of language loss: "1%", 0.01; "any" is infinity. ValueError for anything
     else, a bare 1, too, which somebody means as 1 %."""
-    try:
-        text = str(loss).strip().lower()
-        value = (
-            math.inf
-            if text == "any"
-            else float(text[:-1]) / 100
-            if text.endswith("%")
-            else float(text)
-        )
-        if 0 <= value < 1 or text in ("any", "100%"):
+    text = str(loss).strip().lower()
+    with suppress(ValueError):
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if 0 <= value < 1 or text == "100%":
             return value
-    except ValueError:
-        pass
+    if text == "any":
+        return math.inf
     raise ValueError(
         f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as "
         "'1%' or 0.01, or 'any'"

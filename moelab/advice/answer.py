@@ -56,13 +56,8 @@ class Advice:
         """(command, source, options) of what to run, in this order."""
         way = self.best
         source = self.model.source
-        unit, of = ("MB", 10**6) if way.budget >= 10**8 else ("kB", 10**3)
-        memory = "100%" if way.resident else f"{way.budget // of}{unit}"
-        options: dict[str, Any] = {"memory": memory, "executor": "fast"}
-        if not way.resident:
-            how = {"cache": way.cache, "prefetch": way.prefetch or "none", "workers": way.workers}
-            usual = DEFAULT_POLICY, "router", 1
-            options |= {name: of for (name, of), one in zip(how.items(), usual) if of != one}
+        usual = {"cache": DEFAULT_POLICY, "prefetch": "router"}
+        options = {name: of for name, of in way.options.items() if of != usual.get(name)}
         if way.form in ("bf12", DECODED):
             store = f"{Path(source).name}.{way.form}"
             return [

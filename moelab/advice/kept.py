@@ -34,8 +34,7 @@ class Kept:
     one without identity.
 
     records : of this model, as dictionaries: "settings" of the `Way`, "batch", "predicted" (by
-        simulation, before any correction), "tpot", "ttft" (s), "peak" (bytes), "limit" (in words,
-        of its memory), "loss" (relative, [mean, error]; None if it was not asked), "when".
+        simulation, before any correction) and "tpot" (s), "loss" (relative, [mean, error]; None if it was not asked), "when".
     """
 
     def __init__(self, identity: str | None) -> None:
@@ -57,7 +56,7 @@ class Kept:
             "predicted": way.tpot,
             "tpot": typical(ran["tpot"][-TIMED:]),
             "loss": loss,
-        } | {name: ran[name] for name in ("ttft", "peak", "limit")}
+        }
         self._write([record])
         self.records.append(record)
 

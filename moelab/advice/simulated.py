@@ -197,7 +197,7 @@ def looked(asked: Question, kept: Kept, **slow: float) -> Look:
     except (FileNotFoundError, ValueError):
         if (way := as_looked(asked)) is None:
             raise RuntimeError("its experts as they are do not fit its memory") from None
-        options = real.options_of(way, model) | {"memory": "100%" if way.resident else way.budget}
+        options = {"prefetch": PREFETCH} | way.options
         within = {name: getattr(asked, name) for name in ("memory", "context", "batch")}
         found = real.fresh(
             str(model.folder), options | slow, asked.memory, batch=asked.batch, look=True

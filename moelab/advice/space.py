@@ -1,4 +1,4 @@
-"""The space of ways to run a model, simulated: form × cache × prefetcher × workers × memory.
+"""The space of ways to run a model, simulated: form × cache × prefetcher × memory.
 
 Every form is played once, with the default cache. Then the fastest that lose no more than allowed,
 and the fastest of all, are changed in one respect after another, and a change that is faster stays.
@@ -13,7 +13,6 @@ forwards."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -89,16 +88,6 @@ class Scene:
     shares: np.ndarray
     batch: int
 
-    def part(self, first: int, end: int | None = None) -> Scene:
-        """The forwards from `first` to `end`."""
-        at = slice(first, end)
-        return replace(
-            self,
-            steps=self.steps[at],
-            forwards=self.forwards[at],
-            predictions=self.predictions[at],
-        )
-
 
 class Look(NamedTuple):
     """What a model showed when it ran here once: its tokens, its profile, and what `verify.run`
@@ -146,22 +135,24 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way | None:
     )
     if way.resident and costs.rest is not None:
         other, head = (costs.machine.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
-    machine = replace(costs.machine, workers=way.workers, other=other, head=head)
+    machine = replace(costs.machine, other=other, head=head)
     pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
     if not way.resident:
         if way.budget < sizes.in_flight + sizes.full:
             return None
-        pools, staging = divide(way.budget, sizes, spec.L, spec.E, None, "model", way.workers, None)
+        pools, staging = divide(way.budget, sizes, spec.L, spec.E, None, "model", 1, None)
         ahead = min(spec.K, staging - 1) if way.prefetch else 0
         if sizes.sm:
             pools = way.pools or _best_pools(way, costs, seen, machine, staging)
     gate = PrefetchGate()
 
-    def run(residency: Residency, tokens: Scene, machine: Machine = machine) -> Simulation:
-        prefetching = Prefetching(tokens.predictions, ahead, gate=gate) if ahead else None
+    def run(
+        residency: Residency, of: Scene, at: slice = slice(None), machine: Machine = machine
+    ) -> Simulation:
+        prefetching = Prefetching(of.predictions[at], ahead, gate=gate) if ahead else None
         return simulate(
-            tokens.steps,
-            tokens.forwards,
+            of.steps[at],
+            of.forwards[at],
             residency,
             machine,
             staging=staging,
@@ -175,12 +166,12 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way | None:
         residency.fill()
         long.fill()
     linear = replace(machine, other=costs.machine.other, head=costs.machine.head)
-    prompt = run(long, _prompt(seen, batch * asked.context), linear)
+    prompt = run(long, _prompt(seen, batch * asked.context), machine=linear)
     first, gone = 1 + WARM, 0 if ahead else WARM  # the gate has to learn, a cache just to be filled
     for step in flat(seen.steps[:gone]):
         residency.begin(*step)
-    run(residency, seen.part(gone, first))
-    timed = run(residency, seen.part(first))
+    run(residency, seen, slice(gone, first))
+    timed = run(residency, seen, slice(first, None))
     found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
     return replace(
         way,
@@ -259,8 +250,7 @@ class Search:
     def other(self, way: Way, memory: int) -> Way | None:
         """The same way in other memory."""
         there = self.plain(way.form, memory)
-        how = {"cache": way.cache, "prefetch": way.prefetch, "workers": way.workers}
-        return there and replace(there, **how)
+        return there and replace(there, cache=way.cache, prefetch=way.prefetch)
 
     def play(self, way: Way | None) -> Way | None:
         """What a way gives, simulated; None if it does not fit."""
@@ -293,10 +283,7 @@ class Search:
             for name, (_, use) in registry.describe("cache").items()
             if use == "use" and name not in NEEDS and name != way.cache
         ]
-        # a core is left for what computes: beside it, so many threads wait for each other
-        threads = [n for n in (2, 4) if n < (os.cpu_count() or 1) and way.pools]
-        workers = [{"workers": n, "pools": None} for n in threads]
-        for group in (caches, [{"prefetch": PREFETCH, "pools": None}], workers):
+        for group in (caches, [{"prefetch": PREFETCH, "pools": None}]):
             tried = [new for one in group for new in self.find(self.found, replace(way, **one))]
             way = min([way, *tried], key=lambda one: one.tpot)
 

@@ -163,14 +163,10 @@ def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> R
 
 
 def options_of(way: Way, model: Model) -> Record:
-    """What `open_model` takes to run a way."""
-    options = {"executor": "fast"}
-    if way.resident:
-        as_is = way.form == AS_IS and model.stored is None
-        return options if as_is else options | {"memory": "100%"}
-    options |= {"memory": way.budget, "cache": way.cache, "prefetch": way.prefetch}
-    plan = {"plan": [*astuple(way.pools)]} if way.pools else {}
-    return options | {"workers": way.workers} | plan
+    """What `open_model` takes to run a way, as plain values."""
+    if way.resident and way.form == AS_IS and model.stored is None:
+        return {"executor": "fast"}
+    return way.options | ({"plan": [*astuple(way.pools)]} if way.pools else {})
 
 
 def stored(model: Model, form: str, seconds: float = math.inf) -> str:

@@ -52,7 +52,6 @@ class Way:
     written: int = 0
     cache: str = DEFAULT_POLICY
     prefetch: str | None = None
-    workers: int = 1
     pools: Any = None
     kind: str = "modelled"
     error: float | None = None
@@ -78,7 +77,17 @@ class Way:
         plain = {"form": self.form, "executor": "fast", "budget": self.budget}
         if self.resident:
             return plain
-        return plain | {"cache": self.cache, "prefetch": self.prefetch, "workers": self.workers}
+        return plain | {"cache": self.cache, "prefetch": self.prefetch, "workers": 1}
+
+    @property
+    def options(self) -> Record:
+        """What `open_model` takes to run it, but for its pools."""
+        options = {"memory": "100%", "executor": "fast"}
+        if self.resident:
+            return options
+        unit, of = ("MB", 10**6) if self.budget >= 10**8 else ("kB", 10**3)
+        options["memory"] = f"{self.budget // of}{unit}"
+        return options | {"cache": self.cache, "prefetch": self.prefetch or "none"}
 
     @property
     def name(self) -> str:
@@ -86,7 +95,6 @@ class Way:
         parts = [self.form]
         if not self.resident:
             parts += [self.cache, *([f"prefetch {self.prefetch}"] if self.prefetch else [])]
-            parts += [f"{self.workers} workers"] * (self.workers > 1)
         return ", ".join(parts)
 
     @property

@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
-    return Way(form, loss, 100, budget, 200, 0.5, tpot, 2.0, kind="simulated", **how)
+    return Way(form, loss, 10_000, budget, 20_000, 0.5, tpot, 2.0, kind="simulated", **how)
 
 
 def record(kept, one, tpot, loss=None):
@@ -78,11 +78,11 @@ def told(monkeypatch):
     asked, clock = [], [0.0]
 
     def fake(source, options, memory, **how):
-        asked.append(options["memory"])
+        asked.append(int(options["memory"].removesuffix("kB")))
         clock[0] += 0.6 * verify.SECONDS * (len(asked) == 3 and source == "slow")
         if len(asked) == 4:
             raise KeyboardInterrupt
-        if options["memory"] == 7:
+        if asked[-1] == 7:
             raise RuntimeError("no room")
         return {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None, "tpot": [9.0]}
 
@@ -98,10 +98,13 @@ def told(monkeypatch):
 def test_ways_take_turns_and_what_there_is_stays(told, form, runs, end):
     """No run begins that would end after the time; Ctrl-C ends all."""
     kept = Kept("abc")
-    ways = [way(form, budget=5), way(form, budget=7, cache="lru"), way(form, budget=6)]
+    ways = [way(form, budget=5_000), way(form, budget=7_000, cache="lru"), way(form, budget=6_000)]
     asked = Question(MODEL, None, 1, 16, 1, 0.0, False, None, "")
     said = verify.verify(asked, ways, kept)
-    assert told == runs and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
+    assert told == runs and [one["settings"]["budget"] for one in Kept("abc").records] == [
+        5_000,
+        6_000,
+    ]
     assert any("no room" in one for one in said) and any(end in one for one in said)
 
 
@@ -128,7 +131,7 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
     for (tokens, _), step in zip(found["forwards"], found["steps"]):
         assert [layer for layer, _ in step] == list(range(spec.L))
         assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
-    assert options_of(way(budget=100), MODEL) == {"executor": "fast"}
+    assert options_of(way(budget=10_000), MODEL) == {"executor": "fast"}
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
 
 
