@@ -24,7 +24,7 @@ from moelab.advice.kept import Kept
 from moelab.advice.machine import here
 from moelab.advice.model import find_model
 from moelab.advice.question import Question
-from moelab.advice.sample import sample_costs
+from moelab.advice.sample import DISTURBED, sample_costs
 from moelab.advice.simulated import chosen, identity_of, looked
 from moelab.advice.space import PROMPT, TIMED, WARM, CostsOf, Look, Search, forms_of, reading
 from moelab.advice.verify import options_of, stored
@@ -35,6 +35,7 @@ from moelab.bench import ENGINE
 from moelab.bench.grid import synthetic
 from moelab.bench.measure import turns, working
 from moelab.bench.memory_limit import drop_cached
+from moelab.bench.results import watched
 from moelab.evaluation.intervals import typical
 from moelab.progress import progress
 from moelab.records import Record, Records
@@ -90,7 +91,7 @@ def settings(asked: Question, look: Look, costs_of: CostsOf, rate: float, rounds
         for name, loss in LOSSES.items()
     }
     every = list(dict.fromkeys(way for ways in tried.values() for way in ways))
-    found = measured(asked, every, rate, rounds, title)
+    found, busy = watched(lambda: measured(asked, every, rate, rounds, title))
     rows: Records = {}
     for name, (advised, *others) in tried.items():
         ran = {way: of for way in (advised, *others) if not isinstance(of := found[way], str)}
@@ -105,17 +106,19 @@ def settings(asked: Question, look: Look, costs_of: CostsOf, rate: float, rounds
             "predicted ÷ measured": advised.tpot / tpot,
             "best": best.name,
             "advised ÷ best": tpot / ran[best],
+            "cores that others kept busy": busy,
         }
     return rows
 
 
 def summary(rows: Records) -> Record:
     """How many settings were advised and predicted well enough; one whose advice could not run
-    counts as neither."""
+    counts as neither, and one that others disturbed tells little."""
     ran = [row for row in rows.values() if "result" not in row]
     worse, off = ([row[key] for row in ran] for key in ("advised ÷ best", "predicted ÷ measured"))
     return {
         "settings": len(rows),
+        "disturbed": sum(row["cores that others kept busy"] > DISTURBED for row in ran),
         "advised within 10 % of the best": sum(x <= 1.1 for x in worse),
         "worst advised ÷ best": max(worse, default=None),
         "predicted within 15 % of measured": sum(abs(x - 1) <= 0.15 for x in off),

@@ -27,7 +27,7 @@ def test_settings_are_advised_and_run(in_this_process, tmp_path, monkeypatch):
 
 
 def test_a_setting_whose_advice_could_not_run_is_no_success():
-    ran = {"advised ÷ best": 1.2, "predicted ÷ measured": 0.9}
+    ran = {"advised ÷ best": 1.2, "predicted ÷ measured": 0.9, "cores that others kept busy": 1.0}
     counted = accuracy.summary({"a": ran, "b": {"result": "no room"}})
-    assert list(counted.values()) == [2, 0, 1.2, 1, 0.9, 0.9, 0.9]
+    assert list(counted.values()) == [2, 1, 0, 1.2, 1, 0.9, 0.9, 0.9]
     assert accuracy.summary({})["worst advised ÷ best"] is None
