@@ -77,25 +77,20 @@ def find_model(model: str | Path | None) -> Model:
     """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
     text = str(model)
     path = small_model() if model is None else Path(model).expanduser()
-    for name in registry.names("model"):
-        if (
-            text.lower() in (name.lower(), load_card(name).get("hub", "").lower())
-            and not path.exists()
-        ):
+    home, is_here = path, path.exists()
+    for name in () if is_here else registry.names("model"):
+        if text.lower() in (name.lower(), load_card(name).get("hub", "").lower()):
             return _to_download(_of_card(name))
-    if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
+    if not is_here and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
-    home = (
-        path
-        if path.exists() or text.count("/") != 1
-        else from_hub(text, ["config.json", "hf_quant_config.json"])
-    )
+    if not is_here and text.count("/") == 1:
+        home = from_hub(text, ["config.json", "hf_quant_config.json"])
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        spec, config = _read_config(file, path.resolve().name if path.exists() else text)
+        spec, config = _read_config(file, path.resolve().name if is_here else text)
         found = Model(
             text, spec, _others(spec, config), "estimated from its geometry", most=_most(config)
         )
-        return found if path.exists() else _to_download(found)
+        return found if is_here else _to_download(found)
     from moelab.checkpoint.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.at(model)
@@ -124,8 +119,7 @@ def _of_card(name: str) -> Model:
     spec = load_model(name)
     card = load_card(name)
     source = card.get("hub", name)
-    published = card.get("figures", {}).get("total_params")
-    if published is None:
+    if (published := card.get("figures", {}).get("total_params")) is None:
         return Model(source, spec, _others(spec), "estimated from its geometry")
     others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
     return Model(source, spec, round(others), "published parameters less the experts'")

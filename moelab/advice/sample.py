@@ -27,12 +27,9 @@ from moelab.advice.space import Costs, CostsOf, Look
 from moelab.bench.profile import FORMAT, Profile, profile
 from moelab.bench.results import watched
 from moelab.bench.synthesize import VOCABULARY, synthesize
-from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_folder
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.simulation.costs import Machine
-from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import aligned
@@ -154,11 +151,7 @@ def resident_token(store: Path, beside: int) -> float:
 def before_experts(found: Profile, sample: MoESpec) -> float:
     """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens
     took, without their experts and the head as they are simulated."""
-    residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
-    token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
-    residency.fill()
-    alone = Machine(found.machine.delays, head=found.machine.head)
-    rest = simulate([token], [(1, "decode")], residency, alone).tpot
+    rest = sample.L * found.machine.delays.one_token(sample.K) + sum(found.machine.head)
     return max(found.resident - rest, 0.0) / sample.L
 
 

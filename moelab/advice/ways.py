@@ -127,17 +127,11 @@ class Way:
         }
 
 
-def zipf(spec: MoESpec, exponent: float = ZIPF) -> np.ndarray:
-    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ; no more than all, K together in
-    each layer."""
-    f = np.arange(1, spec.E + 1) ** -exponent
-    certain = 0
-    while True:  # who is needed by all tokens leaves less for the others
-        f[certain:] *= (spec.K - certain) / f[certain:].sum()
-        if f.max(initial=0) <= 1 + 1e-12:
-            return np.tile(np.minimum(f, 1), (spec.L, 1))
-        certain = int((f >= 1).sum())
-        f[:certain] = 1
+def zipf(spec: MoESpec) -> np.ndarray:
+    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ: K together in each layer, unless
+    that would need one more often than always."""
+    f = np.arange(1, spec.E + 1) ** -ZIPF
+    return np.tile(np.minimum(f * spec.K / f.sum(), 1), (spec.L, 1))
 
 
 def hit_rates(shares: np.ndarray) -> Callable[[int], float]:

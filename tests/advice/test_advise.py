@@ -163,22 +163,13 @@ def test_a_calibration_says_how_popular_experts_are(tmp_path):
         advise("Mixtral-8x7B", "60GB", device="m2-max", calibration=tmp_path / "c.safetensors")
 
 
-@given(st.integers(1, 40), st.integers(1, 40), st.floats(0, 2))
-def test_popularity_by_rank(E, K, exponent):
-    """K experts a token, none more than once; of those that are not certain, rank by rank as the
-    law says."""
+@given(st.integers(1, 40), st.integers(1, 40))
+def test_popularity_by_rank(E, K):
     spec = MoESpec("m", "m", 2, (0, 1), E, min(K, E), 8, 8)
-    shares = zipf(spec, exponent)
-    assert (
-        shares.shape == (2, E)
-        and shares.sum(1) == pytest.approx(2 * [spec.K])
-        and shares.max() <= 1
-    )
-    free = [i for i in range(E) if shares[0, i] < 1 - 1e-9]
-    assert all(
-        shares[0, i] / shares[0, free[0]] == pytest.approx(((free[0] + 1) / (i + 1)) ** exponent)
-        for i in free
-    )
+    shares = zipf(spec)
+    assert shares.shape == (2, E) and shares.max() <= 1
+    assert shares.max() == 1 or shares.sum(1) == pytest.approx([spec.K] * 2)
+    assert shares[0, 0] / shares[0, -1] <= E**0.3 * (1 + 1e-9)
     hits = hit_rates(shares)
     everything = sorted(shares.flatten(), reverse=True)
     for kept in range(2 * E + 1):
