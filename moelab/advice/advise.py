@@ -68,8 +68,8 @@ def advise(
     verify : run the best ones for real, minutes; what is measured is kept.
 
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
-    context than the model takes; a memory in which not even the model without its experts fits;
-    another model's calibration; what cannot be verified."""
+    context than the model takes; a memory in which it does not fit; another model's calibration;
+    what cannot be verified."""
     found, on_card = find_model(model), device is not None
     if verify and (found.folder is None or on_card):
         raise ValueError(
