@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 
 from moelab import claims
 from moelab.__main__ import main
-from moelab.advice.verify import sensible
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
@@ -385,17 +384,6 @@ def test_annotations_mean_what_they_say():
         typed({"a": [{"b": 1}, {"b": "x"}]}, dict[str, list[dict[str, int]]])
     with pytest.raises(ValueError, match="w is float32 .2.; it must be int64 .any, 3."):
         checked({"w": torch.ones(2)}, "w", ("int64",), (None, 3))
-
-
-def test_kept_measurements_that_make_no_sense_count_as_not_made():
-    record = {"machine": "a", "model": "b", "settings": {"form": "bf12"}, "batch": 1, "peak": 1}
-    record |= {"predicted": 0.1, "tpot": 0.2, "ttft": 0.1, "limit": "", "loss": [0.01, 0.001]}
-    record |= {"when": "now", "load": 0.1}
-    assert sensible(record) and sensible(record | {"loss": None, "predicted": None})
-    wrong = {"tpot": [-1, math.nan, 0], "predicted": [-0.1], "loss": [[1], "x"], "batch": [0]}
-    for key, values in (wrong | {"settings": [{}], "machine": [None]}).items():
-        assert not any(sensible(record | {key: value}) for value in values), key
-    assert not any(map(sensible, (None, [], {}, "x", 1)))
 
 
 def test_the_arena_imports_nothing_but_a_class_of_this_folder(tmp_path, monkeypatch, capsys):

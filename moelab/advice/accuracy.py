@@ -3,9 +3,8 @@
 Synthetic models of three shapes, shares of their experts as budgets, throttled disks, and a loss
 that is not or is allowed; each combination is a setting. Its advice is made as `moelab.advise`
 makes it: the model runs once on that disk, as it is, with half of its experts in memory; forms,
-caches, prefetchers and executors are simulated. No other measurement of a setting is known to any
-advice. Then the advised way, the next one, and the fastest of other forms and executors run for
-real, in turn, on the same tokens; the rate of memory just before tells how steady the machine is.
+caches and prefetchers are simulated. No other measurement of a setting is known to any advice. Then
+the ways that `--verify` runs, the fastest of each form, run for real, in turn, on the same tokens.
 All in this process: reads are throttled, memory is not limited, and a rate that the disk does not
 reach is the disk's own."""
 
@@ -13,29 +12,31 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import patch
 
+from moelab.advice.kept import Kept
 from moelab.advice.machine import here
-from moelab.advice.model import Model, find_model
+from moelab.advice.model import find_model
 from moelab.advice.question import Question
-from moelab.advice.sample import sample_costs
-from moelab.advice.simulated import identity_of, judged, looked, searched
-from moelab.advice.space import PROMPT, TIMED, WARM, Look, at_rate, forms_of, typical
-from moelab.advice.verify import Kept, options_of, stored
+from moelab.advice.sample import DISTURBED, sample_costs
+from moelab.advice.simulated import chosen, identity_of, looked
+from moelab.advice.space import PROMPT, TIMED, WARM, CostsOf, Look, Search, forms_of, reading
+from moelab.advice.verify import options_of, stored
 from moelab.advice.verify import run as run_way
-from moelab.advice.ways import Way, needed
+from moelab.advice.ways import Way
 from moelab.arguments import number, several, whole
 from moelab.bench import ENGINE
 from moelab.bench.grid import synthetic
 from moelab.bench.measure import turns, working
 from moelab.bench.memory_limit import drop_cached
+from moelab.bench.results import watched
+from moelab.evaluation.intervals import typical
 from moelab.progress import progress
 from moelab.records import Record, Records
 from moelab.specs import MoESpec
@@ -48,18 +49,17 @@ SPECS = (
 )
 LOSSES = {"lossless": 0.0, "any loss": inf}
 CONTEXT = PROMPT + WARM + TIMED
-FORMS = 3  # forms and executors that run in each setting, the advised one among them
 
 
-def contenders(ways: Sequence[Way]) -> list[Way]:
-    """The two fastest of ways, which are sorted by their predicted time, and the fastest of each
-    form and executor."""
-    firsts = {(way.form, way.executor): way for way in reversed(ways)}.values()
-    return list(dict.fromkeys([*ways[:2], *sorted(firsts, key=ways.index)[:FORMS]]))
+def asked_of(folder: Path, budget: float) -> Question:
+    """Memory for so much of the experts, without loss."""
+    model = find_model(folder)
+    asked = Question(model, here(folder), 0, CONTEXT, 1, 0.0, False, None, "")
+    return replace(asked, memory=asked.fixed + round(budget * model.spec.experts_bytes))
 
 
 def measured(
-    model: Model, ways: Sequence[Way], rate: float, rounds: int, title: str
+    asked: Question, ways: Sequence[Way], rate: float, rounds: int, title: str
 ) -> dict[Way, float | str]:
     """TPOT of each way, `typical` of its tokens, each in its least disturbed round; why, of those
     that could not run."""
@@ -69,11 +69,10 @@ def measured(
         if way in failed:
             continue
         try:
-            source = stored(model, way.form)
-            options = options_of(way, model)
-            slow = {"bandwidth": rate} if "memory" in options else {}
+            source = stored(asked.model, way.form)
+            slow = {} if way.resident else {"bandwidth": rate}
             drop_cached(Path(source))
-            ran = run_way(source, options | slow, prompt=PROMPT, tokens=WARM + TIMED)
+            ran = run_way(source, options_of(way, asked.model) | slow)
         except (RuntimeError, ValueError, OSError) as error:
             failed[way] = str(error)
             continue
@@ -82,51 +81,44 @@ def measured(
     return {way: typical(seconds) for way, seconds in best.items()} | failed
 
 
-def settings(
-    model: Model, look: Look, costs_of: Callable[..., Any], budget: float, rate: float, rounds: int
-) -> Records:
+def settings(asked: Question, look: Look, costs_of: CostsOf, rate: float, rounds: int) -> Records:
     """One budget and rate with every loss: a row of each setting."""
-    kept = Kept(identity_of(model))
-    device = here(model.folder)
-    memory = needed(model, CONTEXT, 1) + round(budget * model.spec.experts_bytes)
-    popularity = "as in what ran here"
-    asked = Question(model, device, memory, CONTEXT, 1, 0.0, False, look.seen.shares, popularity)
-    title = f"{model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
-    tried = {}
-    for name, loss in LOSSES.items():
-        search = searched(replace(asked, loss=loss), costs_of, look.seen, kept)
-        advice = judged(search, kept, costs_of, [])
-        tried[name] = contenders([way for way in advice.ways if way.within(loss)])
+    budget = (asked.memory - asked.fixed) / asked.model.spec.experts_bytes
+    title = f"{asked.model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
+    kept = Kept(identity_of(asked.model))
+    tried = {
+        name: chosen(Search(replace(asked, loss=loss), costs_of, look.seen, kept))
+        for name, loss in LOSSES.items()
+    }
     every = list(dict.fromkeys(way for ways in tried.values() for way in ways))
-    found = measured(model, every, rate, rounds, title)
+    found, busy = watched(lambda: measured(asked, every, rate, rounds, title))
     rows: Records = {}
-    for name, ways in tried.items():
-        ran = {way: found[way] for way in ways if not isinstance(found[way], str)}
-        best = min(ran, key=ran.__getitem__, default=None)
-        row = rows[f"{title}, {name}"] = {
-            "advised": ways[0].name,
-            "memory GB/s": device["memory_bandwidth_gbs"],
-        }
-        if isinstance(tpot := found[ways[0]], str):
-            row["result"] = tpot
+    for name, (advised, *others) in tried.items():
+        ran = {way: of for way in (advised, *others) if not isinstance(of := found[way], str)}
+        row = rows[f"{title}, {name}"] = {"advised": advised.name}
+        if advised not in ran:
+            row["result"] = found[advised]
             continue
+        best, tpot = min(ran, key=ran.__getitem__), ran[advised]
         row |= {
-            "predicted s": ways[0].tpot,
+            "predicted s": advised.tpot,
             "measured s": tpot,
-            "predicted ÷ measured": ways[0].tpot / tpot,
+            "predicted ÷ measured": advised.tpot / tpot,
             "best": best.name,
             "advised ÷ best": tpot / ran[best],
+            "cores that others kept busy": busy,
         }
     return rows
 
 
 def summary(rows: Records) -> Record:
     """How many settings were advised and predicted well enough; one whose advice could not run
-    counts as neither."""
+    counts as neither, and one that others disturbed tells little."""
     ran = [row for row in rows.values() if "result" not in row]
     worse, off = ([row[key] for row in ran] for key in ("advised ÷ best", "predicted ÷ measured"))
     return {
         "settings": len(rows),
+        "disturbed": sum(row["cores that others kept busy"] > DISTURBED for row in ran),
         "advised within 10 % of the best": sum(x <= 1.1 for x in worse),
         "worst advised ÷ best": max(worse, default=None),
         "predicted within 15 % of measured": sum(abs(x - 1) <= 0.15 for x in off),
@@ -158,33 +150,30 @@ def run(
         shutil.rmtree(place / "cache" / "advice", ignore_errors=True)  # no profile of another day
         try:
             for spec, rate, budget in progress(cells, "advice", unit="settings"):
-                model, look, costs_of = prepared(spec, place, 1e6 * rate)
-                rows |= settings(model, look, costs_of, budget, 1e6 * rate, rounds)
+                folder = place / spec.name
+                look, costs_of = prepared(spec, folder, 1e6 * rate)
+                rows |= settings(asked_of(folder, budget), look, costs_of, 1e6 * rate, rounds)
         except KeyboardInterrupt:  # it takes minutes: what is done is kept
             conditions["stopped in"] = spec.name
     return {"conditions": conditions, "settings": rows, "summary": summary(rows)}
 
 
-def prepared(spec: MoESpec, place: Path, rate: float) -> tuple[Model, Look, Callable[..., Any]]:
-    """A shape's model, written if it is not there; how it ran, and what its experts cost in every
-    form where so many bytes a second are read, once it has run there."""
+def prepared(spec: MoESpec, folder: Path, rate: float) -> tuple[Look, CostsOf]:
+    """How a shape's model, written if it is not there, ran with half of its experts in memory, and
+    what its experts cost in every form, where so many bytes a second are read."""
     from moelab.bench.synthesize import synthesize
 
-    folder = place / spec.name
     if not folder.exists():
         synthesize(folder, spec)
-    model = find_model(folder)
-    memory = needed(model, CONTEXT, 1) + spec.experts_bytes // 2
-    look, why = looked(
-        model, Kept(identity_of(model)), rate, memory=memory, context=CONTEXT, batch=1
-    )
-    if look is None:
-        raise RuntimeError(f"{spec.name} could not be run: {why}")
-    return (
-        model,
-        look,
-        at_rate(sample_costs(model, forms_of(model), look), rate, look.ran["late"]),
-    )
+    asked = asked_of(folder, 0.5)
+    look = looked(asked, Kept(identity_of(asked.model)), bandwidth=rate)
+    late = look.ran["late"]  # by so much does a throttled read wake up too late
+
+    def throttled(seconds: float, nbytes: float) -> float:
+        return max(seconds, nbytes and nbytes / rate + late)
+
+    own = sample_costs(asked.model, forms_of(asked.model), look)
+    return look, reading(own, throttled)
 
 
 MEASURES = (*ENGINE, "moelab/advice", "moelab/simulation")

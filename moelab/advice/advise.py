@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,6 @@ from moelab.advice.ways import ZIPF, Way, zipf
 from moelab.arguments import whole
 from moelab.cards import load_device
 from moelab.offloading import budget
-from moelab.registry import names, require
-from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec, MoESpec
 
 #: tokens of a sequence, where nobody says how many
@@ -69,8 +68,8 @@ def advise(
     verify : run the best ones for real, minutes; what is measured is kept.
 
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
-    context than the model takes; a memory in which not even the model without its experts fits;
-    another model's calibration; what cannot be verified."""
+    context than the model takes; a memory in which it does not fit; another model's calibration;
+    what cannot be verified."""
     found, on_card = find_model(model), device is not None
     if verify and (found.folder is None or on_card):
         raise ValueError(
@@ -79,17 +78,21 @@ def advise(
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card
+    if isinstance(device, (str, Path)):
+        device = load_device(device)
+    machine = device or here(found.folder)
     asked = Question(
         found,
-        _device_of(device, found.folder),
-        memory,
+        machine,
+        _memory_of(memory, machine),
         _context_of(found, context),
         batch,
         parse_loss(loss),
         on_card,
         *_shares(calibration, found.spec),
     )
-    asked.require_room(simulate or verify)
+    if found.forms() and not asked.arithmetic():
+        raise asked.refusal()
     if simulate or verify:
         from moelab.advice.simulated import simulated
 
@@ -99,24 +102,34 @@ def advise(
 
 def modelled(asked: Question) -> Advice:
     """The advice by arithmetic alone."""
-    ways = asked.arithmetic()
 
-    def changed(best: Way) -> tuple[Way | None, Way | None]:
-        richer = asked.arithmetic(asked.memory * 3 // 2)
-        quicker = asked.arithmetic(rates=replace(asked.rates, read=2 * asked.rates.read))
+    def changed(_: Way) -> list[Way | None]:
+        richer = replace(asked, memory=asked.memory * 3 // 2).arithmetic()
+        found = richer, asked.arithmetic(faster=2)
         if not asked.on_card:
-            richer, quicker = (fitting(asked.model, of, asked.loss)[0] for of in (richer, quicker))
-        return tuple(
-            next((way for way in of if way.within(asked.loss)), None) for of in (richer, quicker)
-        )
+            found = [fitting(asked.model, of, asked.loss)[0] for of in found]
+        return [next((way for way in of if way.within(asked.loss)), None) for of in found]
 
+    ways = asked.arithmetic()
     others = [
         way
         for part in (0.5, 0.75, 1.5, 2.0)
-        for way in asked.arithmetic(int(part * asked.memory))
+        for way in replace(asked, memory=int(part * asked.memory)).arithmetic()
         if way not in ways
     ]
     return conclude(asked, ways, changed, dict.fromkeys(others), [])
+
+
+def _memory_of(given: str | float | int, device: DeviceSpec) -> int:
+    """Bytes of the process; ValueError for a share, which would be one of the experts."""
+    memory = budget.parse_budget(
+        given, 0, 0, lambda: round(device["memory_gb"] * 1e9) + budget.RESERVE
+    )
+    if not memory:
+        raise ValueError(
+            f"memory is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
+        )
+    return memory
 
 
 def _context_of(model: Model, context: int | None) -> int:
@@ -130,41 +143,16 @@ def _context_of(model: Model, context: int | None) -> int:
     return context
 
 
-def _device_of(device: str | Path | DeviceSpec | None, folder: Path | None) -> DeviceSpec:
-    """The machine that is asked about: this one, or a card's."""
-    if device is None:
-        return here(folder)
-    if isinstance(device, DeviceSpec):
-        return device
-    if Path(device).suffix != ".toml":  # your own card is told what it lacks
-        known = filter(_has_rates, names("device"))
-        require("card of a device with a host link or a disk", device, known)
-    return load_device(device)
-
-
-def _has_rates(name: str) -> bool:
-    try:
-        return bool(MachineRates.of(load_device(name)))
-    except ValueError:
-        return False
-
-
 def parse_loss(loss: str | float) -> float:
     """A relative increase of language loss: "1%", 0.01; "any" is infinity. ValueError for anything
     else, a bare 1, too, which somebody means as 1 %."""
-    try:
-        text = str(loss).strip().lower()
-        value = (
-            math.inf
-            if text == "any"
-            else float(text[:-1]) / 100
-            if text.endswith("%")
-            else float(text)
-        )
-        if 0 <= value < 1 or text in ("any", "100%"):
+    text = str(loss).strip().lower()
+    with suppress(ValueError):
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if 0 <= value < 1 or text == "100%":
             return value
-    except ValueError:
-        pass
+    if text == "any":
+        return math.inf
     raise ValueError(
         f"loss is {loss!r}; it is by how much language loss may grow, from 0 to 100%, such as "
         "'1%' or 0.01, or 'any'"

@@ -4,7 +4,7 @@ that do it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.offloading.budget import RESERVE, kv_bytes
+from moelab.offloading.budget import RESERVE
 from moelab.simulation.costs import MachineRates
 from moelab.specs import DeviceSpec
-from moelab.table import UNITS, duration, filled, head_and_rows, plain, size, text_table, unit_of
+from moelab.table import duration, filled, head_and_rows, plain, size, text_table
 
 #: rows of the printed table
 ROWS = 12
@@ -27,50 +27,37 @@ ROWS = 12
 class Advice:
     """The answer: `ways` that fit, best first; `more`: (what would give more, and then).
 
-    elsewhere : ways in other memory.    loss : what is allowed, relative; infinity allows any.
-    popularity : how often experts are taken to be chosen.    notes : what else there is to know.
+    elsewhere : ways in other memory.    notes : what else there is to know.
     """
 
-    model: Model
-    device: DeviceSpec
-    memory: int
-    context: int
-    batch: int
-    loss: float
+    asked: Question = field(repr=False)
     ways: tuple[Way, ...]
     more: tuple[tuple[str, Way], ...] = field(repr=False)
-    popularity: str = ""
-    elsewhere: tuple[Way, ...] = field(default=(), repr=False)
-    notes: tuple[str, ...] = ()
+    elsewhere: tuple[Way, ...] = field(repr=False)
+    notes: tuple[str, ...]
+
+    @property
+    def model(self) -> Model:
+        """What was asked about."""
+        return self.asked.model
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the process may take."""
+        return self.asked.memory
 
     @property
     def best(self) -> Way:
         """The fastest that loses no more than was allowed."""
-        return next(way for way in self.ways if way.within(self.loss))
+        return next(way for way in self.ways if way.within(self.asked.loss))
 
     @property
     def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
         """(command, source, options) of what to run, in this order."""
         way = self.best
         source = self.model.source
-        options: dict[str, Any] = {
-            "memory": "100%"
-            if way.resident
-            else f"{way.budget // 10**6}MB"
-            if way.budget >= 10**8
-            else f"{way.budget // 10**3}kB",
-            "executor": way.executor,
-        }
-        if not way.resident:
-            options |= {
-                name: value
-                for name, value, usual in (
-                    ("cache", way.cache, DEFAULT_POLICY),
-                    ("prefetch", way.prefetch or "none", "router"),
-                    ("workers", way.workers, 1),
-                )
-                if value != usual
-            }
+        usual = {"cache": DEFAULT_POLICY, "prefetch": "router"}
+        options = {name: of for name, of in way.options.items() if of != usual.get(name)}
         if way.form in ("bf12", DECODED):
             store = f"{Path(source).name}.{way.form}"
             return [
@@ -103,112 +90,55 @@ class Advice:
         options = [f"{name}={value!r}" for name, value in given.items()]
         return f"moelab.open_model({', '.join([repr(source), *options, *plan])})"
 
-    def table(self) -> list[dict[str, Any]]:
-        """A row a way, exact, in bytes and seconds: of each form the fastest, what was measured,
-        and others; the fastest first."""
+    def table(self) -> list[dict[str, str]]:
+        """A row a way: of each form the fastest, what was measured, and others; the fastest
+        first. What is the same in all rows, which `words` tells, takes no column."""
         firsts = {way.form: way for way in reversed(self.ways)}
         kept = [way for way in self.ways if way is firsts[way.form] or way.kind == "measured"]
         kept += [way for way in self.ways if way not in kept][: max(ROWS - len(kept), 0)]
-        return [way.row(self.batch) for way in sorted(kept, key=lambda way: way.tpot)]
-
-    def rounded(self) -> tuple[list[dict[str, Any]], str]:
-        """The table as a person reads it, and a sentence of what is the same in all rows, which
-        takes no column."""
-        rows = in_units(self.table())
-        same = {
-            name: value
-            for name, value in rows[0].items()
-            if len(rows) > 1 and all(r[name] == value for r in rows)
-        }
-        told = "; ".join(
-            " ".join([(parts := name.split(", "))[0], str(value), *parts[1:]])
-            for name, value in same.items()
-            if value != "–"
-        )
-        return [
-            {name: value for name, value in row.items() if name not in same} for row in rows
-        ], f"All rows: {told}." if told else ""
+        rows = [way.row(self.asked.batch) for way in sorted(kept, key=lambda way: way.tpot)]
+        told = [name for name in rows[0] if len(rows) > 1 and len({row[name] for row in rows}) == 1]
+        return [{name: of for name, of in row.items() if name not in told} for row in rows]
 
     @property
     def words(self) -> str:
         """What to do, what it gives, what gives more, and the commands."""
-        way = self.best
-        spec = self.model.spec
-        device = self.device
-        options = self.steps[-1][2]
-        rates, (_, outside) = MachineRates.of(device), beyond(device)
-        where = (
-            "all of them in memory"
-            if way.resident
-            else f"{size(way.budget)} of their {size(way.experts)} in memory, the others {outside}"
-        )
+        way, asked = self.best, self.asked
+        spec, device, rates = asked.model.spec, asked.device, MachineRates.of(asked.device)
+        _, outside = beyond(device)
+        where = "all of them in memory"
+        if not way.resident:
+            where = f"{size(way.budget)} of their {size(way.experts)} in memory, others {outside}"
         form = (
             "Leave the checkpoint as it is"
             if way.form == AS_IS
             else f"Store the experts as {way.form}"
         )
-        loss = way.loses if way.loss is not None else "its loss is unknown: --verify measures it"
-        how = ", ".join(
-            f"{name} {value}"
-            for name, value in options.items()
-            if name not in ("memory", "quantize")
-        )
+        unknown = ", --verify measures it" if way.loss is None else ""
+        how = [f"{name} {of}" for name, of in self.steps[-1][2].items()]
         more = "; ".join(
             f"{what}: {duration(other.tpot)} ({plain(way.tpot / other.tpot)}×)"
             for what, other in self.more
         )
-        error = "" if way.error is None else f" ± {100 * way.error:.0f} %"
         expected = f", {duration(way.predicted)} expected" if way.predicted else ""
-        return "\n".join(
-            [
-                f"{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts "
-                f"{size(spec.experts_bytes)}, other weights {size(self.model.others)} "
-                f"({self.model.how}), KV cache "
-                f"{size(kv_bytes(spec, self.context * self.batch))}, process {size(RESERVE)}",
-                f"{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at "
-                f"{size(rates.read)}/s; {size(self.memory)} may be used",
-                "",
-                f"Do: {form} ({loss}), {where}; {how}.",
-                f"Gives: {duration(way.tpot)}{error} a token ({plain(self.batch / way.tpot)} "
-                f"tokens/s), {duration(way.ttft)} to the first after a prompt of "
-                f"{self.context:,} tokens; {way.kind}{expected}, limited by {way.limited_by}, "
-                f"with experts chosen {self.popularity}.",
-                f"More: {more or 'nothing that was tried here'}.",
-                "",
-                *(f"  {command}" for command in self.commands),
-                f"  {self.python}",
-            ]
-        )
+        return f"""\
+{spec.name}: {spec.L} layers of {spec.E} experts, {spec.K} a token; experts \
+{size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), KV cache \
+{size(asked.kv)}, process {size(RESERVE)}
+{device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; \
+{size(self.memory)} may be used
+
+Do: {form} ({way.loses}{unknown}), {where}; {", ".join(how)}.
+Gives: {duration(way.tpot)}{way.uncertain} a token ({plain(asked.batch / way.tpot)} tokens/s), \
+{duration(way.ttft)} to the first after a prompt of {asked.context:,} tokens; {way.kind}{expected}, \
+limited by {way.limited_by}, with experts chosen {asked.popularity}.
+More: {more or "nothing that was tried here"}.
+
+""" + "\n".join(f"  {command}" for command in (*self.commands, self.python))
 
     def __str__(self) -> str:
-        rows, common = self.rounded()
-        return filled(
-            "\n".join(
-                [
-                    self.words,
-                    "",
-                    text_table(*head_and_rows(rows)),
-                    "",
-                    *filter(None, (common, *self.notes)),
-                ]
-            )
-        )
-
-
-def in_units(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Rows of the same columns as a person reads them: numbers in three digits, and a column of
-    bytes or seconds ("memory, B", "TPOT, s") in one unit, in which none but 0 is below 1 if there
-    is one."""
-    columns: dict[str, list[Any]] = {}
-    for column in rows[0] if rows else ():
-        values = [row[column] for row in rows]
-        name, _, base = column.rpartition(", ")
-        if base in UNITS:
-            unit, of = unit_of(min(filter(None, values), default=0), base)
-            column = f"{name}, {unit}"
-            values = [value / of for value in values]
-        columns[column] = [plain(value) if isinstance(value, float) else value for value in values]
-    return [dict(zip(columns, cells)) for cells in zip(*columns.values())]
+        rows = text_table(*head_and_rows(self.table()))
+        return filled("\n".join([self.words, "", rows, "", *self.notes]))
 
 
 def beyond(device: DeviceSpec) -> tuple[str, str]:
@@ -234,10 +164,7 @@ def conclude(
     ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
     best = next((way for way in ways if way.within(asked.loss)), None)
     if best is None:
-        raise ValueError(
-            f"nothing that fits {size(asked.memory)} is known to lose no more than "
-            f"{asked.loss:.2%}: measure it (--verify), allow any loss, or give more memory"
-        )
+        raise asked.refusal()
     more, faster = changed(best)
     few = next((way for way in ways if not way.within(asked.loss)), None)
     options = [
@@ -252,16 +179,5 @@ def conclude(
             "The loss that is allowed changes nothing, as that of few bits has not been measured "
             "of this model: --verify measures it, --loss any does without"
         )
-    return Advice(
-        asked.model,
-        asked.device,
-        asked.memory,
-        asked.context,
-        asked.batch,
-        asked.loss,
-        tuple(ways),
-        tuple(sorted(gain, key=lambda one: one[1].tpot)),
-        asked.popularity,
-        tuple(elsewhere),
-        tuple(notes),
-    )
+    gain.sort(key=lambda one: one[1].tpot)
+    return Advice(asked, tuple(ways), tuple(gain), tuple(elsewhere), tuple(notes))

@@ -18,15 +18,8 @@ from moelab.files import cache_root, folder_bytes, nearest
 from moelab.offloading.budget import available
 from moelab.table import size
 
-#: processor's features that the kernels or torch's products use → what they are good for
-FEATURES = {
-    "avx2": "vectors of 8",
-    "avx512bw": "vectors of 16",
-    "avx512bf16": "bf16 products",
-    "amx-bf16": "bf16 products in tiles",
-    "neon": "vectors of 4",
-    "bf16": "bf16 products",
-}
+#: processor's features that the kernels or torch's products use
+FEATURES = "avx2", "avx512bw", "avx512bf16", "amx-bf16", "neon", "bf16"
 #: package → what does not run without it
 PACKAGES = {
     "torch": "everything",
@@ -53,7 +46,6 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
         "CUDA": _cuda,
         "Neural Engine": _ane,
         "hub": _hub,
-        "kernels": _kernels,
         "cache": _cache,
     }.items():
         try:
@@ -78,15 +70,9 @@ def _memory() -> str:
 
 
 def _disk(folder: Path) -> str:
-    rates = {requests: disk_rate(folder, requests) for requests in (1, 4, 16)}
-    return (
-        ", ".join(
-            f"{size(rate)}/s with {requests} request{'s' * (requests > 1)}"
-            for requests, (rate, _) in rates.items()
-        )
-        + f" ({rates[1][1]}); {size(shutil.disk_usage(folder).free)} free"
-        + (f"; read-ahead {ahead} KB" if (ahead := read_ahead(folder)) else "")
-    )
+    rate, how = disk_rate(folder)
+    ahead = f"; read-ahead {kb} KB" if (kb := read_ahead(folder)) else ""
+    return f"{size(rate)}/s ({how}); {size(shutil.disk_usage(folder).free)} free{ahead}"
 
 
 def _ane() -> str:
@@ -110,8 +96,7 @@ def _features() -> str:
     except ModuleNotFoundError:
         return "features unknown without numba"
     has = llvm.get_host_cpu_features()
-    found = [f"{name} ({purpose})" for name, purpose in FEATURES.items() if has.get(name)]
-    return ", ".join(found) or "no vector instructions that the kernels know"
+    return ", ".join(filter(has.get, FEATURES)) or "no vector instructions that the kernels know"
 
 
 def _cuda() -> str:
@@ -136,18 +121,6 @@ def _hub() -> str:
             "from folders"
         )
     return f"{HUB} can be reached"
-
-
-def _kernels() -> str:
-    try:
-        from moelab.kernels import compile as compiled
-    except ModuleNotFoundError:
-        return "none without numba"
-    folder = Path(compiled.__file__).with_name("__pycache__")
-    made = len(list(folder.glob("*.nbi"))) if folder.is_dir() else 0
-    if not os.access(folder if folder.is_dir() else folder.parent, os.W_OK):
-        return f"{made} cached; {folder} cannot be written, so others are compiled in every process"
-    return f"{made} cached; the first use of another compiles it, seconds each"
 
 
 def _fast_paths() -> Iterator[tuple[str, str]]:

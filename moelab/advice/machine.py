@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -67,9 +67,9 @@ def flops() -> float:
     return 2 * n**3 / _best(lambda: a @ a)
 
 
-def disk_rate(folder: str | Path | None = None, requests: int = 1) -> tuple[float, str]:
-    """(bytes/s of reads of `READ` bytes at random places past the page cache, so many at a time;
-    what was read).
+def disk_rate(folder: str | Path | None = None) -> tuple[float, str]:
+    """(bytes/s of reads of `READ` bytes at random places past the page cache, one at a time; what
+    was read).
 
     folder : of the model, whose largest file is read; where it has none itself, a file is written
         and removed again.
@@ -79,35 +79,29 @@ def disk_rate(folder: str | Path | None = None, requests: int = 1) -> tuple[floa
     files = [path for path in Path(folder).iterdir() if path.is_file()] if folder else []
     file = max(files, key=lambda path: path.stat().st_size, default=None)
     if file and file.stat().st_size >= PROBE:
-        rate, way = _read(file, requests)
-        return rate, f"{way} of {file.name}"
+        return _read(file), f"reads of {READ >> 20} MB of {file.name}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         (file := Path(temporary) / "probe").write_bytes(os.urandom(1 << 20) * (PROBE >> 20))
         with open(file, "rb") as f:
             os.fsync(f.fileno())
-        rate, way = _read(file, requests)
-    return rate, f"{way} of a new file in {Path(temporary).parent}"
+        where = Path(temporary).parent
+        return _read(file), f"reads of {READ >> 20} MB of a new file in {where}"
 
 
-def _read(file: Path, requests: int) -> tuple[float, str]:
-    direct = getattr(os, "O_DIRECT", 0)
-    try:
-        fd = os.open(file, os.O_RDONLY | direct)
-        os.preadv(fd, [mmap.mmap(-1, mmap.PAGESIZE)], 0)
-    except OSError:  # a file system that has no direct reads
-        fd = os.open(file, os.O_RDONLY)
-        direct = 0
-    if not direct and hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    places = list(range(0, os.fstat(fd).st_size - READ + 1, READ))
+def _read(file: Path) -> float:
+    buffer = mmap.mmap(-1, READ)  # aligned
+    places = list(range(0, file.stat().st_size - READ + 1, READ))
     random.Random(0).shuffle(places)
-    places = places[: max(TOTAL // READ, requests)]
-    buffers = [mmap.mmap(-1, READ) for _ in range(requests)]
+    places = places[: TOTAL // READ]
 
-    def read(i: int) -> None:
-        for place in places[i::requests]:
-            os.preadv(fd, [buffers[i]], place)
+    def read() -> None:
+        for place in places:
+            os.preadv(fd, [buffer], place)
 
-    with closing(os.fdopen(fd, "rb", closefd=True)), ThreadPoolExecutor(requests) as pool:
-        rate = len(places) * READ / _best(lambda: list(pool.map(read, range(requests))))
-    return rate, f"{'direct' if direct else 'buffered'} reads of {READ >> 20} MB"
+    for flags in (getattr(os, "O_DIRECT", 0), 0):
+        with suppress(OSError), open(os.open(file, os.O_RDONLY | flags), "rb") as f:
+            fd = f.fileno()
+            if not flags and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            return len(places) * READ / _best(read)
+    raise OSError(f"{file} cannot be read")

@@ -19,18 +19,12 @@ from moelab.configs import NESTED, spec_from_config
 from moelab.files import from_hub, small_model
 from moelab.specs import DTYPE_BYTES, MoESpec
 
-#: how bf16 experts may be stored and multiplied as they lie → (bits a weight, whether lossless):
-#: `moelab.store`
-FORMS = {
-    "bf12": (12, True),
-    "int8": (8.5, False),
-    "fp8": (8.002, False),
-    "int4": (4.5, False),
-    "mxfp4": (4.25, False),
-}
+#: how bf16 experts may be stored and multiplied as they lie → bits a weight: `moelab.store`
+FORMS = {"bf12": 12, "int8": 8.5, "fp8": 8.002, "int4": 4.5, "mxfp4": 4.25}
 #: what else they may be stored as, decoded before it is multiplied
 DECODED = "huffman"
 AS_IS = "as it is"
+LOSSLESS = (AS_IS, "bf12", DECODED)
 
 
 @dataclass(frozen=True)
@@ -54,62 +48,60 @@ class Model:
         head."""
         return max(self.others - self.spec.vocab * self.spec.H * 2, 0)
 
-    def forms(self) -> dict[str, tuple[float, bool]]:
-        """How its experts may be stored → (bits a weight, whether lossless), of what is multiplied
-        as it lies."""
-        own = 8 * DTYPE_BYTES[self.spec.dtype]
-        if self.stored in FORMS:
-            own, _ = FORMS[self.stored]
-        offered = (
-            {
-                name: form
-                for name, form in FORMS.items()
-                if form[0] < own and (name != "bf12" or self.spec.dtype == "bfloat16")
-            }
-            if own > 8.5
-            else {}
-        )
+    def expert_bytes(self, form: str) -> int:
+        """Bytes of an expert as it is computed."""
+        form = self.stored if form == AS_IS else form
+        if form in FORMS:
+            return round(self.spec.expert_params * FORMS[form] / 8)
+        return self.spec.expert_bytes
+
+    def loss(self, form: str) -> float | None:
+        """0.0 of a lossless form; None: unknown."""
+        return 0.0 if form in LOSSLESS else None
+
+    def forms(self) -> list[str]:
+        """How its experts may be stored, of what is multiplied as it lies, lossless forms first."""
+        spec = self.spec
         # what has to be decoded before it is multiplied is not compared by its bytes
-        return ({} if self.stored not in (None, "raw", *FORMS) else {AS_IS: (own, True)}) | offered
+        forms = [AS_IS] if self.stored in (None, "raw", *FORMS) else []
+        bits = FORMS.get(self.stored, 8 * DTYPE_BYTES[spec.dtype])
+        if bits > 12 and spec.dtype == "bfloat16":
+            forms.append("bf12")
+        # `moelab.store.fewbit.GROUP`, without torch
+        if bits > 8.5 and spec.H % 32 == spec.I % 32 == 0:
+            forms += [form for form in FORMS if form not in LOSSLESS]
+        return forms
 
 
 def find_model(model: str | Path | None) -> Model:
     """A model's geometry and bytes, without its weights. Raises FileNotFoundError, ValueError."""
     text = str(model)
     path = small_model() if model is None else Path(model).expanduser()
-    for name in registry.names("model"):
-        if (
-            text.lower() in (name.lower(), load_card(name).get("hub", "").lower())
-            and not path.exists()
-        ):
+    home, is_here = path, path.exists()
+    for name in () if is_here else registry.names("model"):
+        if text.lower() in (name.lower(), load_card(name).get("hub", "").lower()):
             return _to_download(_of_card(name))
-    if not path.exists() and "/" not in text and not path.with_name(f"{text}.part").exists():
+    if not is_here and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
-    home = (
-        path
-        if path.exists() or text.count("/") != 1
-        else from_hub(text, ["config.json", "hf_quant_config.json"])
-    )
+    if not is_here and text.count("/") == 1:
+        home = from_hub(text, ["config.json", "hf_quant_config.json"])
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        spec, config = _read_config(file, path.resolve().name if path.exists() else text)
+        spec, config = _read_config(file, path.resolve().name if is_here else text)
         found = Model(
             text, spec, _others(spec, config), "estimated from its geometry", most=_most(config)
         )
-        return found if path.exists() else _to_download(found)
+        return found if is_here else _to_download(found)
     from moelab.checkpoint.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.at(model)
-    folder = checkpoint.folder
-    spec = checkpoint.spec
-    most = _most(checkpoint.config)
-    everything = sum(entry.nbytes for entry in checkpoint.tensors.values())
-    if (store := checkpoint.store) is not None:
-        return Model(
-            str(folder), spec, everything, "exact", folder, store.quantized or store.codec, most
-        )
-    return Model(
-        str(folder), spec, max(everything - spec.experts_bytes, 0), "exact", folder, most=most
-    )
+    folder, spec, store = checkpoint.folder, checkpoint.spec, checkpoint.store
+    others = sum(entry.nbytes for entry in checkpoint.tensors.values())
+    stored = None
+    if store is None:
+        others = max(others - spec.experts_bytes, 0)
+    else:
+        stored = store.quantized or store.codec
+    return Model(str(folder), spec, others, "exact", folder, stored, _most(checkpoint.config))
 
 
 def _to_download(model: Model) -> Model:
@@ -127,8 +119,7 @@ def _of_card(name: str) -> Model:
     spec = load_model(name)
     card = load_card(name)
     source = card.get("hub", name)
-    published = card.get("figures", {}).get("total_params")
-    if published is None:
+    if (published := card.get("figures", {}).get("total_params")) is None:
         return Model(source, spec, _others(spec), "estimated from its geometry")
     others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
     return Model(source, spec, round(others), "published parameters less the experts'")

@@ -10,38 +10,37 @@ the rate of memory."""
 
 from __future__ import annotations
 
-import os
-import platform
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from statistics import median
 
+import numpy as np
+
+from moelab.advice.kept import machine
 from moelab.advice.machine import memory_rate
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.space import Costs, Look
+from moelab.advice.space import Costs, CostsOf, Look
 from moelab.bench.profile import FORMAT, Profile, profile
 from moelab.bench.results import watched
 from moelab.bench.synthesize import VOCABULARY, synthesize
-from moelab.cache.residency import Pools, Residency
 from moelab.files import cache_folder
 from moelab.offloading.slots import Sizes
 from moelab.progress import progress
-from moelab.simulation.costs import Machine
-from moelab.simulation.simulator import simulate
 from moelab.specs import MoESpec
 from moelab.store import fewbit
-from moelab.store.layout import ExpertStore, aligned
+from moelab.store.layout import aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/8"
+VERSION = "moelab.sample/9"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE = 160 << 20
 SECONDS = 1.6
+#: turns and tokens of each by which a token in memory is timed
+TURNS, TOKENS = 8, 16
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
 #: sample for
 PUSHED = 128 << 20
@@ -57,11 +56,6 @@ STORED = {
     "mxfp4": "mxfp4",
     "int4": "int4",
 }
-
-
-def machine() -> str:
-    """This machine, as what was measured on it is kept under."""
-    return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
 
 
 def sample_spec(spec: MoESpec) -> MoESpec:
@@ -99,48 +93,28 @@ def attention_bytes(sample: MoESpec) -> int:
     return 4 * sample.H * sample.head_dim * (sample.heads + sample.kv_heads)
 
 
-def between(model: Model, expert: int) -> int:
-    """Bytes to read between two tokens of a model's sample, so that it meets each of its weights
-    after as many others as the model would: a processor's cache, which may hold a sample in few
-    bits, keeps what it would of the model.
-
-    expert : bytes of an expert in memory.    An expert comes again after E/K tokens, all other weights in each.
-    """
-    spec = model.spec
-    here = sample_spec(model.spec)
-    experts = (spec.L * spec.E - here.L * here.E) * expert * here.K // here.E
-    others = model.dense - here.L * attention_bytes(here) - 2 * here.vocab * here.H
-    return min(experts + max(others, 0), PUSHED)
-
-
-def measured(model: Model, forms: Sequence[str], executor: str) -> dict[str, Profile]:
+def measured(model: Model, forms: Sequence[str]) -> dict[str, Profile]:
     """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few
     seconds each; of one that was disturbed and is measured again, the less disturbed."""
     sample = sample_spec(model.spec)
-    files = {}
     found = {}
-    for form in forms:
-        parts = VERSION, FORMAT, machine(), sample, between(model, 1 << 10), form, executor
+    for form in progress(forms, "measuring this machine", unit="forms"):
+        parts = VERSION, FORMAT, machine(), sample, model.spec.L * model.spec.E, form
         key = sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
-        files[form] = cache_folder("advice") / f"{key}.profile.json"
+        file = cache_folder("advice") / f"{key}.profile.json"
         with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
-            found[form] = Profile.load(files[form])
-    wanted = [form for form in forms if form not in found or disturbed(found[form])]
-    if not wanted:
-        return found
-    with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
-        stores = {}
-        new = {}
-        for form in progress(wanted, "measuring this machine", unit="forms"):
+            found[form] = Profile.load(file)
+        if form in found and not disturbed(found[form]):
+            continue
+        with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
             how = {"quantize" if form in fewbit.FORMATS else "codec": form}
-            stores[form] = ExpertStore(synthesize(Path(folder) / form, sample, **how))
-            new[form] = of_store(stores[form].folder, executor)
-        others = {form: between(model, of.full) for form, of in new.items()}
-        for form, seconds in resident_tokens(stores, executor, others).items():
-            new[form] = replace(new[form], resident=median(seconds))
-            if form not in found or new[form].others <= found[form].others:
-                found[form] = new[form]
-                found[form].save(files[form])
+            store = synthesize(Path(folder) / form, sample, **how)
+            new = of_store(store)
+            more = model.spec.experts_bytes - sample.experts_bytes
+            new = replace(new, resident=resident_token(store, min(max(more, 0), PUSHED)))
+        if form not in found or new.others <= found[form].others:
+            found[form] = new
+            new.save(file)
     return found
 
 
@@ -149,63 +123,35 @@ def disturbed(found: Profile) -> bool:
     return (found.others or 0.0) > DISTURBED
 
 
-def of_store(source: str | Path, executor: str) -> Profile:
-    """The profile of a model as `open_model` runs it with an executor."""
-    found, others = watched(lambda: profile(source, SECONDS, executor=executor))
+def of_store(source: str | Path) -> Profile:
+    """The profile of a model as `open_model` runs it."""
+    found, others = watched(lambda: profile(source, SECONDS, executor="fast"))
     return replace(found, others=others)
 
 
-def resident_tokens(
-    stores: Mapping[str, ExpertStore],
-    executor: str,
-    others: Mapping[str, int],
-    rounds: int = 8,
-    tokens: int = 16,
-) -> dict[str, list[float]]:
-    """Seconds of single tokens, with all of a store's experts in memory and so many bytes of
-    `others` read before each: of all stores in turn, of each its least disturbed turn. The first
-    round, which meets new memory, and the first half of a turn, which meets the cache as another
-    store has left it, do not count."""
+def resident_token(store: Path, beside: int) -> float:
+    """Median seconds of a single token, with all of a store's experts in memory, in the least
+    disturbed of `TURNS` turns after the first, which meets new memory. So many bytes are read
+    before each token, as of a model that a processor's cache does not hold."""
     import torch
     from transformers import DynamicCache
 
     from moelab.api import open_model
 
-    with ExitStack() as stack, torch.inference_mode():
-        models = {
-            form: stack.enter_context(open_model(store.folder, memory="100%", executor=executor))
-            for form, store in stores.items()
-        }
-        beside = torch.zeros(max(others.values(), default=0) // 8, dtype=torch.int64)
-        caches = {form: DynamicCache(config=lm.config) for form, lm in models.items()}
-        for ids in torch.arange(rounds * tokens).split(tokens):
-            for form, lm in models.items():
-                for one in ids[:, None, None] % lm.config.vocab_size:
-                    beside[
-                        : others[form] // 8
-                    ].sum()  # reads it; written lines would be in the token's way
-                    lm(input_ids=one, past_key_values=caches[form], use_cache=True)
-        seconds = {
-            form: [forward.end - forward.start for forward in lm.moelab.forwards]
-            for form, lm in models.items()
-        }
-        return {
-            form: min(
-                (of[i + tokens // 2 : i + tokens] for i in range(tokens, len(of), tokens)),
-                key=median,
-            )
-            for form, of in seconds.items()
-        }
+    others = torch.zeros(beside // 8, dtype=torch.int64)
+    with open_model(store, memory="100%", executor="fast") as lm, torch.inference_mode():
+        cache = DynamicCache(config=lm.config)
+        for one in torch.arange(TURNS * TOKENS)[:, None, None] % lm.config.vocab_size:
+            others.sum()  # reads it; written lines would be in the token's way
+            lm(input_ids=one, past_key_values=cache, use_cache=True)
+        seconds = np.array([end - start for start, end, *_ in lm.moelab.forwards])
+    return float(np.median(seconds.reshape(TURNS, TOKENS)[1:], axis=1).min())
 
 
 def before_experts(found: Profile, sample: MoESpec) -> float:
     """Seconds before a layer's experts in a sample whose experts are all in memory: what its tokens
     took, without their experts and the head as they are simulated."""
-    residency = Residency(sample.L, sample.E, Pools(F=sample.L * sample.E))
-    token = [(layer, dict.fromkeys(range(sample.K), 1)) for layer in range(sample.L)]
-    residency.fill()
-    alone = Machine(found.machine.delays, head=found.machine.head)
-    rest = simulate([token], [(1, "decode")], residency, alone).tpot
+    rest = sample.L * found.machine.delays.one_token(sample.K) + sum(found.machine.head)
     return max(found.resident - rest, 0.0) / sample.L
 
 
@@ -233,42 +179,28 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
     return Costs(machine, sizes, e + sm, rest)
 
 
-def sample_costs(
-    model: Model, forms: list[str], look: Look | None = None
-) -> Callable[..., Costs | None]:
-    """What each form costs here, measured for those of `forms`, fast, and whatever is asked for
-    later; None for experts as they are of which no sample can be made.
+def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> CostsOf:
+    """What each of `forms` costs here, measured; None for experts as they are of which no sample can
+    be made.
 
-    look : at the model itself, as it is and fast; what is not of an expert took so long in that
-    run, in every form."""
-
-    def stored_as(form: str) -> str | None:
-        if form != AS_IS:
-            return form
-        return model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
-
-    @cache
-    def sampled(form: str, executor: str) -> Costs | None:
-        if (name := stored_as(form)) is None:
-            return None
-        known = together if executor == "fast" and name in together else {}
-        return costs((known or measured(model, [name], executor))[name], model, False)
-
-    together = measured(model, list(dict.fromkeys(filter(None, map(stored_as, forms)))), "fast")
-
-    def costs_of(form: str, executor: str = "fast") -> Costs | None:
-        found = sampled(form, executor)
-        if look is None:
-            return found
-        own = costs(look.itself, model, True)
-        if form == AS_IS and executor == "fast":
-            return replace(own, rest=found.rest) if found else own
-        if found is None:
-            return None
-        seen = own.machine  # its head, and more layers than a sample has
-        machine = replace(found.machine, predict=seen.predict)
-        if executor == "fast":
-            machine = replace(machine, other=seen.other, head=seen.head)
-        return replace(found, machine=machine)
-
-    return costs_of
+    look : at the model itself, as it is; what is not of an expert took so long in that run, in
+    every form."""
+    stored = {form: form for form in forms}
+    if AS_IS in stored:
+        own = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
+        stored[AS_IS] = own
+    profiles = measured(model, list(dict.fromkeys(filter(None, stored.values()))))
+    sampled = {form: costs(profiles[of], model, False) for form, of in stored.items() if of}
+    if look is None:
+        return sampled.get
+    itself = costs(look.itself, model, True)
+    seen = itself.machine  # its head, and more layers than a sample has
+    known = {
+        form: replace(
+            found,
+            machine=replace(found.machine, predict=seen.predict, other=seen.other, head=seen.head),
+        )
+        for form, found in sampled.items()
+    }
+    rest = sampled[AS_IS].rest if AS_IS in sampled else None
+    return (known | {AS_IS: replace(itself, rest=rest)}).get

@@ -1,26 +1,18 @@
-"""One way of running a model, and what each gives by arithmetic: bytes over rates.
-
-Source: the limits of `moelab.bench.limits`: a layer takes as long as reading its missing
-experts or multiplying all of them, whichever is longer, after what comes before. A cache is taken
-to hold the most popular experts, as it does at best. Left out: codecs that are decoded before they
-are multiplied; prefetching, which hides reads behind other work but reads no fewer bytes; whatever
-an engine does besides."""
+"""One way of running a model, and how popular experts are taken to be."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from moelab.advice.model import AS_IS, Model
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.offloading.budget import RESERVE, kv_bytes
-from moelab.simulation.costs import MachineRates
+from moelab.records import Record
 from moelab.specs import MoESpec
-from moelab.table import percent
+from moelab.table import duration, percent, plain, size
 
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24
@@ -41,7 +33,7 @@ class Way:
     budget : what they may take.
     loss : of language loss, relative; 0.0 is lossless, None unknown.
     memory : bytes of everything.
-    hit_rate : of a token's experts.    read : bytes that a step reads from the disk.
+    hit_rate : of a token's experts.
     written : bytes of a new store.
     tpot, ttft : s.    kind : "modelled", "simulated" or "measured".
     error : of `tpot`, relative; None for unknown.
@@ -53,16 +45,13 @@ class Way:
     experts: int
     budget: int
     memory: int
-    hit_rate: float
-    read: float
-    tpot: float
-    ttft: float
+    hit_rate: float = 0.0
+    tpot: float = math.inf
+    ttft: float = math.inf
     limited_by: str = ""
     written: int = 0
-    executor: str = "fast"
     cache: str = DEFAULT_POLICY
     prefetch: str | None = None
-    workers: int = 1
     pools: Any = None
     kind: str = "modelled"
     error: float | None = None
@@ -83,77 +72,66 @@ class Way:
         return loss == math.inf or self.loss is not None and self.loss <= loss
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> Record:
         """What tells it from other ways of running the model, as plain values."""
-        return {"form": self.form, "executor": self.executor, "budget": self.budget} | (
-            {}
-            if self.resident
-            else {"cache": self.cache, "prefetch": self.prefetch, "workers": self.workers}
-        )
+        plain = {"form": self.form, "executor": "fast", "budget": self.budget}
+        if self.resident:
+            return plain
+        return plain | {"cache": self.cache, "prefetch": self.prefetch, "workers": 1}
+
+    @property
+    def options(self) -> Record:
+        """What `open_model` takes to run it, but for its pools."""
+        options = {"memory": "100%", "executor": "fast"}
+        if self.resident:
+            return options
+        unit, of = ("MB", 10**6) if self.budget >= 10**8 else ("kB", 10**3)
+        options["memory"] = f"{self.budget // of}{unit}"
+        return options | {"cache": self.cache, "prefetch": self.prefetch or "none"}
 
     @property
     def name(self) -> str:
         """In a few words."""
-        parts = [
-            self.form,
-            self.executor,
-            *(
-                []
-                if self.resident
-                else [
-                    self.cache,
-                    *([f"prefetch {self.prefetch}"] if self.prefetch else []),
-                    *([f"{self.workers} workers"] if self.workers > 1 else []),
-                ]
-            ),
-        ]
+        parts = [self.form]
+        if not self.resident:
+            parts += [self.cache, *([f"prefetch {self.prefetch}"] if self.prefetch else [])]
         return ", ".join(parts)
 
     @property
     def loses(self) -> str:
         """Its loss in words."""
-        return (
-            "lossless"
-            if self.lossless
-            else "loss unknown"
-            if self.loss is None
-            else f"{percent(self.loss, 2)} more loss"
-        )
+        if self.loss is None:
+            return "loss unknown"
+        return f"{percent(self.loss, 2)} more loss" if self.loss else "lossless"
 
-    def row(self, batch: int) -> dict[str, Any]:
-        """All that is known of it, in bytes and seconds; `moelab.advice.answer.in_units` makes it
-        readable."""
+    @property
+    def uncertain(self) -> str:
+        """The error of its TPOT in words."""
+        return "" if self.error is None else f" ± {self.error:.0%}"
+
+    def row(self, batch: int) -> dict[str, str]:
+        """All that is known of it, as a person reads it."""
         return {
             "experts as": self.form,
-            "executor": self.executor,
             "cache": "–" if self.resident else self.cache,
             "prefetch": self.prefetch or "–",
-            "TPOT, s": self.tpot,
-            "±": "–" if self.error is None else f"{100 * self.error:.0f} %",
-            "tokens/s": batch / self.tpot,
-            "TTFT, s": self.ttft,
-            "memory, B": self.memory,
-            "experts in memory, B": self.budget,
-            "written, B": self.written,
-            "hit rate": self.hit_rate,
-            "read a token, B": self.read / batch,
+            "TPOT": duration(self.tpot) + self.uncertain,
+            "tokens/s": plain(batch / self.tpot),
+            "TTFT": duration(self.ttft),
+            "memory": size(self.memory),
+            "written": size(self.written),
+            "hit rate": percent(self.hit_rate),
             "loss": self.loses,
             "limited by": self.limited_by,
             "kind": self.kind,
         }
 
 
-def zipf(spec: MoESpec, exponent: float = ZIPF) -> np.ndarray:
-    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ; no more than all, K together in
-    each layer."""
-    f = np.arange(1, spec.E + 1) ** -exponent
-    certain = 0
-    while True:  # who is needed by all tokens leaves less for the others
-        f[certain:] *= (spec.K - certain) / f[certain:].sum()
-        if f.max(initial=0) <= 1 + 1e-12:
-            return np.tile(np.minimum(f, 1), (spec.L, 1))
-        certain = int((f >= 1).sum())
-        f[:certain] = 1
+def zipf(spec: MoESpec) -> np.ndarray:
+    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ: K together in each layer, unless
+    that would need one more often than always."""
+    f = np.arange(1, spec.E + 1) ** -ZIPF
+    return np.tile(np.minimum(f * spec.K / f.sum(), 1), (spec.L, 1))
 
 
 def hit_rates(shares: np.ndarray) -> Callable[[int], float]:
@@ -163,86 +141,3 @@ def hit_rates(shares: np.ndarray) -> Callable[[int], float]:
     return lambda kept: (
         float(popular[min(kept, len(popular)) - 1] / popular[-1]) if kept > 0 else 0.0
     )
-
-
-def needed(model: Model, context: int, batch: int) -> int:
-    """Bytes of everything but the experts: other weights, KV cache, process."""
-    return model.others + kv_bytes(model.spec, context * batch) + RESERVE
-
-
-def least(model: Model, context: int, batch: int) -> int:
-    """Bytes of everything, of experts only those that a token needs of one layer."""
-    return needed(model, context, batch) + (STAGING + model.spec.K) * model.spec.expert_bytes
-
-
-def fitted(
-    model: Model, form: str, loss: float | None, expert: int, memory: int, context: int, batch: int
-) -> Way | None:
-    """A way of so many bytes an expert in so much memory, of which nothing else is known yet; None
-    if it does not fit.
-
-    What is decoded before it is multiplied (`DECODED`) takes less on disk than in memory; `written`
-    then says too much."""
-    count = model.spec.L * model.spec.E
-    fixed = needed(model, context, batch)
-    budget = min(memory - fixed, count * expert)
-    if budget < min(STAGING + model.spec.K, count) * expert:
-        return None
-    return Way(
-        form,
-        loss,
-        count * expert,
-        budget,
-        fixed + budget,
-        0.0,
-        0.0,
-        math.inf,
-        math.inf,
-        written=0 if form == AS_IS else count * expert + model.others,
-    )
-
-
-def possible(
-    model: Model,
-    rates: MachineRates,
-    memory: int,
-    context: int,
-    batch: int,
-    hits: Callable[[int], float],
-) -> list[Way]:
-    """All ways that fit `memory`, the fastest first; of equally fast ones, the lossless first."""
-    spec = model.spec
-    dense = model.dense
-    ways = []
-    kv = kv_bytes(spec, context * batch)
-    count = spec.L * spec.E
-    visits = count * (1 - (1 - spec.K / spec.E) ** batch)  # experts of a step, if chosen at random
-    weights = spec.L * spec.K * spec.expert_params + dense / 2  # that each token multiplies
-    for form, (bits, lossless) in model.forms().items():
-        expert = round(spec.expert_params * bits / 8)
-        way = fitted(model, form, 0.0 if lossless else None, expert, memory, context, batch)
-        if way is None:
-            continue
-        kept = count if way.resident else max(way.budget // expert - STAGING, 0)
-        hit = hits(kept)
-        touched = visits * expert
-        parts = {
-            "memory bandwidth": touched / rates.memory,
-            "reading experts": touched * (1 - hit) / rates.read,
-        }
-        prompt = (
-            (dense + way.experts) / rates.memory,
-            (count - kept) * expert / rates.read,
-            2 * context * batch * weights / rates.flops,
-        )
-        ways.append(
-            replace(
-                way,
-                hit_rate=hit,
-                read=touched * (1 - hit),
-                ttft=max(prompt),
-                tpot=(dense + kv) / rates.memory + max(parts.values()),
-                limited_by=max(parts, key=parts.get),
-            )
-        )
-    return sorted(ways, key=lambda way: (way.tpot, not way.lossless))

@@ -78,13 +78,12 @@ def draw(advice: Advice) -> None:
     name, best = advice.model.spec.name, advice.best
     show(
         pareto(advice),
-        f"{name} on {advice.device.name}: time of a token and memory of the process, of every "
+        f"{name} on {advice.asked.device.name}: time of a token and memory of the process, of every "
         "way that was tried. The line is the fastest lossless one in so much memory, the "
         "ring what is advised.",
         f"Points: {len(advice.ways) + len(advice.elsewhere)} ways of running {name}; the advised "
         f"one, {best.name}, takes {duration(best.tpot)} a token in {size(best.memory)}",
         "advice",
     )
-    rows, common = advice.rounded()
-    table(rows)
-    say("\n\n".join(filter(None, (common, *advice.notes))))
+    table(advice.table())
+    say("\n\n".join(advice.notes))

@@ -24,7 +24,5 @@ def in_this_process(small_samples, monkeypatch):
     monkeypatch.setattr(
         verify,
         "fresh",
-        lambda source, options, memory, **how: (
-            verify.run(source, options, **how) | {"limit": "none"}
-        ),
+        lambda source, options, _, **how: verify.run(source, options, **how) | {"limit": "none"},
     )

@@ -10,8 +10,10 @@ import pytest
 
 from moelab import advise
 from moelab.advice import sample, simulated, space, verify
+from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, Model, find_model
-from moelab.advice.verify import Kept, options_of, run
+from moelab.advice.question import Question
+from moelab.advice.verify import options_of, run
 from moelab.advice.ways import Way
 from moelab.simulation.costs import Delays, Machine
 from moelab.specs import MoESpec
@@ -27,39 +29,25 @@ def cache(tmp_path, monkeypatch):
 
 
 def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
-    return Way(form, loss, 100, budget, 200, 0.5, 10, tpot, 2.0, kind="simulated", **how)
+    return Way(form, loss, 10_000, budget, 20_000, 0.5, tpot, 2.0, kind="simulated", **how)
 
 
-def record(kept, one, tpot, predicted=None, loss=None):
-    kept.add(
-        settings=one.settings,
-        batch=1,
-        predicted=predicted or one.tpot,
-        tpot=tpot,
-        ttft=1.0,
-        peak=1,
-        loss=loss,
-    )
+def record(kept, one, tpot, loss=None):
+    kept.add(one, 1, {"tpot": [tpot], "ttft": 1.0, "peak": 1, "limit": ""}, loss)
 
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
     kept = Kept("abc")
     assert kept.correction() == (1.0, None) and kept.corrected(way(), 1) == way()
     record(kept, way(), 1.5)
-    (factor, error), other = kept.correction(), kept.corrected(way("bf12", 2.0), 1)
-    assert factor == pytest.approx(1.5) and other.tpot == pytest.approx(3.0)
-    assert (
-        other.kind == "simulated" and other.error is error is None
-    )  # one does not tell how far others are off
+    other = kept.corrected(way("bf12", 2.0), 1)
+    assert other.tpot == pytest.approx(3.0) and other.kind == "simulated"
+    assert kept.correction() == (pytest.approx(1.5), None)  # one tells not how far others are off
     record(kept, way("bf12", 2.0), 2.4)
     again = Kept("abc-int4")  # a rounded copy is the same model
-    assert (
-        again.correction()[0] == pytest.approx(geometric_mean([1.5, 1.2]))
-        and again.records == kept.records
-    )
-    assert again.correction()[1] == pytest.approx(
-        max(abs(r / again.correction()[0] - 1) for r in (1.5, 1.2))
-    )
+    mean = geometric_mean([1.5, 1.2])
+    assert again.correction() == (pytest.approx(mean), pytest.approx(1.5 / mean - 1))
+    assert again.records == kept.records
     known = again.corrected(way(), 1)
     assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
     assert again.corrected(way(), 2).kind == "simulated"  # a batch of two is another thing
@@ -71,11 +59,8 @@ def test_the_loss_of_a_form_is_the_last_that_was_measured():
     record(kept, way("int4"), 1.0, loss=[0.05, 0.01])
     record(kept, way("int4", budget=60), 1.0, loss=[0.02, 0.005])
     record(kept, way("int8"), 1.0, loss=[-0.01, 0.005])
-    assert (
-        kept.loss("int4") == pytest.approx(0.025)
-        and kept.loss("int8") == 0.0
-        and kept.loss("fp8") is None
-    )
+    losses = [kept.loss(form) for form in ("int4", "int8", "fp8")]
+    assert losses == [pytest.approx(0.025), 0.0, None]
 
 
 @pytest.fixture
@@ -84,14 +69,13 @@ def told(monkeypatch):
     asked, clock = [], [0.0]
 
     def fake(source, options, memory, **how):
-        asked.append(options["memory"])
+        asked.append(int(options["memory"].removesuffix("kB")))
         clock[0] += 0.6 * verify.SECONDS * (len(asked) == 3 and source == "slow")
         if len(asked) == 4:
             raise KeyboardInterrupt
-        if options["memory"] == 7:
+        if asked[-1] == 7:
             raise RuntimeError("no room")
-        report = {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None}
-        return report | {"tpot": [9.0] * how["tokens"]}
+        return {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None, "tpot": [9.0]}
 
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
@@ -105,35 +89,32 @@ def told(monkeypatch):
 def test_ways_take_turns_and_what_there_is_stays(told, form, runs, end):
     """No run begins that would end after the time; Ctrl-C ends all."""
     kept = Kept("abc")
-    ways = [way(form, budget=5), way(form, budget=7, executor="exact"), way(form, budget=6)]
-    said = verify.verify(MODEL, ways, kept, memory=1, batch=1)
-    assert told == runs and [one["settings"]["budget"] for one in Kept("abc").records] == [5, 6]
+    ways = [way(form, budget=5_000), way(form, budget=7_000, cache="lru"), way(form, budget=6_000)]
+    asked = Question(MODEL, None, 1, 16, 1, 0.0, False, None, "")
+    said = verify.verify(asked, ways, kept)
+    kept = [record["settings"]["budget"] for record in Kept("abc").records]
+    assert told == runs and kept == [5_000, 6_000]
     assert any("no room" in one for one in said) and any(end in one for one in said)
 
 
 def test_a_loss_is_relative_to_the_model_as_it_is():
-    windows, ways = (
-        {AS_IS: [1.0, 2.0, 3.0], "int4": [1.1, 2.2, 3.3]},
-        [way(), way("int4", loss=None)],
-    )
-    mean, error = verify.relative(windows, ways[1], ways)
-    assert mean == pytest.approx(0.1) and error == pytest.approx(0, abs=1e-9)
-    assert (
-        verify.relative(windows, ways[0], ways) is None
-        and verify.relative({}, ways[1], ways) is None
-    )
+    windows = {AS_IS: [1.0, 2.0, 3.0], "int4": [1.1, 2.2, 3.3]}
+    ways = [way(), way("int4", loss=None)]
+    assert verify.relative(windows, ways[1], ways) == pytest.approx([0.1, 0])
+    assert verify.relative(windows, ways[0], ways) is verify.relative({}, ways[1], ways) is None
 
 
 def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "model")
-    found = run(str(folder), {"memory": "50%", "executor": "exact"}, prompt=5, tokens=3, batch=2)
+    found = run(str(folder), {"memory": "50%"}, batch=2)
     spec = find_model(folder).spec
-    assert [tuple(one) for one in found["forwards"]] == [(10, "prefill")] + [(2, "decode")] * 3
-    assert len(found["tpot"]) == 3 and all(seconds > 0 for seconds in found["tpot"])
+    decoded = [[2, "decode"]] * (verify.WARM + verify.TIMED)
+    assert found["forwards"] == [[2 * verify.PROMPT, "prefill"], *decoded]
+    assert len(found["tpot"]) == len(decoded) and all(seconds > 0 for seconds in found["tpot"])
     for (tokens, _), step in zip(found["forwards"], found["steps"]):
         assert [layer for layer, _ in step] == list(range(spec.L))
         assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
-    assert options_of(way(budget=100), MODEL) == {"executor": "fast"}
+    assert options_of(way(budget=10_000), MODEL) == {"executor": "fast"}
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
 
 
@@ -145,7 +126,8 @@ def test_a_model_that_is_here_is_advised_verified_and_remembered(
     folder = tiny.save(
         "qwen3_moe", tmp_path / "model", torch.bfloat16, hidden_size=128, moe_intermediate_size=128
     )
-    monkeypatch.setattr(simulated, "forms_of", lambda model: [AS_IS, "bf12"])
+    for module in (simulated, space):
+        monkeypatch.setattr(module, "forms_of", lambda model: [AS_IS, "bf12"])
     model = find_model(folder)
     memory = model.others + 600_000_000
     first = advise(folder, memory, context=32)
@@ -172,32 +154,12 @@ def test_what_is_not_of_an_expert_is_what_it_was_in_the_models_own_run(monkeypat
     parts = space.Costs(
         Machine(Delays(1, 0, 0, 0, 2.0, 0), 1, (7.0, 7.0), (7.0, 7.0)), None, 2, 40.0
     )
-    known = {"itself": own, "raw": parts, "bf12": parts}
-    monkeypatch.setattr(sample, "costs", lambda found, model, whole: known[found])
-    monkeypatch.setattr(sample, "measured", lambda spec, forms, executor: dict(zip(forms, forms)))
-    costs_of = sample.sample_costs(MODEL, [], space.Look(None, "itself", {}))
-    assert costs_of(AS_IS) == replace(own, rest=40.0)
-    fast, exact = costs_of("bf12"), costs_of("bf12", "exact")
-    assert fast.machine == replace(own.machine, delays=parts.machine.delays) and fast.rest == 40.0
-    assert exact.machine == replace(parts.machine, predict=2.0)
-
-
-@pytest.mark.parametrize("L, E, others", [(2, 8, 0), (3, 8, 0), (2, 64, 10**5), (90, 999, 0)])
-def test_a_sample_meets_an_expert_again_after_as_many_bytes_as_the_model(monkeypatch, L, E, others):
-    """E/K tokens, each of them K experts of every layer, in the sample with what is read beside."""
-    monkeypatch.setattr(sample, "SIZE", 1 << 18)
-    spec = replace(SPEC, num_layers=L, moe_layers=tuple(range(L)), E=E)
-    here, beside = (
-        sample.sample_spec(spec),
-        sample.between(Model("m", spec, 0, "given"), expert := 12_345),
-    )
-    again = here.E / here.K * (here.L * here.K * expert + beside)
-    assert (
-        again == pytest.approx(E / spec.K * (L * spec.K * expert), rel=0.01)
-        or beside == sample.PUSHED
-    )
-    more = sample.between(Model("m", spec, 10**7 + others, "given"), expert)
-    assert beside < more or beside == sample.PUSHED
+    monkeypatch.setattr(sample, "costs", lambda found, _, whole: own if whole else parts)
+    monkeypatch.setattr(sample, "measured", lambda _, forms: dict.fromkeys(forms))
+    costs_of = sample.sample_costs(MODEL, [AS_IS, "bf12"], space.Look(None, None, {}))
+    assert costs_of(AS_IS) == replace(own, rest=40.0) and costs_of("int4") is None
+    machine = replace(own.machine, delays=parts.machine.delays)
+    assert costs_of("bf12") == replace(parts, machine=machine)
 
 
 def test_what_comes_before_experts_in_memory_is_what_their_simulated_times_leave(monkeypatch):
@@ -214,9 +176,9 @@ def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
 ):
     busy = iter([2.0, 3.0, 0.0])
     monkeypatch.setattr(sample, "watched", lambda work: (work(), next(busy)))
-    first = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    first = sample.measured(MODEL, ["raw"])["raw"]
     assert sample.disturbed(first)
-    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == first  # it was worse the second time
-    quiet = sample.measured(MODEL, ["raw"], "exact")["raw"]
+    assert sample.measured(MODEL, ["raw"])["raw"] == first  # it was worse the second time
+    quiet = sample.measured(MODEL, ["raw"])["raw"]
     assert not sample.disturbed(quiet) and quiet.others == 0
-    assert sample.measured(MODEL, ["raw"], "exact")["raw"] == quiet
+    assert sample.measured(MODEL, ["raw"])["raw"] == quiet

@@ -1,0 +1,102 @@
+"""What was measured of a model on this machine: it is kept, and corrects later predictions.
+
+A measurement is kept under this machine and the model's identity, with what had been predicted for
+it. The ratios of the two correct the next predictions, by their geometric mean; how far they are
+apart is the uncertainty that is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from contextlib import closing, suppress
+from dataclasses import replace
+from statistics import geometric_mean, median
+
+from moelab.advice.ways import TIMED, Way
+from moelab.evaluation.intervals import typical
+from moelab.files import cache_folder
+from moelab.journal import Journal
+from moelab.records import Record
+
+#: the least uncertainty of a corrected prediction, as this much differs between two runs of one way
+LEAST = 0.05
+
+
+def machine() -> str:
+    """This machine, as what was measured on it is kept under."""
+    return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
+
+
+class Kept:
+    """What was measured of a model on this machine, in a journal that all models share; nothing of
+    one without identity.
+
+    records : of this model, as dictionaries: "settings" of the `Way`, "batch", "predicted" (by
+        simulation, before any correction) and "tpot" (s), "loss" (relative, [mean, error]; None if it was not asked), "when".
+    """
+
+    def __init__(self, identity: str | None) -> None:
+        self.identity, self.records = (identity or "").partition("-")[0], []
+        self.path = cache_folder("advice") / "measured.journal"
+        mine = machine(), self.identity
+        if identity:
+            lines = self._write([])
+            self.records = [of for of in lines if (of["machine"], of["model"]) == mine]
+
+    def add(self, way: Way, batch: int, ran: Record, loss: list[float] | None = None) -> None:
+        """Keep what `verify.run` reports of a simulated way, on the disk at once."""
+        record = {
+            "machine": machine(),
+            "model": self.identity,
+            "when": time.strftime("%Y-%m-%d %H:%M"),
+            "settings": way.settings,
+            "batch": batch,
+            "predicted": way.tpot,
+            "tpot": typical(ran["tpot"][-TIMED:]),
+            "loss": loss,
+        }
+        self._write([record])
+        self.records.append(record)
+
+    def _write(self, records: list[Record]) -> list[Record]:
+        """Append to the journal, which another process may hold for a moment; returns what was in
+        it."""
+        for _ in range(50):
+            with suppress(FileExistsError), closing(Journal(self.path)) as journal:
+                journal.append(records)
+                return journal.lines
+            time.sleep(0.1)
+        raise FileExistsError(f"another process holds {self.path}; wait for it")
+
+    def loss(self, form: str) -> float | None:
+        """Relative language loss of a form: the upper end of what was measured last, one error
+        above the mean."""
+        found = [of["loss"] for of in self.records if of["settings"]["form"] == form and of["loss"]]
+        return max(sum(found[-1]), 0.0) if found else None
+
+    def ratios(self) -> list[float]:
+        """Measured over predicted TPOT, of the last measurement of each way."""
+        latest = {json.dumps([of["settings"], of["batch"]]): of for of in self.records}
+        return [of["tpot"] / of["predicted"] for of in latest.values() if of["predicted"]]
+
+    def correction(self) -> tuple[float, float | None]:
+        """(factor on a predicted TPOT, relative uncertainty that is left: None where fewer than two
+        ways tell it)."""
+        if not (ratios := self.ratios()):
+            return 1.0, None
+        factor = geometric_mean(ratios)
+        apart = max(abs(ratio / factor - 1) for ratio in ratios)
+        return factor, max(apart, LEAST) if len(ratios) > 1 else None
+
+    def corrected(self, way: Way, batch: int) -> Way:
+        """A simulated way as it was measured, if it was, or else corrected by what was."""
+        asked = way.settings, batch
+        tpot = [of["tpot"] for of in self.records if (of["settings"], of["batch"]) == asked]
+        if not tpot:
+            factor, error = self.correction()
+            return replace(way, tpot=way.tpot * factor, error=error)
+        middle = median(tpot)
+        error = max(LEAST, (max(tpot) - min(tpot)) / 2 / middle)
+        return replace(way, tpot=middle, kind="measured", predicted=way.tpot, error=error)
