@@ -44,14 +44,14 @@ KINDS = {
 
 def entries(kind: str) -> dict[str, Entry]:
     """Name → `Entry` of a kind; a class that is registered without one is described by the first
-    line of its docstring. ValueError: an unknown kind."""
+    paragraph of its docstring. ValueError: an unknown kind."""
     require("kind", kind, KINDS)
     module, _, name = KINDS[kind].partition(":")
     known = getattr(import_module(module), name)
     return {
         key: entry
         if isinstance(entry, Entry)
-        else Entry(entry, (entry.__doc__ or "").split("\n")[0].rstrip("."))
+        else Entry(entry, " ".join((entry.__doc__ or "").partition("\n\n")[0].split()).rstrip("."))
         for key, entry in known.items()
     }
 

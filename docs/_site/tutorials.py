@@ -29,8 +29,9 @@ def text_of(source: str | list[str]) -> str:
 def figure(output: dict[str, Any]) -> dict[str, Any]:
     """A plotly figure as HTML, which docs/_static/figures.js draws."""
     alt = text_of(output["data"].get("text/plain", "")).strip("[]").removeprefix("Figure: ")
-    drawn = in_script({key: output["data"][PLOTLY][key] for key in ("data", "layout")})
-    height = output["data"][PLOTLY]["layout"].get("height", 420)
+    data, layout = (output["data"][PLOTLY][key] for key in ("data", "layout"))
+    height = layout.get("height") or 420  # without one, a page of no fixed height shows a strip
+    drawn = in_script({"data": data, "layout": layout | {"height": height}})
     html = (
         f'<div class="plot" role="img" aria-label="{escape(alt)}" style="min-height: {height}px">'
         f'<script type="application/json">{drawn}</script>'

@@ -38,6 +38,7 @@ def _list(_app) -> None:
     lines += [
         "",
         *(f'<a href="../views/{name}.html">{name}</a>\n: {what}\n' for name, what in SHOWN.items()),
+        '<iframe src="../views/budget.html" title="the view budget" loading="lazy"></iframe>',
     ]
     keep("tutorials/views.md", "\n".join(lines))
 

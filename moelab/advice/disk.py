@@ -21,10 +21,8 @@ def fitting(model: Model, ways: list[Way], loss: float) -> tuple[list[Way], list
     kept = [way for way in ways if way not in short]
     enough = any(way.within(loss) for way in kept)
     what = "Left out" if enough else "Disks are too small for all of it"
-    return kept if enough else ways, [
-        f"{what}: {form}: {words}"
-        for form, words in dict.fromkeys((way.form, words) for way, words in short.items())
-    ]
+    told = dict.fromkeys(f"{way.form}: {words}" for way, words in short.items())
+    return kept if enough else ways, [f"{what}: {'; '.join(told)}."] if told else []
 
 
 def lacking(model: Model, way: Way) -> str:
@@ -49,8 +47,7 @@ def lacking(model: Model, way: Way) -> str:
             if needed > free:
                 return (
                     " and ".join(f"{size(nbytes)} {what}" for what, nbytes, _ in parts)
-                    + f" beside {size(free)} that are free at {parts[0][2]}: "
-                    f"{size(needed - free)} more are needed"
+                    + f", {size(needed - free)} more than is free at {parts[0][2]}"
                 )
     except OSError:  # the working folder was deleted, or a disk is gone
         pass

@@ -11,7 +11,7 @@ __all__ = ["arena", "open_run"]
 def arena(
     mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
 ) -> Any:
-    """Rank a cache policy, a predictor or an NDP schedule of one's own:
+    """Rank a cache policy or an NDP schedule of one's own:
     `moelab.viz.views.arena`."""
     from moelab.viz import views
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.bench.experts import Layers
+from moelab.bench.layers import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
@@ -31,13 +31,13 @@ from moelab.library import token_count
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
 from moelab.records import Record, Records
-from moelab.static import blocks
 from moelab.static.blockwise import Blockwise
-from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.zipmoe.inclusion import inclusion_probabilities
+
+from . import blocks
+from .popularity import inclusion_probabilities
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
 TASKS = ("loss", "needle_multikey", *questions.REMEMBERED)
@@ -102,7 +102,7 @@ def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> d
 
 def slots_are_the_formulas(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> bool:
     """Whether running ids [T, L, K] through tiny experts in blocks of each size, with and without
-    skipping empty blocks, takes the slots that `moelab.static.blocks.padding` says, and drops
+    skipping empty blocks, takes the slots that `blocks.padding` says, and drops
     none."""
     T, L, K = ids.shape
     x, weights = torch.randn(T, 16), torch.full((T, K), 1 / K)
@@ -259,6 +259,14 @@ def tallies(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Tally]:
                 model(**model.tokenizer(text, return_tensors="pt"), use_cache=False)
         found[name] = executor.tally
     return found
+
+
+def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
+    """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
+
+    inclusion : [E], the probability p_e that a token chooses each expert; `[K / E] * E` if
+    balanced."""
+    return sum(1 - (1 - p) ** batch for p in inclusion)
 
 
 # ---- the guide's worked examples

@@ -1,7 +1,6 @@
 """The arena: what one has written oneself, ranked against everything of its kind on three traces.
 
-moelab.lab.arena(MyPolicy)          a cache policy, a predictor or an NDP schedule
-                                    (`moelab.bench.arena`)
+moelab.lab.arena(MyPolicy)          a cache policy or an NDP schedule (`moelab.bench.arena`)
 """
 
 from __future__ import annotations
