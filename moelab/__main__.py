@@ -21,7 +21,7 @@ from moelab.table import filled
 COMMANDS = {
     "reproduce": (
         "moelab.lab.reproduce",
-        "run the notebooks and build the site with what they found",
+        "run the notebooks, one after the other",
         "-p smoke=true",
     ),
     "run": ("moelab.lab.runner", "run one notebook, with parameters", "01 -p smoke=true -p seed=3"),

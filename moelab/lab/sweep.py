@@ -117,7 +117,7 @@ def bench_point(name: str, point: Point) -> Record:
         command = [sys.executable, "-m", "moelab", "bench", name, *given]
         done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"status {done.returncode}; {done.stderr.strip().splitlines()[-1:]}")
+            raise RuntimeError(f"bench {name} failed: {done.stderr.strip().rpartition(chr(10))[2]}")
         return {"metrics": {n: of for n, of in metrics_of(path).items() if of["value"] is not None}}
 
 
@@ -315,8 +315,6 @@ def main(args: argparse.Namespace) -> int:
     found, failed = sweep(target, points, table, run)
     if len(found):
         print(told(found))
-        if (commits := found["at git"].nunique()) > 1:
-            print(f'\nthese points were run by {commits} commits; see the column "at git"')
     for point, error in failed:
         print(f"\nFAILED {point}: {error}", file=sys.stderr)
     print(f"\n{len(found)} of {len(points)} points: {table}")
