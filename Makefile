@@ -23,7 +23,7 @@ help:
 	@sed -n 's/^# make/make/p' Makefile
 
 reproduce: $(INSTALLED)
-	@$(PYTHON) -m moelab reproduce
+	@$(PYTHON) -m moelab reproduce; status=$$?; $(MAKE) --no-print-directory docs && exit $$status
 
 # bytecode is kept: tests start a hundred processes
 test: $(INSTALLED)

@@ -95,7 +95,7 @@ COMMANDS = {
         "draw one of the interactive views without Jupyter, as a page or a table",
         "budget qwen.store -p share=37 --output budget.html",
     ),
-    "bench": ("moelab.bench", "measure on this machine", "engine --quick"),
+    "bench": ("moelab.bench", "measure on this machine", "engine --rounds 1"),
     "tables": (
         "moelab.bench.tables",
         "write the tables of README and docs from results/",

@@ -2,7 +2,7 @@
 
 `calibrate(trace)` keeps the counts and the identity of their model. What needs the order of the
 tokens is computed from the trace: loads of prefill chunks (`moelab.static.loads`), experts that a
-batch activates together (`moelab.zipmoe.inclusion`)."""
+batch activates together (`notebooks/studies/popularity.py`)."""
 
 from __future__ import annotations
 

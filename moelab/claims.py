@@ -36,12 +36,15 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import numpy as np
 
 from moelab.bench.results import bench_file, metrics_of
 from moelab.comparison import MetricsFile, are_numbers, finished_runs
 from moelab.files import read_json, results_root, shipped
 from moelab.records import Record, Records
+from moelab.registry import require
 from moelab.schema import Amount, naming, typed
 from moelab.table import format_value, text_table
 
@@ -81,7 +84,7 @@ class Claim:
     neutral : the value of no effect. either_way : ours could have come out on the other side of it.
     instead : what was looked at instead of the source's model or machine.
     needs, fitted, follows, contradicted, reason : why it is not tested, fitted, …, not reproduced.
-    null : a predictor of ids of the same source and numbers, "a * b / 2"; predictor : its value.
+    null : a prediction by ids of the same source and numbers, "a * b / 2"; predictor : its value.
     """
 
     source: str
@@ -97,7 +100,7 @@ class Claim:
     below: float | None = None
     unit: str = ""
     metric: tuple[str, ...] = ()
-    combine: str = ""
+    combine: Literal["", *COMBINE] = ""
     interval: tuple[str, ...] = ()
     needs: str = ""
     neutral: float | None = None
@@ -111,28 +114,24 @@ class Claim:
     reason: str = ""
 
     def __post_init__(self) -> None:
-        value, answered = self.value, self.metric or self.fitted or self.follows
-        said = sum(x is not None for x in (value, self.above, self.below))
-        number = self.neutral is not None and isinstance(value, (int, float))
-        unexplained = self.predictor is not None and not self.null
-        checks = {
-            "it has no id, place or text": not (self.id and self.where and self.text),
-            "it needs exactly one of value, above and below": said != 1,
-            "a range is [low, high]": isinstance(value, list) and not _is_range(value),
-            "either_way goes with a number and neutral": self.either_way and not number,
-            "nothing answers it": not (answered or self.needs or self.contradicted),
-            "what needs something has no answer": self.needs and answered,
-            "metric names a notebook or a bench and then metrics": len(self.metric) == 1,
-            "an interval has two ends": self.interval
-            and not len(self.interval) == len(self.metric) == 2,
-            f"combine is {self.combine!r}; there are: {', '.join(COMBINE)}": self.combine
-            and self.combine not in COMBINE,
-        }
-        for problem, wrong in checks.items():
+        answered = self.metric or self.fitted or self.follows
+        said = [x for x in (self.value, self.above, self.below) if x is not None]
+        number = isinstance(self.value, (int, float)) and self.neutral is not None
+        for wrong, problem in (
+            (not (self.id and self.where and self.text), "it has no id, place or text"),
+            (len(said) != 1, "it needs exactly one of value, above and below"),
+            (isinstance(self.value, list) and not _is_range(self.value), "a range is [low, high]"),
+            (self.either_way and not number, "either_way goes with a number and neutral"),
+            (not (answered or self.needs or self.contradicted), "nothing answers it"),
+            (self.needs and answered, "what needs something has no answer"),
+            (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
+            (
+                self.interval and (len(self.interval), len(self.metric)) != (2, 2),
+                "an interval has two ends",
+            ),
+        ):
             if wrong:
                 raise ValueError(problem)
-        if unexplained and not (self.follows and self.agrees(self.predictor)):
-            raise ValueError("its predictor is outside the tolerance, or not explained in follows")
 
     @property
     def is_order(self) -> bool:
@@ -158,11 +157,6 @@ class Claim:
         effect = math.inf if self.neutral is None else abs(end - self.neutral)
         return min(self.tolerance * abs(end), effect / 2)
 
-    @property
-    def predicted(self) -> bool:
-        """Whether a predictor without a simulator agrees."""
-        return self.predictor is not None and bool(self.agrees(self.predictor))
-
     def verdict(self, found: float | bool | str | None) -> str:
         """By the rules above; `found` is None where no metric answers."""
         if self.contradicted or self.needs:
@@ -174,7 +168,7 @@ class Claim:
             return DIRECTION if same else NOT_REPRODUCED
         if self.fitted:
             return FITTED
-        if self.follows or self.predicted:
+        if self.follows or self.null and self.agrees(self.predictor):
             return FOLLOWS
         return DIRECTION if self.is_order or self.instead else REPRODUCED
 
@@ -192,12 +186,11 @@ class Claim:
         """What stands behind a verdict."""
         if verdict == NOT_TESTABLE:
             return f"needs {self.needs}"
-        ratios = (
-            f"ratios of the source's own numbers give {self.predictor:.3g}" if self.null else ""
-        )
         why = {
             FITTED: self.fitted,
-            FOLLOWS: self.follows or ratios,
+            FOLLOWS: self.follows
+            or self.null
+            and f"ratios of the source's own numbers give {self.predictor:.3g}",
             CONTRADICTED: self.contradicted,
             NOT_REPRODUCED: self.reason or "as measured here",
         }.get(verdict, "")
@@ -210,26 +203,35 @@ def _is_range(value: list[Any]) -> bool:
 
 @dataclass(frozen=True)
 class Row:
-    """A claim with its answer: ours, least and most over comparable runs, the kind of the number,
-    the verdict."""
+    """A claim with its answer: ours, and the kind of the number.
+
+    readings : other choices, and the ends of an interval → what it is by them."""
 
     claim: Claim
     ours: float | bool | str | None
-    spread: tuple[float, float] | None
     kind: str
-    verdict: str
-    readings: Record = field(default_factory=dict)  # other choices → what it is by them
-    lost: Record = field(default_factory=dict)  # those by which what holds by ours does not
+    readings: Record = field(default_factory=dict)
+
+    @property
+    def lost(self) -> Record:
+        """The readings by which what holds by ours does not."""
+        judge = self.claim.verdict
+        against = {of: v for of, v in self.readings.items() if judge(v) == NOT_REPRODUCED}
+        return {} if judge(self.ours) == NOT_REPRODUCED else against
+
+    @property
+    def verdict(self) -> str:
+        """By the rules above."""
+        found = self.claim.verdict(self.ours)
+        return NOT_REPRODUCED if self.lost and found in (REPRODUCED, DIRECTION) else found
 
     @property
     def why(self) -> str:
         """What stands behind the verdict."""
-        if self.lost and self.verdict == NOT_REPRODUCED:
-            lost = ", ".join(f"{name}: {value:.3g}" for name, value in self.lost.items())
-            return (
-                f"{'within its interval' if self.claim.interval else 'by our choices'} only; {lost}"
-            )
-        return self.claim.why(self.verdict)
+        if not self.lost or self.verdict != NOT_REPRODUCED:
+            return self.claim.why(self.verdict)
+        lost = ", ".join(f"{name}: {value:.3g}" for name, value in self.lost.items())
+        return f"{'within its interval' if self.claim.interval else 'by our choices'} only; {lost}"
 
     @property
     def distance(self) -> float | None:
@@ -244,12 +246,11 @@ class Row:
     @property
     def cells(self) -> list[str]:
         """What `HEAD` names."""
-        between = f" ({self.spread[0]:.4g} to {self.spread[1]:.4g})" if self.spread else ""
         return [
             f"{self.claim.where}: {self.claim.text}",
             f"{self.claim.model}, {self.claim.hardware}",
             self.claim.said,
-            "–" if self.ours is None else format_value(self.ours) + between,
+            "–" if self.ours is None else format_value(self.ours),
             self.kind,
             self.verdict,
             self.why,
@@ -265,45 +266,34 @@ def load(path: str | Path | None = None) -> list[Claim]:
 
 
 def _claims(content: Record) -> list[Claim]:
-    sources, found = typed(content.pop("source", {}), Records, "source"), []
+    sources, found = typed(content.pop("source", {}), Records, "source"), {}
     for source, claims in typed(content, dict[str, list[Record]]).items():
-        if source not in sources:
-            raise ValueError(
-                f"claims of {source!r}, which [source] does not name; it names {', '.join(sources)}"
-            )
+        require("[source]", source, sources)
         values = {str(of.get("id")): of.get("value") for of in claims}
         for of in claims:
-            if of.get("null"):
-                of["predictor"] = _of_others(str(of["null"]), values)
+            about = f"{source}/{of.get('id')}"
+            if about in found:
+                raise ValueError(f"there are two claims {about}")
+            if null := of.get("null"):
+                of["predictor"] = _of_others(str(null), values)
             given = {"text": "", "id": "", "where": "", "source": source} | sources[source] | of
-            found.append(typed(given, Claim, f"claim {source}/{of.get('id')}"))
-    twice = [
-        f"{source}/{name}"
-        for (source, name), n in Counter((c.source, c.id) for c in found).items()
-        if n > 1
-    ]
-    if twice:
-        raise ValueError(f"there are two claims {', '.join(twice)}")
-    return found
+            found[about] = typed(given, Claim, f"claim {about}")
+    return [*found.values()]
 
 
 def _of_others(null: str, values: Record) -> float:
     """A product and quotient of claims, by id, and of numbers; of a range its middle."""
-    numbers, words = [], null.split()
-    for word in words[::2]:
-        value = values.get(word, word)
-        try:
-            numbers.append(sum(value) / 2 if isinstance(value, list) else float(value))
-        except (TypeError, ValueError):
-            raise ValueError(
-                f"null {null!r}: {word!r} is neither the id of a claim of this source that is "
-                "a number nor a number"
-            ) from None
-    if set(words[1::2]) - {"*", "/"} or len(words) % 2 == 0:
-        raise ValueError(f"null {null!r} must be ids and numbers with * or / between them")
-    return math.prod(
-        numbers[:1] + [n if sign == "*" else 1 / n for sign, n in zip(words[1::2], numbers[1:])]
-    )
+    found, words = 1.0, ["*", *null.split()]
+    try:
+        for sign, word in zip(words[::2], words[1::2], strict=True):
+            number = float(np.mean(values[word]) if word in values else word)
+            found = {"*": found * number, "/": found / number}[sign]
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"null {null!r}: write ids of claims of this source that are numbers, or numbers, with "
+            "* or / between them"
+        ) from None
+    return found
 
 
 @cache
@@ -312,23 +302,23 @@ def ledger() -> tuple[Claim, ...]:
     return tuple(load())
 
 
-def recorded(where: str, results: str | Path | None = None) -> list[Metrics]:
-    """The metrics of a notebook's finished runs with its baseline's parameters, newest first, else
-    of its baseline; or of a bench's result, names joined by " | "."""
+def recorded(where: str, results: str | Path | None = None) -> Metrics:
+    """The metrics of a notebook's newest finished run with its baseline's parameters, else of its
+    baseline; or of a bench's result, names joined by " | "."""
     root = results_root(results)
     if where.startswith("bench "):
         path = bench_file(where.removeprefix("bench "), root)
-        return [metrics_of(path) if path.exists() else {}]
+        return metrics_of(path) if path.exists() else {}
     path = root / "baseline" / f"{where}.json"
     baseline = read_json(path, MetricsFile) if path.exists() else {"metrics": {}, "params": None}
-    paths = [run / "metrics.json" for run in reversed(finished_runs(where, root))]
-    runs = [read_json(path, MetricsFile) for path in paths if path.exists()]
-    return [run["metrics"] for run in runs if baseline["params"] in (None, run["params"])] or [
-        baseline["metrics"]
-    ]
+    for run in reversed(finished_runs(where, root)):
+        found = read_json(run / "metrics.json", MetricsFile)
+        if baseline["params"] in (None, found["params"]):
+            return found["metrics"]
+    return baseline["metrics"]
 
 
-def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
+def _answer(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
     """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no
     number but needed."""
     names = [
@@ -336,27 +326,24 @@ def _value(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
         for wanted in claim.metric[1:]
     ]
     found = [metrics[name] for some in names for name in some]
-    combine = COMBINE[claim.combine] if claim.combine else lambda values: values[0]
 
     def read(reading: str | None) -> Any:
-        values = [metric.get("readings", {}).get(reading, metric["value"]) for metric in found]
-        words = not isinstance(claim.value, (bool, str)) and not _are_numbers(values)
-        return (
-            None
-            if words or claim.combine.endswith("ratio") and 0 in values[1:]
-            else combine(values)
-        )
+        values = [of.get("readings", {}).get(reading, of["value"]) for of in found]
+        if isinstance(claim.value, (bool, str)):
+            return values[0]
+        if not _numbers(*values) or claim.combine.endswith("ratio") and 0 in values[1:]:
+            return None
+        return COMBINE[claim.combine](values) if claim.combine else values[0]
 
-    if not all(names) or (value := read(None)) is None:
-        return None, "", {}
-    readings = {name: read(name) for metric in found for name in metric.get("readings", {})}
     ends = [metrics.get(name, {}).get("value") for name in claim.interval]
-    if not _are_numbers(ends):
+    value = read(None) if found and all(names) and _numbers(*ends) else None
+    if value is None:
         return None, "", {}
+    readings = {name: read(name) for of in found for name in of.get("readings", {})}
     return value, found[0]["kind"], readings | dict(zip(("95 % from", "95 % to"), ends))
 
 
-def _are_numbers(values: Iterable[Any]) -> bool:
+def _numbers(*values: Any) -> bool:
     return all(isinstance(value, (int, float)) for value in values)
 
 
@@ -367,30 +354,12 @@ def rows(
 ) -> list[Row]:
     """Every claim, or these, with verdicts; `own` are metrics of notebooks that count instead of
     what was recorded."""
-    runs: dict[str, list[Metrics]] = {where: [metrics] for where, metrics in (own or {}).items()}
-    answered = []
+    known, answered = dict(own or {}), []
     for claim in claims or ledger():
         where = claim.metric[0] if claim.metric else ""
-        if where and where not in runs:
-            runs[where] = recorded(where, results)
-        found = [_value(claim, metrics) for metrics in runs[where]] if where else [(None, "", {})]
-        (ours, kind, readings), numbers = (
-            found[0],
-            [value for value, *_ in found if isinstance(value, (int, float))],
-        )
-        spread = (
-            (min(numbers), max(numbers))
-            if len(numbers) > 1 and not isinstance(ours, bool)
-            else None
-        )
-        verdict = claim.verdict(ours)
-        lost = {
-            name: value
-            for name, value in readings.items()
-            if NOT_REPRODUCED == claim.verdict(value) != verdict
-        }
-        verdict = NOT_REPRODUCED if lost and verdict in (REPRODUCED, DIRECTION) else verdict
-        answered.append(Row(claim, ours, spread, kind, verdict, readings, lost))
+        if where and where not in known:
+            known[where] = recorded(where, results)
+        answered.append(Row(claim, *_answer(claim, known.get(where, {}))))
     return answered
 
 
@@ -402,11 +371,8 @@ def counts(answered: Iterable[Row]) -> dict[str, int]:
 
 def summary(answered: list[Row]) -> str:
     """How many claims have which verdict, in a sentence."""
-    return (
-        f"{len(answered)} claims: "
-        + ", ".join(f"{n} {verdict}" for verdict, n in counts(answered).items())
-        + "."
-    )
+    said = ", ".join(f"{n} {verdict}" for verdict, n in counts(answered).items())
+    return f"{len(answered)} claims: {said}."
 
 
 def problems(answered: Iterable[Row]) -> list[str]:
@@ -435,20 +401,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fail if a metric is gone or a claim is unanswered"
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def main(args: argparse.Namespace) -> int:
     chosen = [claim for claim in ledger() if args.source in (None, claim.source)]
-    answered = rows(chosen, args.results)
+    answered = rows(chosen)
     print(summary(answered))
     for source in dict.fromkeys(claim.source for claim in chosen):
         own = [row for row in answered if row.claim.source == source]
         print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
     wrong = problems(answered) if args.check else []
-    print(
-        "".join(f"\nFAILED {problem}" for problem in wrong).lstrip("\n"), end="\n" if wrong else ""
-    )
+    for problem in wrong:
+        print(f"FAILED {problem}")
     return 1 if wrong else 0

@@ -40,32 +40,6 @@ class KeptFigure(TypedDict):
     caption: NotRequired[str]
 
 
-class Takeaway(TypedDict):
-    text: str
-
-
-class MetricsFile(TypedDict):
-    """metrics.json, or the baseline of a notebook."""
-
-    params: dict[str, Any]
-    seed: int
-    metrics: dict[str, KeptMetric]
-    figures: NotRequired[dict[str, KeptFigure]]
-    takeaways: NotRequired[list[Takeaway]]
-    tables: NotRequired[
-        dict[
-            str,
-            Annotated[
-                list[list[Any]],
-                Must(
-                    lambda lines: lines and len({*map(len, lines)}) == 1 and lines[0],
-                    "a head and rows as long as it",
-                ),
-            ],
-        ]
-    ]
-
-
 class Environment(TypedDict):
     git: str | None
     versions: dict[str, str]
@@ -74,18 +48,18 @@ class Environment(TypedDict):
     cores: int | None
 
 
-class RunFile(TypedDict):
-    """run.json."""
+class MetricsFile(TypedDict):
+    """metrics.json, or the baseline of a notebook."""
 
-    parameters: dict[str, Any]
-    seconds: Amount
-    env: Environment
+    params: dict[str, Any]
+    seed: int
+    metrics: dict[str, KeptMetric]
+    env: NotRequired[Environment]
+    seconds: NotRequired[Amount]
     peak_bytes: NotRequired[Count]
-
-
-class Plot(TypedDict):
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
+    figures: NotRequired[dict[str, KeptFigure]]
+    takeaways: NotRequired[list[dict[str, Any]]]
+    tables: NotRequired[dict[str, list[list[Any]]]]
 
 
 class FigureFile(TypedDict):
@@ -93,7 +67,7 @@ class FigureFile(TypedDict):
 
     caption: str
     alt: str
-    figure: Plot
+    figure: dict[Literal["data", "layout"], Any]
 
 
 Spread = tuple[float, float]
@@ -105,23 +79,15 @@ LAB = "-lab"
 def finished_runs(
     notebook: str, results: str | Path | None = None, lab: bool = False
 ) -> list[Path]:
-    """The finished runs of a notebook, oldest first: those of the runner, and with `lab` those of
-    people, too.
+    """The finished runs of a notebook that were saved, oldest first: those of the runner, and with
+    `lab` those of people, too.
 
     A person may run cells in any order, so what judges, `check` and `claims`, counts the runner's
     only."""
-    folder = results_root(results) / "runs" / notebook
-    runs = [path for path in folder.glob("[0-9]*") if path.is_dir()]
-    runs = [path for path in runs if path.suffix not in (".part", ".failed")]
-    runs = [path for path in runs if lab or not path.name.endswith(LAB)]
-    return sorted(runs, key=lambda path: (run_number(path), path.name))
-
-
-def saved_runs(notebook: str, results: str | Path | None = None) -> list[Path]:
-    """The finished runs of a notebook that have metrics, oldest first, those in JupyterLab
-    included."""
-    runs = finished_runs(notebook, results, lab=True)
-    return [run for run in runs if (run / "metrics.json").is_file()]
+    saved = (results_root(results) / "runs" / notebook).glob("[0-9]*/metrics.json")
+    runs = [path.parent for path in saved if path.parent.suffix not in (".part", ".failed")]
+    runs = [run for run in runs if lab or not run.name.endswith(LAB)]
+    return sorted(runs, key=lambda run: (run_number(run), run.name))
 
 
 def run_number(run: Path) -> int:
@@ -193,8 +159,9 @@ def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list
     metrics = []
     for name in a["metrics"] | b["metrics"]:
         both = [of["metrics"].get(name, {}) for of in (a, b)]
+        there = [of for of in both if of]
         unit, kind = (
-            " / ".join(dict.fromkeys(of[key] for of in both if of)) for key in ("unit", "kind")
+            " / ".join(dict.fromkeys(of[key] for of in there)) for key in ("unit", "kind")
         )
         metrics.append(Metric(name, unit, kind, tuple(of.get("value") for of in both)))
     return {name: of for name, of in differ.items() if of[0] != of[1]}, metrics
@@ -223,7 +190,9 @@ def find_run(run: str | Path, results: str | Path | None = None) -> Path:
     if (folder / "metrics.json").is_file():
         return folder
     root = results_root(results)
-    saved = {path.name: saved_runs(path.name, root) for path in (root / "runs").glob("*")}
+    saved = {
+        path.name: finished_runs(path.name, root, lab=True) for path in (root / "runs").glob("*")
+    }
     names = [name for name, of in saved.items() if of]
     return saved[resolved(str(run), names, "saved run of a notebook, or folder of one,")][-1]
 
@@ -238,14 +207,13 @@ def _spreads(run: Path) -> dict[str, Spread]:
     differ."""
     own = read_json(run / "metrics.json", MetricsFile)
     beside = [read_json(path, MetricsFile) for path in run.parent.glob("[0-9]*/metrics.json")]
-    alike = [
-        of["metrics"] for of in beside if all(of[key] == own[key] for key in ("params", "seed"))
-    ]
-    values = {
-        name: [of[name]["value"] for of in alike if name in of and are_numbers(of[name]["value"])]
-        for name in own["metrics"]
-    }
-    return {name: (min(of), max(of)) for name, of in values.items() if of and min(of) < max(of)}
+    values: dict[str, list[float]] = {}
+    for of in beside:
+        for name, metric in of["metrics"].items():
+            same = of["params"] == own["params"] and of["seed"] == own["seed"]
+            if same and are_numbers(metric["value"]):
+                values.setdefault(name, []).append(metric["value"])
+    return {name: (min(of), max(of)) for name, of in values.items() if min(of) < max(of)}
 
 
 def _cell(value: Any, spread: Spread | None) -> str:

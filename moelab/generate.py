@@ -21,7 +21,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -29,7 +29,7 @@ import torch
 
 from moelab import registry
 from moelab.api import OpenOptions, make_predictor, open_model
-from moelab.arguments import number, output, whole
+from moelab.arguments import output, whole
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
@@ -40,6 +40,7 @@ from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
+from moelab.speculate import Estimator
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
@@ -100,13 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks that share an expert, for tp-ep (default: 2)",
     )
     add(
-        "--timeout",
-        type=number(above=0),
-        default=600,
-        metavar="SECONDS",
-        help="how long a rank waits for another that is silent (default: %(default)s)",
-    )
-    add(
         "--perfetto",
         type=output,
         metavar="FILE",
@@ -120,16 +114,12 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     """The options of `open_model`, and what their names are for at the end of --help."""
     kinds = [parser.epilog or ""]
     for name, of in OPENING.items():
-        flag, needs, purpose = (
-            dict(of.metadata["flag"]),
-            of.metadata["needs"],
-            of.metadata["purpose"],
-        )
+        flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
             flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
             kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
-        if needs:
+        if needs := of.metadata["needs"]:
             purpose = f"with --{needs}, {purpose}"
         if of.default is not None:
             purpose += f" (default: {of.default})"
@@ -137,59 +127,47 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n\n".join(kinds)
 
 
-def _require_files(args: argparse.Namespace) -> None:
-    """ValueError before a model is opened: a predictor lacks the file that it is made from."""
-    for prefetch, needs, maker in (
-        ("estimator", "estimator", "moelab.speculate.train (notebook 04)"),
-        ("static", "calibration", "`moelab calibrate MODEL FILE`"),
-    ):
-        if args.prefetch == prefetch and getattr(args, needs) is None:
-            raise ValueError(f"--prefetch {prefetch} needs --{needs} FILE, made by {maker}")
-
-
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    _require_files(args)
+    for needs, prefetch in (("estimator", "estimator"), ("calibration", "static")):
+        if args.prefetch == prefetch and getattr(args, needs) is None:
+            raise ValueError(
+                f"--prefetch {prefetch} needs --{needs} FILE; `moelab calibrate` makes a calibration, "
+                "moelab.speculate.train an estimator (notebook 04)"
+            )
     if args.estimator is not None:
-        options["prefetch"] = estimating(args.estimator)
+        options["prefetch"] = lambda model: make_predictor(
+            model, "estimator", estimator=Estimator.load(args.estimator, model)
+        )
     if args.calibration:
         options["calibration"] = Calibration.load(args.calibration)
-    ranks = {"parallel": args.parallel, "tp": args.tp}
-    given = " ".join(f"--{name} {value}" for name, value in ranks.items() if value)
-    if "RANK" in os.environ:
-        if alone := [
-            name for name in (*OPENING, "calibration") if name in options and name not in SHARED
-        ]:
-            raise ValueError(
-                f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
-                f"holds its share of the experts as they are stored (few bits: convert the model first, "
-                f"and give the store)"
-            )
-        ranks["parallel"] = args.parallel or DEFAULT
-        with connect(args.timeout) as device:
-            result = generate(**options, **ranks, device=device, stream=not args.json)
-    elif given:
+    given = {"parallel": args.parallel, "tp": args.tp}
+    shared = "RANK" in os.environ
+    if not shared and any(given.values()):
         raise ValueError(
-            f"{given} needs several processes: torchrun --nproc-per-node 2 -m moelab generate {given} …"
+            "--parallel and --tp need several processes: torchrun --nproc-per-node 2 -m moelab "
+            "generate --parallel auto …"
         )
-    else:
+    alone = [of for of in (*OPENING, "calibration") if of in options and of not in SHARED]
+    if shared and alone:
+        raise ValueError(
+            f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
+            "holds its share of the experts as they are stored (few bits: convert the model first, "
+            "and give the store)"
+        )
+    with connect() if shared else nullcontext() as device:
+        if shared:
+            options |= given | {"parallel": args.parallel or DEFAULT, "device": device}
         result = generate(**options, stream=not args.json)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if is_first():
         print(json.dumps(asdict(result)) if args.json else _told(result))
     return 0
 
 
-def estimating(path: str) -> Callable[[Any], Any]:
-    """What makes the predictor "estimator" of a model, by a file of `Estimator.save`.
-    FileNotFoundError: there is none."""
-    from moelab.speculate import Estimator
-
-    if not os.path.isfile(path):
-        raise FileNotFoundError(
-            f"no estimator at {path}; moelab.speculate.train trains one (notebook 04)"
-        )
-    return lambda model: make_predictor(model, "estimator", estimator=Estimator.load(path, model))
+def is_first() -> bool:
+    """Whether this process prints: the only one, or rank 0."""
+    return int(os.environ.get("RANK", 0)) == 0
 
 
 def generate(
@@ -212,11 +190,9 @@ def generate(
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
     opening : further options of `moelab.open_model`.
 
-    Raises ValueError: no token wanted, an empty prompt, a model without a tokenizer, a variant or
+    Raises ValueError: an empty prompt, a model without a tokenizer, a variant or
     an executor that does not fit; and what `moelab.open_model` raises. PeerLost: another rank died.
     """
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; ask for at least one token")
     prompt = prompts("needle", 1)[0].text if prompt is None else prompt
     if not prompt:
         raise ValueError("the prompt is empty; give at least one word to go on from")
@@ -224,7 +200,7 @@ def generate(
     require_tokenizer(checkpoint)
     if perfetto is not None:
         writable(perfetto)
-    stream = stream and int(os.environ.get("RANK", 0)) == 0
+    stream = stream and is_first()
     start = time.perf_counter()
     if stream:
         print(f"opening {model or 'the small model'} …", file=sys.stderr, flush=True)
@@ -240,12 +216,11 @@ def generate(
             print(reason, file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         if other := not_followed(network):
-            print(
-                f"decoding greedily, not by its generation_config.json's {other}", file=sys.stderr
-            )
+            told = f"decoding greedily, not by its generation_config.json's {other}"
+            print(told, file=sys.stderr)
     with network:
         made = _generate(network, prompt, max_new_tokens, parallel, stream)
-        if perfetto is not None and int(os.environ.get("RANK", 0)) == 0:
+        if perfetto is not None and is_first():
             network.moelab.run.to_perfetto(perfetto)
         return made
 
@@ -295,8 +270,7 @@ def _told(result: Generation) -> str:
     lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {summary_line(result)}"]
     if result.parallel:
         held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
-        sent = sum(map(sum, result.sent.values()))
-        lines += [
-            f"{result.parallel} on {result.ranks} ranks: {held} MB of experts held, {sent / 1e6:,.2f} MB sent"
-        ]
+        sent = sum(map(sum, result.sent.values())) / 1e6
+        where = f"{result.parallel} on {result.ranks} ranks"
+        lines.append(f"{where}: {held} MB of experts held, {sent:,.2f} MB sent")
     return "\n".join(lines)

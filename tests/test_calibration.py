@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from moelab.calibration import Calibration, calibrate
 from moelab.specs import MoESpec
-from moelab.static.loads import capacity_needed, chunk_loads, overflow
+from moelab.static.loads import chunk_loads
 from moelab.trace import DECODE, PREFILL, RoutingTrace
-from moelab.zipmoe.inclusion import inclusion_probabilities
-from notebooks.studies.popularity import overlap_at_k
+from notebooks.studies.popularity import (
+    capacity_needed,
+    inclusion_probabilities,
+    overflow,
+    overlap_at_k,
+)
 
 
 def make_trace(

@@ -13,7 +13,6 @@ import pytest
 
 from moelab import open_model
 from moelab.__main__ import main
-from moelab.evaluation.calibrate import calibration
 from moelab.files import small_model
 from moelab.generate import generate
 from moelab.models.greedy import OPTIONS
@@ -99,7 +98,9 @@ def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, c
         files["estimator"]
     )
     files["calibration"] = tmp_path / "c.safetensors"
-    calibration(model, ("prose",), 1, 64, 2).save(files["calibration"])
+    few = ["--sources", "prose", "--prompts", "1", "--tokens", "64", "--new-tokens", "2"]
+    assert main(["calibrate", "small", str(files["calibration"]), *few]) == 0
+    capsys.readouterr()
     short = ["generate", "--prompt", "the red fox", "--max-new-tokens", "3", "--memory", "50%"]
     tokens = generate(prompt="the red fox", max_new_tokens=3).tokens
     for name, needs in (("estimator", "estimator"), ("static", "calibration")):

@@ -151,7 +151,6 @@ def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
         ["generate", "--calibration", ""],
         ["view", "model_map", "--output", ""],
         ["evaluate", "--estimator", ""],
-        ["run", "01", "--results", ""],
         ["sweep", "", "--grid", "a=1"],
     ],
 )

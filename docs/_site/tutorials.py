@@ -8,7 +8,7 @@ from typing import Any
 
 from _site import ROOT, keep, keep_only
 from _site.links import rewritten
-from moelab.comparison import RunFile, finished_runs
+from moelab.comparison import MetricsFile, finished_runs
 from moelab.files import read_json
 from moelab.viz.theme import PLOTLY, in_script, plotly_js
 
@@ -17,9 +17,8 @@ SHOWN = ("text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain
 
 
 def newest(name: str) -> Path | None:
-    """The newest run that the runner finished of a notebook, with what it found."""
-    kept = (f"{name}.ipynb", "metrics.json")
-    runs = [run for run in finished_runs(name) if all((run / file).is_file() for file in kept)]
+    """The newest run that the runner finished of a notebook."""
+    runs = [run for run in finished_runs(name) if (run / f"{name}.ipynb").is_file()]
     return runs[-1] if runs else None
 
 
@@ -60,11 +59,12 @@ def note(run: Path | None) -> str:
             ":::{note}\nThe source of the notebook, which has no finished run here. "
             "`make reproduce` runs all of them; their figures are then on these pages.\n:::"
         )
-    about = read_json(run / "run.json", RunFile)
+    about = read_json(run / "metrics.json", MetricsFile)
     env = about["env"]
+    took = f", in {about['seconds']:.0f} s" if "seconds" in about else ""
     return (
         f":::{{note}}\nRun {run.name} on {env['cpu']}, {env['cores']} cores, {env['device']}, "
-        f"commit {(env['git'] or 'unknown')[:12]}, in {about['seconds']:.0f} s. "
+        f"commit {(env['git'] or 'unknown')[:12]}{took}. "
         f"Its controls move where it runs: `make lab`.\n:::"
     )
 

@@ -209,7 +209,7 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
     return max(found.resident - rest, 0.0) / sample.L
 
 
-once = cache(memory_rate)
+_memory_rate = cache(memory_rate)  # for all forms
 
 
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
@@ -222,9 +222,9 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         spec = model.spec
         here = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
-        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / once()
+        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / _memory_rate()
         attention = spec.num_layers * attention_bytes(here)
-        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / once()
+        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / _memory_rate()
         # a dense layer's attention is its successor's
         layers = spec.num_layers / spec.L
         rest = (before_experts(found, here) * layers + more) * spec.L + head + head_token

@@ -19,7 +19,6 @@ import weakref
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,13 +90,11 @@ class ConvertedBackend(Backend):
 
     def __init__(
         self,
-        converted: ConvertedModel | str | Path,
+        converted: ConvertedModel,
         mode: str = "double",
         runner: Runner | None = None,
         name: str = "evaluator",
     ) -> None:
-        if not isinstance(converted, ConvertedModel):
-            converted = ConvertedModel(converted)
         self.converted, self.name, self.plan = converted, name, converted.plan
         self.exact = mode == "double" and runner is None
         self.runner = runner or partial(Evaluator, mode=mode)

@@ -150,7 +150,7 @@ def time_prefill(
     for length in progress(list(prompts), "measuring", unit="prompt"):
         rng = torch.Generator().manual_seed(0)
         ids = torch.randint(0, model.config.vocab_size, (1, length), generator=rng)
-        with torch.no_grad(), prefill_through(model, backend=backend) as ane:
+        with torch.no_grad(), prefill_through(model, backend) as ane:
             seconds, mj = measure(
                 lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter
             )

@@ -11,14 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from moelab.ane.backends import ConvertedBackend
-from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.plan import Account
 from moelab.ane.runtime import prefill_through
 from moelab.progress import progress
@@ -63,27 +61,21 @@ class Parity:
 
 
 def parity(
-    converted: ConvertedModel | ConvertedBackend | str | Path,
+    backend: ConvertedBackend,
     model: Any,
     prompts: Sequence[Sequence[int]],
-    mode: str = "double",
     rounding: Parity | None = None,
 ) -> Parity:
     """Prefill every prompt twice, through the packages and through the model.
 
     model : the model that was converted; its weights are widened to float32 for good. prompts :
         token ids.
-    mode : of the evaluator, unless a backend is given.
     rounding : what the evaluator's fp16 mode made of the same prompts, to judge a device by.
 
     Raises ValueError: no prompts, one longer than the graphs' context, a damaged or another model's
     conversion."""
     if not len(prompts):
         raise ValueError("there are no prompts to compare on; give at least one")
-    if isinstance(converted, ConvertedBackend):
-        backend = converted
-    else:
-        backend = ConvertedBackend(converted, mode)
     limit, least = LOGITS, SAME
     if rounding is not None:
         limit = max(LOGITS, ROUNDING * float(rounding.last.max()))
@@ -97,7 +89,7 @@ def parity(
         for ids in progress(prompts, "comparing", unit="prompt"):
             ids = torch.as_tensor([list(ids)])
             expected = model(ids, use_cache=False).logits[0]  # [S, V]
-            with prefill_through(model, backend=backend, overflow="pad") as ane:
+            with prefill_through(model, backend, overflow="pad") as ane:
                 found = model(ids, use_cache=False).logits[0]
             counts += ane.total
             same = bool(found[-1].argmax() == expected[-1].argmax())

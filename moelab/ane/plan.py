@@ -2,11 +2,10 @@
 §3, §4).
 
 `make_plan` turns counts into static graphs: capacities in tiers, experts of equal tier in groups
-whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. `count` says
-what a plan executes, drops and pads.
+whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. An `Account`
+says what a plan executed, dropped and padded.
 
     counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity
-    loads [n, L, E]
 
 A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes
 are free, so an expert costs what its tokens cost, nothing is padded or dropped, and a capacity does
@@ -26,7 +25,7 @@ from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, ANESystem, Unit, why_no_g
 from moelab.files import absolute, write_text
 from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
-from moelab.specs import MoESpec
+from moelab.specs import DeviceSpec, MoESpec
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
 from moelab.table import head_and_rows, text_table
 
@@ -97,6 +96,15 @@ class ANEPlan:
                 f"the plan was made from a calibration of {self.spec.name} (identity "
                 f"{self.model_id}), and {spec.name} is another model (identity {model_id}): "
                 "calibrate and plan this one"
+            )
+
+    def require_memory(self, device: DeviceSpec) -> None:
+        """ValueError if the weights are more than a machine's memory, which CPU and ANE share."""
+        if self.weight_bytes > 1e9 * device["memory_gb"]:
+            raise ValueError(
+                f"{self.spec.name} has at least {self.weight_bytes / 1e9:,.0f} GB of weights, "
+                f"{device.name} {device['memory_gb']:,.0f} GB of memory: plan experts of fewer bytes "
+                "a weight, or a larger machine"
             )
 
     @property
@@ -237,19 +245,10 @@ def make_plan(
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
-    for name, value in (("group_size", group_size), ("bytes_per_weight", bytes_per_weight)):
-        if not 0 < value < float("inf"):  # also nan
-            raise ValueError(f"{name} is {value}; it must be positive and finite")
-    if counts.shape != (spec.L, spec.E):
-        raise ValueError(
-            f"counts are {list(counts.shape)}, but {spec.name} has {spec.L} MoE layers of {spec.E} "
-            f"experts"
-        )
+    _require_counts(spec, counts, group_size, bytes_per_weight)
     tiers = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
-    if not how.tiers:  # one capacity for all; on the CPU any expert may get all tokens
-        largest = max(layer.levels[0] for layer in tiers)
-        capacity = largest if how.experts == "ane" else round_up(chunk, 16)
-        tiers = [Tiers((capacity,), (capacity,) * spec.E)] * spec.L
+    if not how.tiers:
+        tiers = [_one_capacity(tiers, how, chunk)] * spec.L
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
     fit = max(int(max_graph_bytes // expert_bytes), 1)
@@ -271,6 +270,24 @@ def make_plan(
 
     layers = tuple(map(planned, tiers, counts))
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
+
+
+def _require_counts(spec: MoESpec, counts: np.ndarray, group_size: int, weight: float) -> None:
+    """ValueError for counts of another shape, or a size of groups or weights that cannot be."""
+    positive = group_size > 0 and 0 < weight < float("inf")  # also nan
+    if not positive or counts.shape != (spec.L, spec.E):
+        raise ValueError(
+            f"counts are {list(counts.shape)}, group_size is {group_size}, bytes_per_weight "
+            f"{weight}; the counts must be of the {spec.L} MoE layers of {spec.E} experts "
+            f"of {spec.name}, the others positive and finite"
+        )
+
+
+def _one_capacity(tiers: list[Tiers], how: ANESystem, chunk: int) -> Tiers:
+    """The same for all experts: the largest; on the CPU, where any may get all tokens, the chunk."""
+    largest = max(layer.levels[0] for layer in tiers)
+    capacity = largest if how.experts == "ane" else round_up(chunk, 16)
+    return Tiers((capacity,), (capacity,) * len(tiers[0].capacity))
 
 
 def _units(
@@ -333,8 +350,7 @@ def attention_params(spec: MoESpec) -> int:
 
 @dataclass
 class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` at
-    0."""
+    """Exact counts over all chunks, of one layer or, int64 [L], of each."""
 
     chunks: Any = 0
     launches: Any = 0  # expert graphs run on the ANE
@@ -357,42 +373,3 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
-def count(plan: ANEPlan, loads: Any) -> Account:
-    """The account [L] of a plan under loads [n, L, E], tokens that each expert gets in each chunk.
-
-    On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes
-    all rows of each chunk in which any of its experts has a token; on the CPU, and for a chunk of a
-    single token, exactly its tokens."""
-    loads = check_loads(plan, loads)
-    executed, slots, launches = (
-        loads.sum((0, 2)),
-        loads.sum((0, 2)),
-        np.zeros(plan.spec.L, dtype=np.int64),
-    )
-    alone = loads.sum(2) <= plan.spec.K  # [n, L], chunks of a single token
-    for l, layer in enumerate(plan.layers):
-        for group in layer.on("ane"):
-            mine = loads[:, l, list(group.experts)][~alone[:, l]]  # [≤ n, G]
-            launched = int(mine.any(1).sum())
-            executed[l] -= np.maximum(mine - group.capacity, 0).sum()
-            slots[l] += launched * group.slots - mine.sum()
-            launches[l] += launched
-    return Account(launches=launches, routed=loads.sum((0, 2)), executed=executed, slots=slots)
-
-
-def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
-    """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
-    loads = np.asarray(loads)
-    if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
-        raise ValueError(
-            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
-            f"{plan.spec.E} experts"
-        )
-    if loads.max() > plan.chunk:
-        raise ValueError(
-            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
-            "loads for it"
-        )
-    return loads

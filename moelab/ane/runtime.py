@@ -164,8 +164,7 @@ def _room(groups: Sequence[PlannedGroup], plan: ANEPlan) -> Tensor:
 @contextmanager
 def prefill_through(
     model: Any,
-    plan: ANEPlan | None = None,
-    backend: Backend | None = None,
+    through: ANEPlan | Backend,
     *,
     overflow: str = "prune",
     order: str = "saliency",
@@ -174,20 +173,14 @@ def prefill_through(
     """Within the block, prompts run through the plan; yields the executor, which counts.
 
     model : a decoder on the CPU, its experts behind the seam or not.
-    plan : made for this model; None takes the backend's. backend : None is `TorchBackend`.
+    through : a backend, or a plan made for this model, which `TorchBackend` runs.
     overflow, order, seed : as in `PlannedExperts`.
 
     Raises ValueError for a plan or backend of another model, an encoder-decoder, an order that this
     model has no saliency for; when run, for a batch of several prompts, a padded one or a static
     cache."""
-    if plan is None and backend is None:
-        raise ValueError("give a plan (moelab.ane.plan.make_plan) or a backend that has one")
-    plan = plan or backend.plan
-    backend = backend or TorchBackend(plan)
-    if plan != backend.plan:
-        raise ValueError(
-            f"this plan is not the one that the backend {backend.name!r} was made for; leave it out"
-        )
+    backend = TorchBackend(through) if isinstance(through, ANEPlan) else through
+    plan = backend.plan
     plan.require(identity(model), spec_of(model))
     if model.config.is_encoder_decoder:
         raise ValueError(
@@ -200,21 +193,12 @@ def prefill_through(
         executor = PlannedExperts(plan, backend, overflow, order, saliency, seed)
         stack.enter_context(plugged(model, executor))
         stack.enter_context(backend.attention(model))
-        stack.enter_context(in_chunks(model.base_model, plan.chunk))
-        yield executor
-
-
-@contextmanager
-def in_chunks(decoder: torch.nn.Module, chunk: int) -> Iterator[None]:
-    """Within the block, every forward pass of a decoder stack reads `chunk` tokens at a time into
-    one KV cache."""
-    with Patches() as patches:
-        patches.wrap(
-            decoder,
-            "forward",
-            lambda below: partial(_forward_in_chunks, below, decoder.config, chunk),
+        decoder = model.base_model
+        how = {"config": decoder.config, "chunk": plan.chunk}
+        stack.enter_context(Patches()).wrap(
+            decoder, "forward", lambda below: partial(_forward_in_chunks, below, **how)
         )
-        yield
+        yield executor
 
 
 def _forward_in_chunks(

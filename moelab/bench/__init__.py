@@ -47,8 +47,7 @@ ENGINE = tuple(
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 #: name → the module of a bench
 BENCHES = {
-    name: f"moelab.bench.{name}"
-    for name in ("store", "engine", "prefetch", "experts", "scale", "end_to_end", "gpu")
+    name: f"moelab.bench.{name}" for name in ("engine", "prefetch", "scale", "end_to_end", "gpu")
 } | {"advise": "moelab.advice.accuracy"}
 
 
@@ -73,11 +72,11 @@ def module_of(name: str) -> ModuleType:
     path = path_of(name)
     if path is None:
         require("bench", name, [*names(), "FILE.py"])
-    if (
-        str(path.parent) not in sys.path
-    ):  # as for a script; processes that it starts look there, too
-        sys.path.insert(0, str(path.parent))
-    module = import_module(path.stem)
+    studies = [STUDIES.name] * (path.parent == STUDIES)  # a package, whose modules share code
+    folder = str(path.parents[len(studies)])
+    if folder not in sys.path:  # as for a script; processes that it starts look there, too
+        sys.path.insert(0, folder)
+    module = import_module(".".join([*studies, path.stem]))
     if not path.samefile(module.__file__):
         raise ValueError(f"{path.name} has the name of {module.__file__}; rename it")
     if not hasattr(module, "run"):

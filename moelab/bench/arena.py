@@ -6,7 +6,7 @@
 
 It is a class that can be made without further arguments, or an object. Whatever it raises ends its
 own part only, and is told with its traceback. Predictors are compared in notebook 04
-(`moelab.evaluation.predictors.score`)."""
+(`notebooks/studies/recall_and_misses.py`)."""
 
 from __future__ import annotations
 
@@ -294,7 +294,7 @@ def _schedules(name: str, mine: Any) -> Contest:
     def parts(system: System, model: str) -> tuple[float, float]:
         """Milliseconds of the prompt's experts, and of the answer's with loading what it
         prefetches."""
-        result = simulate(machine, system, routings[model], placement=assumed.placement)
+        result = simulate(machine, system, routings[model])
         return 1e3 * result.moe_prefill, 1e3 * (result.moe_decode + result.intermediate)
 
     def others() -> dict[str, dict[str, tuple[float, float]]]:

@@ -29,16 +29,10 @@ from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 from moelab.records import Numbers, Record, Records
 from moelab.specs import MoESpec
-from moelab.store import fewbit
 
 SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"
 RESIDENT = "transformers resident"
-LOSSLESS = 1e-3  # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
-BUDGETED = ("LRU baseline",)  # keeps to a number of bytes itself
-NORMALISES = (
-    "llama.cpp BF16 mmap"  # routing weights, whatever the model does: other logits at the same cost
-)
 Rows = Records  # configuration → figures
 Sections = Mapping[str, Rows]  # "25 % of experts, 250 MB/s" → its rows
 
@@ -102,11 +96,11 @@ def options_of(arm: str) -> Record:
     return given
 
 
-def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str, before: str = "") -> Numbers:
+def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str) -> Numbers:
     """TPOT of a row over another's, median over the tokens, which are the same, and its 95 %
     interval: three cells."""
     ratios = [a / b for a, b in zip(row["each token s"], base["each token s"], strict=True)]
-    return dict(zip((before + name, f"{before}95 % from", f"{before}to"), intervals.median(ratios)))
+    return dict(zip((name, "95 % from", "to"), intervals.median(ratios)))
 
 
 def together(sections: Sections) -> Rows:
@@ -139,59 +133,9 @@ def titled(results: Mapping[str, Any]) -> dict[str, Rows]:
     return {title: rows for title, rows in results.items() if " of experts, " in title}
 
 
-def winners(sections: Sections) -> Rows:
-    """Of each table the fastest of ours and of the other engines that fit the budget: lossless, and
-    at any loss."""
-    found: Rows = {}
-    for title, rows in sections.items():
-        ran = {
-            name: of
-            for name, of in rows.items()
-            if "TPOT s" in of
-            and name != RESIDENT
-            and (names_us(name) or name in BUDGETED or "nothing was limited" not in of["result"])
-        }
-        found[title] = {}
-        exact = {
-            name: of
-            for name, of in ran.items()
-            if not rounds_weights(name) and (of.get("KL", 0) < LOSSLESS or name == NORMALISES)
-        }
-        for kind, among in (("lossless", exact), ("any", ran)):
-            best = []
-            for whose in ("ours", "others"):
-                if of := [name for name in among if names_us(name) == (whose == "ours")]:
-                    best.append(name := min(of, key=lambda name: among[name]["TPOT s"]))
-                    found[title] |= {
-                        f"{kind}, {whose}": name,
-                        f"{kind}, {whose}, ms": 1e3 * among[name]["TPOT s"],
-                    }
-            if len(best) == 2:
-                found[title] |= over(*(among[name] for name in best), "ours ÷ others", f"{kind}: ")
-    return found
-
-
-def foretold(sections: Sections) -> Rows:
-    """What was simulated, beside what was measured."""
-    return {
-        f"{name}; {title}": {
-            key: row[key] for key in ("TPOT s", "simulated TPOT s", "simulated ÷ measured")
-        }
-        for title, rows in sections.items()
-        for name, row in rows.items()
-        if "simulated ÷ measured" in row
-    }
-
-
 def names_us(name: str) -> bool:
     """Whether a row is a configuration of ours, not another engine."""
     return name == BASE or all(part.strip() in TECHNIQUES for part in name.split("+"))
-
-
-def rounds_weights(name: str) -> bool:
-    """Whether a configuration of ours stores weights in few bits: a random model's KL does not
-    tell."""
-    return names_us(name) and options_of(name)["codec"] in fewbit.FORMATS
 
 
 def run(

@@ -110,11 +110,6 @@ def on_demand_limit(
     records : of all layers of all `steps` forwards: `layer_records`.
     read_rate : bytes/s that the disk was measured to deliver.
     """
-    if read_rate <= 0 or steps < 1 or workers < 1:
-        raise ValueError(
-            "the rate must be positive, and steps and workers at least 1: "
-            f"got {read_rate} bytes/s, {steps} steps, {workers} workers"
-        )
     return (
         sum(
             record.other_s

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,28 +35,6 @@ def turns(
     for i in progress(range(rounds), title, unit=unit):
         for arm in arms[::-1] if i % 2 else arms:
             yield i, arm
-
-
-def interleaved(
-    arms: Mapping[str, Callable[[], Any]],
-    repeats: int = 7,
-    clock: Callable[[], float] = time.process_time,
-    loops: int = 3,
-) -> Samples:
-    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns: `loops` timed
-    runs, after one that does not count, so that an arm that allocates its result does not wait for
-    fresh pages."""
-    samples: Samples = {name: [] for name in arms}
-    for _ in range(repeats):
-        for name, arm in arms.items():
-            arm()
-            start = clock()
-            for _ in range(loops):
-                arm()
-            samples[name].append(
-                max((clock() - start) / loops, 1e-9)
-            )  # a coarse clock makes no rate infinite
-    return samples
 
 
 def seconds(function: Callable[..., Any], *arguments: Any) -> float:
@@ -121,21 +99,7 @@ def in_process(
         last = (done.stderr.strip() or "it died without a word").splitlines()[-1]
         killed = "killed; it took more than its memory?"
         raise RuntimeError(killed if done.returncode == -signal.SIGKILL else last)
-    return last_json(done.stdout) | {"limit": group.reason}
-
-
-def last_json(printed: str) -> Any:
-    """The JSON of the last line that a process has printed."""
-    return json.loads(printed.strip().splitlines()[-1])
-
-
-def agree(what: str, *found: Any) -> None:
-    """RuntimeError unless all are equal: `what` then differs between ways of which none may change
-    it."""
-    if any(one != found[0] for one in found):
-        raise RuntimeError(
-            f"{what} differ between runs that must be alike; what was measured means nothing"
-        )
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"limit": group.reason}
 
 
 def share(reached: float) -> float | str:

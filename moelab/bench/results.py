@@ -116,12 +116,22 @@ def others_seconds() -> float:
     return sum(getattr(now, name, 0.0) for name in busy) - sum(os.times()[:4])
 
 
+class Watch:
+    """Seconds since it was made, and how many cores others have kept busy meanwhile."""
+
+    def __init__(self) -> None:
+        self.before, self.start = others_seconds(), time.monotonic()
+
+    def read(self) -> tuple[float, float]:
+        """(seconds, cores)."""
+        seconds = time.monotonic() - self.start
+        return seconds, max(others_seconds() - self.before, 0) / max(seconds, 1e-3)
+
+
 def watched(work: Callable[[], T]) -> tuple[T, float]:
     """What work returns, and how many cores others kept busy meanwhile."""
-    before = others_seconds()
-    start = time.monotonic()
-    found = work()
-    return found, max(others_seconds() - before, 0) / max(time.monotonic() - start, 1e-3)
+    watch = Watch()
+    return work(), watch.read()[1]
 
 
 def why_busy() -> str | None:
@@ -146,13 +156,12 @@ def measuring(parameters: Mapping[str, Any], busy: bool = False) -> Iterator[Rec
         )
     run = provenance(parameters)
     load = load_average()
-    others = others_seconds()
-    start = time.monotonic()
+    watch = Watch()
     yield run
-    seconds = time.monotonic() - start
+    seconds, others = watch.read()
     run["seconds"], run["load"] = round(seconds, 1), [load, load_average()]
-    run[OTHERS_CORES] = round(max(others_seconds() - others, 0) / max(seconds, 1e-3), 2)
-    run["quiet"] = why is None and run[OTHERS_CORES] <= OTHERS
+    run[OTHERS_CORES] = round(others, 2)
+    run["quiet"] = why is None and others <= OTHERS
     if not run["quiet"]:
         why = why or f"others used {run[OTHERS_CORES]} cores meanwhile"
         print(f"WARNING: {why}; the record says that the machine was busy", file=sys.stderr)
@@ -170,20 +179,15 @@ def provenance(parameters: Mapping[str, Any]) -> Record:
 
 
 def write(path: Path, bench: str, run: Record, sections: Sections, kind: str = "measured") -> Path:
-    """Write what a run has found; rows of a file there that it did not measure stay, with their own
-    runs."""
+    """Write what a run has found, a record a line; rows of a file there that it did not measure
+    stay, with their own runs."""
     old = read_json(path, BenchFile) if path.exists() else {"runs": [], "records": []}
-    run = run | {"conditions": sections.get("conditions", {})}
+    runs = [*old["runs"], run | {"conditions": sections.get("conditions", {})}]
     new = list(records_of(sections, len(old["runs"]), kind))
     rows = {(of["section"], of["row"]) for of in new}
     kept = [of for of in old["records"] if (of["section"], of["row"]) not in rows]
     order = {name: i for i, name in enumerate(sections)}
     records = sorted(kept + new, key=lambda of: order.get(of["section"], -1))
-    return save(path, bench, [*old["runs"], run], records)
-
-
-def save(path: Path, bench: str, runs: list[Record], records: list[Record]) -> Path:
-    """Write runs that records are of, and these, one a line."""
     used = sorted({of["run"] for of in records} | {len(runs) - 1})
     place = {number: i for i, number in enumerate(used)}
     lines = [json.dumps(of | {"run": place[of["run"]]}, ensure_ascii=False) for of in records]

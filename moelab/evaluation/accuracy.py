@@ -19,9 +19,8 @@ Windows of one library file are taken as independent, which makes errors of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,7 @@ def compare(
     decode: bool = False,
     batch_size: int = 16,
     singly: Collection[str] = (),
+    ran: dict[tuple[str, str], Any] | None = None,
 ) -> Record:
     """Score one model in several modes on the same held-out text and prompts.
 
@@ -75,6 +75,7 @@ def compare(
         the last quarter of each window) in decode steps after an ordinary prefill, one text at a
         time.
     batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
+    ran : gets (mode, task) → what the mode's context yielded.
 
     Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of
     modes that count it; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
@@ -90,15 +91,17 @@ def compare(
     recalls: dict[tuple[str, str], float] = {}
     for mode, context in modes.items():
         for task, items in texts.items():
-            size = 1 if mode in singly else batch_size
+            size, label = 1 if mode in singly else batch_size, f"{mode}: {task}"
             with context() as running:
-                samples[task][mode] = _scores(
-                    model, task, items, size, tokens, decode, f"{mode}: {task}"
+                samples[task][mode] = (
+                    scores.language_loss(model, items, size, tokens // 4 if decode else 0, label)
+                    if task == "loss"
+                    else np.array(scores.right_answers(model, items, size, decode, label))
                 )
-                if hasattr(running, "recall") and (
-                    known := [share for share in running.recall().tolist() if not math.isnan(share)]
-                ):
-                    recalls[task, mode] = sum(known) / len(known)
+                if ran is not None:
+                    ran[mode, task] = running
+                if hasattr(running, "recall"):
+                    recalls[task, mode] = float(running.recall().nanmean())
     settings = {
         "prompts": n,
         "windows": windows,
@@ -108,7 +111,8 @@ def compare(
     }
     found = result(samples, settings)
     for (task, mode), share in recalls.items():
-        found["scores"][task][mode]["recall"] = share
+        if not math.isnan(share):
+            found["scores"][task][mode]["recall"] = share
     return found
 
 
@@ -125,44 +129,6 @@ def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
             f"{type(model).__name__} is an encoder-decoder or has no tokenizer, and the tasks here "
             "continue a text; put a tokenizer beside its weights, or use lm-eval's tasks"
         )
-
-
-def _scores(
-    model: Any, task: str, items: Any, size: int, tokens: int, decode: bool, label: str
-) -> np.ndarray:
-    if task == "loss":
-        return scores.language_loss(model, items, size, tokens // 4 if decode else 0, label)
-    return np.array(scores.right_answers(model, items, size, decode, label))
-
-
-def compare_dropping(
-    model: Any,
-    modes: Modes,
-    tasks: Sequence[str],
-    baseline: str,
-    *,
-    compete: bool = True,
-    **how: Any,
-) -> tuple[Record, Records]:
-    """(`compare` of the model as it is and in modes that drop tokens; mode → task → what the mode's
-    context yielded); if texts of a batch `compete` for capacity, these modes run one text at a
-    time."""
-    kept: dict[str, list[Any]] = {mode: [] for mode in modes}
-
-    @contextmanager
-    def keeping(mode: str) -> Iterator[Any]:
-        with modes[mode]() as running:
-            yield running
-        kept[mode].append(running)
-
-    found = compare(
-        model,
-        {baseline: nullcontext} | {mode: partial(keeping, mode) for mode in modes},
-        tasks,
-        singly=modes if compete else (),
-        **how,
-    )
-    return found, {mode: dict(zip(tasks, of, strict=True)) for mode, of in kept.items()}
 
 
 def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> list[Prompt]:
@@ -215,38 +181,22 @@ def paired(base: np.ndarray, values: np.ndarray) -> Record:
     """One mode's scores against another's, over the same windows or prompts [n]: "difference",
     "difference error" and "interval"; of right answers, if both are bool, "lost", "gained" and "p",
     of other scores "relative" and "relative error" (per cent of the baseline's mean)."""
-    base = np.asarray(base)
-    values = np.asarray(values)
+    base, values = np.asarray(base), np.asarray(values)
+    change = values.astype(float) - base
+    row: Record = _mean("difference", "difference error", change)
     if base.dtype == values.dtype == bool:
-        return paired_answers(base, values)
-    return paired_means(base.astype(float), values.astype(float))
-
-
-def paired_means(base: np.ndarray, values: np.ndarray) -> Record:
-    """Difference of means over pairs [n], absolute and relative to the baseline's mean."""
-    row = _mean("difference", "difference error", values - base)
-    row["interval"] = list(interval(values - base)[1:])
+        lost, gained, n = int((change < 0).sum()), int((change > 0).sum()), len(base)
+        # Agresti and Min: 1/2 to each cell of the 2×2 table
+        mean = (gained - lost) / (n + 2)
+        half = 1.96 * math.sqrt(((lost + gained + 1) / (n + 2) - mean**2) / (n + 2))
+        row["interval"] = [max(mean - half, -1.0), min(mean + half, 1.0)]
+        return row | {"lost": lost, "gained": gained, "p": mcnemar(lost, gained)}
+    row["interval"] = list(interval(change)[1:])
     if base.mean() > 0:
         ratio = values.mean() / base.mean()
         row["relative"] = 100 * (ratio - 1)
         row["relative error"] = 100 * standard_error(values - ratio * base) / base.mean()
     return row
-
-
-def paired_answers(base: np.ndarray, values: np.ndarray) -> Record:
-    """Difference of two shares over the same prompts, base and values bool [n]."""
-    lost = int((base & ~values).sum())
-    gained = int((~base & values).sum())
-    n = len(base)
-    # Agresti and Min: 1/2 to each cell of the 2×2 table
-    mean = (gained - lost) / (n + 2)
-    half = 1.96 * math.sqrt(((lost + gained + 1) / (n + 2) - mean**2) / (n + 2))
-    return _mean("difference", "difference error", values.astype(float) - base) | {
-        "interval": [max(mean - half, -1.0), min(mean + half, 1.0)],
-        "lost": lost,
-        "gained": gained,
-        "p": mcnemar(lost, gained),
-    }
 
 
 def mcnemar(lost: int, gained: int) -> float:
@@ -268,26 +218,24 @@ def table(found: Record) -> str:
     lines = []
     for task, by_mode in found["scores"].items():
         answers = next(iter(by_mode.values()))["unit"].startswith("share")
-        scale, digits, sign = (100, 1, " %") if answers else (1, 4, "")
-
-        def written(row: Record, name: str, error: str, plus: str = "", end: str = "") -> str:
-            return f"{scale * row[name]:{plus}.{digits}f}{end} ± {scale * row[error]:.{digits}f}"
-
+        scale, digits = (100, 1) if answers else (1, 4)
         for mode, row in by_mode.items():
-            line = {"score": written(row, "score", "error", end=sign)}
-            line |= dict.fromkeys(("difference", "interval", "change", "recall"))
+            score = f"{scale * row['score']:.{digits}f} ± {scale * row['error']:.{digits}f}"
+            difference = between = change = recall = None
             if "difference" in row:
-                ends = ", ".join(f"{scale * end:+.{digits}f}" for end in row["interval"])
-                line["difference"] = written(row, "difference", "difference error", "+")
-                line["interval"] = f"[{ends}]"
+                low, high = (f"{scale * end:+.{digits}f}" for end in row["interval"])
+                error = f"{scale * row['difference error']:.{digits}f}"
+                difference, between = (
+                    f"{scale * row['difference']:+.{digits}f} ± {error}",
+                    f"[{low}, {high}]",
+                )
             if answers and "p" in row:
-                p = row["p"]
-                line["change"] = f"{row['lost']} lost, {row['gained']} gained, p = {p:.2g}"
+                change = f"{row['lost']} lost, {row['gained']} gained, p = {row['p']:.2g}"
             elif "relative" in row:
-                line["change"] = f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
+                change = f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
             if "recall" in row:
-                line["recall"] = f"{100 * row['recall']:.1f} %"
-            lines.append([task, mode, *line.values()])
+                recall = f"{row['recall']:.1%}"
+            lines.append([task, mode, score + " %" * answers, difference, between, change, recall])
     return text_table(
         ["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines
     )

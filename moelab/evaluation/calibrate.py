@@ -11,9 +11,7 @@ kilobytes that are bound to the model: a `moelab.calibration.Calibration`."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from moelab import open_model
 from moelab.arguments import one_of, several, whole
@@ -26,7 +24,6 @@ from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 
 SOURCES = ("code", "prose", "needle_multikey", "lookup")
-HOT = 0.25  # share of a layer's experts that are called hot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,48 +75,30 @@ def main(args: argparse.Namespace) -> int:
     name = None if args.model == "small" else args.model
     require_tokenizer(name)
     model = open_model(name, experts="external" if args.external else "resident")
-    found = calibration(
-        model, args.sources, args.prompts, args.tokens, args.new_tokens, args.batch, args.seed
+    prompts = questions.prompts(
+        args.sources,
+        args.prompts,
+        tokens=args.tokens,
+        seed=args.seed,
+        split="train",
+        count=token_count(model.tokenizer),
     )
+    trace = record(model, prompts, max_new_tokens=args.new_tokens, batch_size=args.batch)
+    source = f"{args.prompts} prompts each of {', '.join(args.sources)}, seed {args.seed}"
+    found = calibrate(trace, source)
     print(f"{found.save(args.file)}\n{summary(found)}")
     return 0
 
 
-def calibration(
-    model: Any,
-    sources: Sequence[str] = SOURCES,
-    n: int = 16,
-    tokens: int = 256,
-    new_tokens: int = 17,
-    batch_size: int = 8,
-    seed: int = 0,
-) -> Calibration:
-    """Calibrate a model on n prompts of each source; ValueError without a tokenizer."""
-    asked = questions.prompts(
-        sources,
-        n,
-        tokens=tokens,
-        seed=seed,
-        split="train",
-        count=token_count(getattr(model, "tokenizer", None)),
-    )
-    trace = record(model, asked, max_new_tokens=new_tokens, batch_size=batch_size)
-    return calibrate(trace, f"{n} prompts each of {', '.join(sources)}, seed {seed}")
-
-
 def summary(found: Calibration) -> str:
-    """What was counted, in lines: tokens, popularity and imbalance of both phases."""
+    """What was counted, in lines: tokens and imbalance of both phases."""
     spec = found.spec
-    hot = max(round(HOT * spec.E), 1)
     lines = [f"{spec.name}: {spec.L} MoE layers of {spec.E} experts, top-{spec.K}; {found.source}"]
     for name, phase in (("prefill", PREFILL), ("decode", DECODE)):
-        if found.tokens[phase]:
-            counts = found.counts(phase).double().sort(1, descending=True).values
-            r = found.imbalance(phase)
+        if n := found.tokens[phase]:
+            busiest = found.imbalance(phase)
             lines.append(
-                f"{name}: {found.tokens[phase]:,} tokens; the {hot} most popular experts of a "
-                f"layer get {float(counts[:, :hot].sum() / counts.sum()):.0%} of the routings "
-                f"({hot / spec.E:.0%} if all were alike), the busiest one {r.nanquantile(0):.2f} "
-                f"to {r.nanquantile(1):.2f} times the mean"
+                f"{name}: {n:,} tokens; the busiest expert of a layer has {busiest.nanquantile(0):.2f} "
+                f"to {busiest.nanquantile(1):.2f} times the mean"
             )
     return "\n".join(lines)

@@ -49,9 +49,9 @@ def compare(baseline: Record, found: Record) -> list[Row]:
     "unit", "kind"}}}."""
     params, metrics = side_by_side(baseline, found)
     rows = [Row(name, "", *of, "FAILED", "another parameter") for name, of in params.items()]
-    for metric in metrics:
-        tolerance = baseline["metrics"].get(metric.name, {}).get("tolerance", TOLERANCE)
-        rows.append(Row(metric.name, metric.kind, *metric.values, *_judged(metric, tolerance)))
+    for of in metrics:
+        tolerance = baseline["metrics"].get(of.name, {}).get("tolerance", TOLERANCE)
+        rows.append(Row(of.name, of.kind, *of.values, *_judged(of, tolerance)))
     return rows
 
 
@@ -72,11 +72,9 @@ def _judged(metric: Metric, tolerance: float) -> tuple[str, str]:
     return ("ok", "") if was == now else ("FAILED", "must be equal")
 
 
-def _newest_metrics(notebook: str, results: Path) -> Record | None:
-    """metrics.json of the newest finished run; None where there is no run."""
+def _newest(notebook: str, results: Path) -> Record | None:
+    """metrics.json of the newest finished run; None where there is none."""
     runs = finished_runs(notebook, results)
-    if runs and not (runs[-1] / "metrics.json").exists():
-        raise ValueError(f"{runs[-1]} has no metrics.json; the notebook must end with run.save()")
     return read_json(runs[-1] / "metrics.json", MetricsFile) if runs else None
 
 
@@ -111,18 +109,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="print every metric, not only those that differ"
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def _check(name: str, results: Path, everything: bool) -> bool | None:
     """Print how a notebook's newest run compares with its baseline; whether it failed, None where
     there is no baseline."""
     path = results / "baseline" / f"{name}.json"
-    found = _newest_metrics(name, results)
+    found = _newest(name, results)
     if found is None:
-        print(f"{name}: FAILED, no finished run; `moelab run {name}` makes one")
+        print(f"{name}: FAILED, no finished run with run.save(); `moelab run {name}` makes one")
         return True
     if not path.exists():
         print(f"{name}: no baseline; `moelab check {name} --update` writes it")
@@ -136,7 +131,7 @@ def _check(name: str, results: Path, everything: bool) -> bool | None:
 
 
 def main(args: argparse.Namespace) -> int:
-    results = results_root(args.results)
+    results = results_root()
     known = {path.stem for path in (results / "baseline").glob("*.json")}
     known |= {of.name for of in (results / "runs").glob("*") if finished_runs(of.name, results)}
     if not known:
@@ -146,7 +141,7 @@ def main(args: argparse.Namespace) -> int:
     names = [resolved(of, known) for of in args.notebooks] or sorted(known)
     if args.update:
         for name in names:
-            if (found := _newest_metrics(name, results)) is not None:
+            if (found := _newest(name, results)) is not None:
                 _update(results / "baseline" / f"{name}.json", found, args.busy)
             else:
                 print(f"{name}: no finished run; its baseline stays as it is")

@@ -1,14 +1,12 @@
-"""`moelab compare`: two runs side by side, the two newest of a notebook or any two; or a sweep's
-points."""
+"""`moelab compare`: two runs side by side, the two newest of a notebook or any two."""
 
 from __future__ import annotations
 
 import argparse
 
-from moelab.comparison import HEAD, compare, saved_runs
+from moelab.comparison import HEAD, compare, finished_runs
 from moelab.lab.runner import notebooks
-from moelab.lab.sweep import extremes, read, told
-from moelab.table import head_and_rows, text_table
+from moelab.table import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,28 +15,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="RUN",
         help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
-        "notebook, for its two newest; or the table of a sweep (.parquet): where each metric is "
-        "least and most",
-    )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where results lie (results/, or $MOELAB_RESULTS)"
+        "notebook, for its two newest",
     )
 
 
 def main(args: argparse.Namespace) -> int:
     runs = args.runs
-    if len(runs) == 1 and runs[0].endswith(".parquet"):
-        table = read(runs[0])
-        print(told(table), "\n", text_table(*head_and_rows(extremes(table))), sep="\n")
-        return 0
     if len(runs) == 1:
-        runs = saved_runs(notebooks(runs)[0].stem, args.results)[-2:]
+        runs = finished_runs(notebooks(runs)[0].stem, lab=True)[-2:]
     if len(runs) != 2:
         raise ValueError(
             f"two runs are compared, and there are {len(runs)}; `moelab run NOTEBOOK` makes one, "
             "`moelab list` shows those there are"
         )
-    found = compare(*runs, args.results)
+    found = compare(*runs)
     if found.params:
         rows = [[name, *map(str, of)] for name, of in found.params.items()]
         print(text_table(["parameter", *found.names], rows), end="\n\n")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from base64 import b64encode
 from pathlib import Path
 from typing import Any
 
 from moelab.progress import progress
-
-PLOTLY = "application/vnd.plotly.v1+json"
 
 
 def execute(
@@ -18,14 +15,12 @@ def execute(
     parameters: dict[str, Any],
     directory: Path,
     timeout: float,
-    pictures: bool,
     variables: dict[str, str],
 ) -> str | None:
     """Execute a notebook into a run directory; returns the error, first a sentence and then the
     traceback, or None.
 
-    timeout : seconds that one cell may take. pictures : also draw the figures as PNG. variables : of
-        the kernel's environment.
+    timeout : seconds that one cell may take. variables : of the kernel's environment.
     """
     import nbformat
     import papermill
@@ -45,7 +40,6 @@ def execute(
     for name in ("papermill", "asyncio"):  # what they say is in the error
         logging.getLogger(name).setLevel(logging.CRITICAL)
     code = [cell for cell in nbformat.read(source, 4).cells if cell.cell_type == "code"]
-    output = directory / source.name
     at = []  # the cells that have begun
     with progress(total=len(code) + bool(parameters), desc=source.stem, unit="cells") as bar:
 
@@ -56,7 +50,7 @@ def execute(
         try:
             papermill.execute_notebook(
                 str(source),
-                str(output),
+                str(directory / source.name),
                 parameters,
                 kernel_name="python3",
                 language="python",
@@ -70,8 +64,6 @@ def execute(
         except Exception as failure:
             where = f"the cell that begins `{first_line(at[-1])}`" if at else "its first cell"
             return explain(failure, where, timeout)
-    if pictures:
-        add_pictures(output)
     return None
 
 
@@ -100,20 +92,3 @@ def explain(error: Exception, where: str, timeout: float) -> str:
             "parameters"
         )
     return f"{type(error).__name__}: {error} (in {where})"
-
-
-def add_pictures(path: Path) -> None:
-    """Add a PNG beside every plotly figure of an executed notebook, for viewers that run no
-    scripts, and to figures/; nothing happens without a browser."""
-    import nbformat
-
-    from moelab.viz.theme import render_png
-
-    notebook = nbformat.read(path, 4)
-    outputs = [of for cell in notebook.cells for of in cell.get("outputs", ())]
-    figures = [of for of in outputs if PLOTLY in of.get("data", {})]
-    for output, png in zip(figures, render_png([of.data[PLOTLY] for of in figures])):
-        output.data["image/png"] = b64encode(png).decode()
-        if name := output.metadata.get("moelab_figure"):
-            (path.parent / "figures" / f"{name}.png").write_bytes(png)
-    nbformat.write(notebook, path)

@@ -1,4 +1,4 @@
-"""`moelab reproduce`: runs the notebooks, prints a table and builds the site with what they found.
+"""`moelab reproduce`: runs the notebooks and prints a table; `make docs` shows what they found.
 
 Notebooks that measure times run one after the other; those tagged `side-by-side` then two at a
 time, unless a model is given, of which there may be memory for one only. A notebook that fails does
@@ -8,16 +8,11 @@ has them."""
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
 import time
-from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
-from moelab.comparison import MetricsFile
-from moelab.files import CHECKOUT, read_json, results_root
 from moelab.lab.runner import (
     NotebookFailed,
     add_run_options,
@@ -28,29 +23,12 @@ from moelab.lab.runner import (
     run_notebook,
     split_assignments,
 )
-from moelab.table import format_value, text_table
-
-SHOWN_METRICS = 3
-
-
-def build_site(results: Path) -> str:
-    """Build docs/ with the newest runs of a folder of results; where the site is, or how to get it."""
-    if CHECKOUT is None or not (find_spec("sphinx") and find_spec("myst_nb")):
-        return "The site shows all of it: pip install -e '.[lab,docs]' in a clone, then make docs"
-    site = CHECKOUT / "build" / "site"
-    command = [sys.executable, "-m", "sphinx", "-q", "docs", str(site)]
-    own = os.environ | {"MOELAB_RESULTS": str(results)}
-    built = subprocess.run(command, cwd=CHECKOUT, env=own)
-    return f"Site: {site / 'found.html'}" if built.returncode == 0 else "The site was not built"
+from moelab.registry import require
+from moelab.table import duration, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("notebooks", nargs="*", help="numbers or names; all if none")
-    parser.add_argument(
-        "--full",
-        action="store_true",
-        help="the large setting of every notebook that has one (-p full=true)",
-    )
     add_run_options(parser)
 
 
@@ -60,44 +38,28 @@ def main(args: argparse.Namespace) -> int:
         raise FileNotFoundError(
             "there are no notebooks in notebooks/; run this from a clone of the repository"
         )
-    given = split_assignments(args.parameter + ["full=true"] * args.full)
+    given = split_assignments(args.parameter)
     valid = {path: inspect(path) for path in paths}
-    known = sorted({name for parameters in valid.values() for name in parameters})
     for name in given:
-        if name not in known:
-            raise ValueError(
-                f"no notebook has a parameter {name!r}; they have {', '.join(known) or 'none'}"
-            )
+        require("parameter of a notebook", name, {of for known in valid.values() for of in known})
     parameters = {
-        path: check_parameters(
-            path, {name: value for name, value in given.items() if name in valid[path]}
-        )
-        for path in paths
+        path: check_parameters(path, {name: of for name, of in given.items() if name in known})
+        for path, known in valid.items()
     }
     errors = []
 
     def run(path: Path) -> list[str]:
         at = f"[{paths.index(path) + 1}/{len(paths)}] {path.stem}"
         print(f"{at} …", flush=True)
-        start = time.monotonic()
-        status = "ok"
-        first = ""
+        start, status = time.monotonic(), "ok"
         try:
-            metrics = (
-                run_notebook(path, parameters[path], args.results, args.timeout) / "metrics.json"
-            )
-            found = read_json(metrics, MetricsFile)["metrics"] if metrics.exists() else {}
-            first = "; ".join(
-                f"{name} {format_value(m['value'])} {m['unit']} [{m['kind']}]"
-                for name, m in list(found.items())[:SHOWN_METRICS]
-            )
+            run_notebook(path, parameters[path], args.timeout)
         except NotebookFailed as failure:
-            status = "FAILED"
-            first = failure.error.splitlines()[0]
+            status = f"FAILED: {failure.error.splitlines()[0]}"
             errors.append(str(failure))
-        took = f"{time.monotonic() - start:.1f} s"
+        took = duration(time.monotonic() - start)
         print(f"{at}: {status}, {took}", flush=True)
-        return [path.stem, status, took, first]
+        return [path.stem, took, status]
 
     together = [] if given.get("model") else [path for path in paths if is_side_by_side(path)]
     rows = [run(path) for path in paths if path not in together]
@@ -105,6 +67,5 @@ def main(args: argparse.Namespace) -> int:
         rows = sorted(rows + pool.map(run, together, chunksize=1), key=lambda row: row[0])
     for error in errors:
         print(f"\n{error}", file=sys.stderr)
-    print("\n" + text_table(["notebook", "status", "time", "first metrics"], rows))
-    print(f"\n{build_site(results_root(args.results))}")
+    print("\n" + text_table(["notebook", "time", "status"], rows))
     return 1 if errors else 0

@@ -9,8 +9,8 @@
     run.verdicts()                  # the sources' claims that this notebook answers
     run.save()
 
-A run is one directory: `metrics.json`, which also keeps takeaways and tables, `figures/*.json` and
-`run.json`. The runner names it in MOELAB_RUN_DIR. In JupyterLab, and where papermill is called
+A run is one directory: `metrics.json`, which also keeps takeaways, tables and what it ran on, and
+`figures/*.json`. The runner names it in MOELAB_RUN_DIR. In JupyterLab, and where papermill is called
 directly, it is `results/runs/<notebook>/<time>-lab/` once it is saved: listed, reported and
 compared like any other, but `check` and `claims` judge the runner's only
 (`moelab.comparison.finished_runs`)."""
@@ -190,8 +190,8 @@ class Run:
 
         if not (re.fullmatch(r"[\w-]+", name) and caption.strip() and alt.strip()):
             raise ValueError(
-                f"figure {name!r} needs a name of letters, digits, - and _ only, which becomes a "
-                "file's, a caption, and a text that describes it (alt)"
+                f"figure {name!r} needs a name of letters, digits, - and _, a caption, and a text that "
+                "describes it (alt)"
             )
         content = {"caption": caption, "alt": alt, "figure": theme.to_json(fig)}
         write_json(self.directory / "figures" / f"{name}.json", content)
@@ -199,28 +199,22 @@ class Run:
         show(fig, caption, alt, name)
 
     def save(self) -> Path:
-        """Write metrics.json and run.json; returns the first's path. Call it in the last cell; a
-        cell may be run again afterwards."""
-        about = environment()
-        kept = ("takeaways", "metrics", "figures", "tables")
+        """Write metrics.json; returns its path. Call it in the last cell; a cell may be run again
+        afterwards."""
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB, but on macOS bytes
         content = {
             "schema": SCHEMA,
             "notebook": self.notebook,
             "params": self.params,
             "seed": self.seed,
-            "env": about | {"busy": self.busy, "load": load_average()},
-        } | {name: getattr(self, name) for name in kept}
-        write_json(self.directory / "metrics.json", content)
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kB, but on macOS bytes
-        content = {
-            "notebook": self.notebook,
-            "parameters": self.params | {"seed": self.seed},
             "seconds": round(time.monotonic() - self.opened, 1),
             "peak_bytes": most * (1 if sys.platform == "darwin" else 1024),
-            "env": about,
+            "env": environment() | {"busy": self.busy, "load": load_average()},
             "packages": sorted(f"{d.name}=={d.version}" for d in metadata.distributions()),
         }
-        write_json(self.directory / "run.json", content)
+        for name in ("takeaways", "metrics", "figures", "tables"):
+            content[name] = getattr(self, name)
+        write_json(self.directory / "metrics.json", content)
         if self.home is not None:
             os.replace(self.directory, self.home)
             self.directory, self.home = self.home, None

@@ -1,8 +1,7 @@
 """Runs a notebook headlessly (`moelab.lab.execute`); its run is kept atomically.
 
     results/runs/<notebook>/<run id>@<host>@<pid>.part   while it runs; what a killed run leaves
-    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/,
-                                                         run.json
+    results/runs/<notebook>/<run id>                     finished: notebook, metrics.json, figures/
     results/runs/<notebook>/<run id>-lab                 saved by a person in JupyterLab: without a
                                                          notebook
     results/runs/<notebook>/failed                       the last one, if it failed: the notebook as
@@ -35,6 +34,8 @@ from moelab.schema import naming
 from moelab.table import duration
 
 CELL_TIMEOUT = 1200.0
+#: types of parameters, by the names of their annotations
+KINDS = {of.__name__: of for of in (bool, int, float, str, list, dict)}
 
 
 class NotebookFailed(RuntimeError):
@@ -65,10 +66,7 @@ class Parameter:
 
 def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> list[Path]:
     """Notebooks of the repository by name or number ("01", "01_calibration"), or paths; all without
-    names.
-
-    others : what else might have been meant, for the error.
-    """
+    names; others : what else might have been meant."""
     paths = sorted(CHECKOUT.glob("notebooks/[0-9]*.ipynb")) if CHECKOUT else []
     known = {path.stem: path for path in paths}
     found = []
@@ -138,19 +136,16 @@ def check_parameters(path: str | Path, given: Record) -> Record:
 def convert(parameter: Parameter, value: Any) -> Any:
     """`value` as the parameter's type; the error for one that cannot be says what was expected."""
     base = parameter.type.split("[")[0].strip()
-    kinds = {"bool": bool, "int": int, "float": (int, float), "str": str, "dict": dict}
-    kinds |= {"list": list, "tuple": (list, tuple)}
-    if isinstance(value, str) and base == "bool":
-        value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
-    elif isinstance(value, str) and base != "str":
+    if isinstance(value, str) and base != "str":
         value = read_literal(value)
-    number_of_truth = isinstance(value, bool) and base in ("int", "float")
-    if number_of_truth or not isinstance(value, kinds.get(base, object)):
+    if base == "float" and type(value) is int or base == "bool" and value in (0, 1):
+        value = KINDS[base](value)
+    if type(value) is not KINDS.get(base, type(value)):
         raise ValueError(
             f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
             f"for example {parameter.name}={parameter.default!r}"
         )
-    return float(value) if base == "float" else value
+    return value
 
 
 def read_literal(text: str) -> Any:
@@ -174,7 +169,6 @@ def split_assignments(assignments: list[str], option: str = "-p") -> dict[str, s
 def run_notebook(
     path: str | Path,
     parameters: Record | None = None,
-    results: str | Path | None = None,
     timeout: float = CELL_TIMEOUT,
 ) -> Path:
     """Execute a notebook; returns the directory of the finished run.
@@ -188,8 +182,7 @@ def run_notebook(
 
     path = absolute(path).resolve()
     parameters = check_parameters(path, parameters or {})
-    smoke = inspect(path).get("smoke")
-    folder = results_root(results) / "runs" / path.stem
+    folder = results_root() / "runs" / path.stem
     remove_leftovers(folder)
     run_id = new_run_id(folder)
     part = folder / part_name(run_id)
@@ -201,8 +194,7 @@ def run_notebook(
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         "PYTHONPATH": os.pathsep.join([str(path.parent), child_environment()["PYTHONPATH"]]),
     }
-    pictures = not parameters.get("smoke", smoke and smoke.default)
-    error = execute(path, parameters, part, timeout, pictures, variables)
+    error = execute(path, parameters, part, timeout, variables)
     failed = folder / "failed"
     shutil.rmtree(failed, ignore_errors=True)
     if error is None:
@@ -237,9 +229,6 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="the longest that one cell may take (%(default)g)",
     )
-    parser.add_argument(
-        "--results", metavar="FOLDER", help="where to write (results/, or $MOELAB_RESULTS)"
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -257,9 +246,7 @@ def main(args: argparse.Namespace) -> int:
         return 0
     start = time.monotonic()
     try:
-        directory = run_notebook(
-            path, split_assignments(args.parameter), args.results, args.timeout
-        )
+        directory = run_notebook(path, split_assignments(args.parameter), args.timeout)
     except NotebookFailed as failure:
         print(f"moelab: {failure}", file=sys.stderr)
         return 1

@@ -50,7 +50,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from datetime import UTC, datetime
+from contextlib import closing
 from functools import partial
 from itertools import product
 from multiprocessing.pool import ThreadPool
@@ -100,9 +100,9 @@ def grid(axes: list[str], fixed: dict[str, str]) -> list[dict[str, str]]:
     return [fixed | dict(zip(values, of)) for of in product(*values.values())]
 
 
-def notebook_point(notebook: str, results: str | None, timeout: float, point: Point) -> Record:
+def notebook_point(notebook: str, timeout: float, point: Point) -> Record:
     """Run a notebook, by name or path, with these parameters."""
-    directory = run_notebook(notebooks([notebook])[0], point, results, timeout)
+    directory = run_notebook(notebooks([notebook])[0], point, timeout)
     return {
         "metrics": read_json(directory / "metrics.json", MetricsFile)["metrics"],
         "run": str(directory),
@@ -115,11 +115,9 @@ def bench_point(name: str, point: Point) -> Record:
         path = Path(folder) / "found.json"
         given = [f"--output={path}", "--busy", *words(point)]  # a row says what disturbed it
         command = [sys.executable, "-m", "moelab", "bench", name, *given]
-        about = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
-        done = subprocess.run(command, env=child_environment(), **about)
+        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
         if done.returncode:
-            told = done.stderr.strip() or f"bench {name} ended with status {done.returncode}"
-            raise RuntimeError(told.splitlines()[-1])
+            raise RuntimeError(f"status {done.returncode}; {done.stderr.strip().splitlines()[-1:]}")
         return {"metrics": {n: of for n, of in metrics_of(path).items() if of["value"] is not None}}
 
 
@@ -134,21 +132,14 @@ def words(point: Point) -> list[str]:
 
 def attempt(work: Work, point: Point) -> tuple[Point, Record]:
     """The point with its metrics and provenance, or {"error": why it has none}."""
-    began = datetime.now(UTC)
     start = time.monotonic()
     try:
         found = work(point)
     except Exception as error:  # of any kind: it is told, and the other points go on
         return point, {"error": str(error) or type(error).__name__}
-    about = environment()
-    versions = ", ".join(f"{name} {version}" for name, version in about.pop("versions").items())
-    at = {
-        "host": platform.node(),
-        "started": began.isoformat(timespec="seconds"),
-        "seconds": round(time.monotonic() - start, 3),
-        "versions": versions,
-    }
-    return point, {"metrics": found.pop("metrics"), "at": at | about | found}
+    at = {"host": platform.node(), "seconds": round(time.monotonic() - start, 3)} | environment()
+    at["versions"] = ", ".join(map(" ".join, at["versions"].items()))
+    return point, {"metrics": found.pop("metrics"), "at": at | found}
 
 
 def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
@@ -160,8 +151,8 @@ def locally(work: Work, points: list[Point], workers: int = 1) -> Found:
 def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
     """Run points on a Dask cluster, which gives those of a lost worker to another one.
 
-    Raises ValueError: workers of several threads; ConnectionError: no scheduler at this address, no
-    certificates for it, or it is lost."""
+    Raises ConnectionError: no scheduler at this address, no certificates for it, workers of several
+    threads, or it is lost."""
     from distributed import Client, as_completed
 
     for name in logging.root.manager.loggerDict:
@@ -174,30 +165,21 @@ def on_dask(scheduler: str, work: Work, points: list[Point]) -> Found:
             file=sys.stderr,
         )
     try:
-        client = Client(scheduler, timeout=10)
-    except (OSError, TypeError, ValueError, RuntimeError) as error:
-        raise ConnectionError(
-            f"no scheduler can be used at {scheduler!r} ({error}); write tls://HOST:PORT, with the "
-            "certificates that `moelab sweep --help` shows, or tcp://HOST:PORT on this machine"
-        ) from None
-    with client:
-        workers = client.scheduler_info(n_workers=-1)["workers"]
-        if several := [name for name, about in workers.items() if about["nthreads"] > 1]:
-            raise ValueError(
-                f"{', '.join(several)} would run several points at once, and their times disturb "
-                "each other; start workers with --nthreads 1, more of them if that does not matter"
-            )
-        futures = {client.submit(attempt, work, point, pure=False): point for point in points}
-        try:
+        with Client(scheduler, timeout=10) as client:
+            workers = client.scheduler_info(n_workers=-1)["workers"]
+            if several := [name for name, about in workers.items() if about["nthreads"] > 1]:
+                raise ValueError(f"{', '.join(several)} run several points at once: --nthreads 1")
+            futures = {client.submit(attempt, work, point, pure=False): point for point in points}
             for future in as_completed(futures):
                 lost = future.status == "error"
                 error = {"error": str(future.exception())} if lost else None
                 yield (futures[future], error) if lost else future.result()
-        except CancelledError:
-            raise ConnectionError(
-                f"the scheduler at {scheduler} was lost; finished points are kept, and the same "
-                "command goes on when it is there again"
-            ) from None
+    except (CancelledError, OSError, RuntimeError, TypeError, ValueError) as error:
+        raise ConnectionError(
+            f"the scheduler at {scheduler!r} cannot be used, or was lost ({error}); write "
+            "tls://HOST:PORT, with the certificates that `moelab sweep --help` shows, or "
+            "tcp://HOST:PORT on this machine. Finished points are kept, the same command goes on"
+        ) from None
 
 
 def sweep(
@@ -212,20 +194,18 @@ def sweep(
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists() and not path.with_suffix(".journal").exists():
         read(path)  # else it is somebody's, and stays
-    journal = Journal(path.with_suffix(".journal"))
-    failed = []
-    try:
-        targets = [line for line in journal.lines if isinstance(line, str)]
-        if not targets:
+    order = {key(point): i for i, point in enumerate(points)}
+    rows, failed = {}, []
+    with closing(Journal(path.with_suffix(".journal"))) as journal:
+        of_target = [line for line in journal.lines if isinstance(line, str)] or [target]
+        if of_target[0] != target:
+            raise ValueError(f"{path} is a sweep of {of_target[0]}; give another --table")
+        if not journal.lines:
             journal.append([target])
-        elif targets[0] != target:
-            raise ValueError(f"{path} is a sweep of {targets[0]}; give another --table")
-        rows = {key(of["point"]): of for of in journal.lines if isinstance(of, dict)}
+        rows |= {key(of["point"]): of for of in journal.lines if isinstance(of, dict)}
         left = [point for point in points if key(point) not in rows]
-        order = {key(point): i for i, point in enumerate(points)}
-        bar = progress(total=len(points), desc=f"sweep of {target}", unit="points")
         try:
-            with bar:
+            with progress(total=len(points), desc=f"sweep of {target}", unit="points") as bar:
                 bar.update(len(points) - len(left))
                 for point, found in run(left) if left else ():
                     if "error" in found:
@@ -236,9 +216,8 @@ def sweep(
                     bar.update()
         finally:
             known = sorted(rows, key=lambda name: order.get(name, len(order)))
-            write(path, [rows[name] for name in known])
-    finally:
-        journal.close()
+            with atomic(path) as part:
+                frame([rows[name] for name in known]).to_parquet(part)
     return frame([rows[name] for name in order if name in rows]), failed
 
 
@@ -268,12 +247,6 @@ def frame(rows: list[Record]) -> Any:
     return table
 
 
-def write(path: Path, rows: list[Record]) -> None:
-    """Write the table of rows as Parquet."""
-    with atomic(path) as part:
-        frame(rows).to_parquet(part)
-
-
 def read(path: str | Path) -> Any:
     """The table of a sweep. ValueError: it is none; FileNotFoundError."""
     import pandas
@@ -285,29 +258,11 @@ def read(path: str | Path) -> Any:
         return table
 
 
-def varied(table: Any) -> list[str]:
-    """The parameters that differ between points."""
-    return [name for name in table.attrs["point"] if table[name].nunique(dropna=False) > 1]
-
-
-def extremes(table: Any) -> list[Record]:
-    """Of each metric that is a number and differs: the least and the most, at which points, and
-    their ratio."""
-    numbers = table[[*table.attrs["metrics"]]].select_dtypes("number")
-    found = []
-    for name in numbers.columns[numbers.nunique() > 1]:
-        ends = numbers[name].idxmin(), numbers[name].idxmax()
-        low, high = (numbers[name][of].item() for of in ends)
-        where = [", ".join(f"{n}={table[n][of]}" for n in varied(table)) for of in ends]
-        unit, kind = table.attrs["metrics"][name]
-        found.append({"metric": name, "unit": unit, "kind": kind, "least": low, "at": where[0]})
-        found[-1] |= {"most": high, "at ": where[1], "÷": high / low if low > 0 else None}
-    return found
-
-
 def told(table: Any) -> str:
     """The table as text: what differs between points, and their first metrics."""
-    shown = [*varied(table), *[*table.attrs["metrics"]][:SHOWN_METRICS], "at seconds", "at host"]
+    asked = table[table.attrs["point"]]
+    varied = asked.columns[asked.nunique(dropna=False) > 1]
+    shown = [*varied, *[*table.attrs["metrics"]][:SHOWN_METRICS], "at seconds", "at host"]
     cells = table[shown].astype(object).where(table[shown].notna(), None)
     return text_table(shown, cells.values.tolist())
 
@@ -350,15 +305,13 @@ def main(args: argparse.Namespace) -> int:
         points = [check_parameters(path, point) for point in points]
         given = path.stem if CHECKOUT and path.parent == CHECKOUT / "notebooks" else str(path)
         target = path.stem
-        work = partial(notebook_point, given, args.results, args.timeout)
+        work = partial(notebook_point, given, args.timeout)
     run = (
         partial(on_dask, args.scheduler, work)
         if args.scheduler
         else partial(locally, work, workers=args.workers)
     )
-    table = (
-        args.table or results_root(args.results) / "sweeps" / f"{target.replace(' ', '_')}.parquet"
-    )
+    table = args.table or results_root() / "sweeps" / f"{target.replace(' ', '_')}.parquet"
     found, failed = sweep(target, points, table, run)
     if len(found):
         print(told(found))

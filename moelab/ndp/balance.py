@@ -19,33 +19,28 @@ looked for there."""
 
 from __future__ import annotations
 
-import numpy as np
-
 
 def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """E_g of Eq. 2, which is Eq. 1 at S = 1: experts to send to the GPU, a real number in [0, K].
 
     0 where the GPU's side is the longer one without any expert, K where it is the shorter one with
-    all of them. Each argument may be an array; the answer then is one."""
-    if min(map(np.min, (K, N, S))) < 1 or min(map(np.min, (T_w, T_g, T_n))) <= 0:
+    all of them."""
+    if min(K, N, S) < 1 or min(T_w, T_g, T_n) <= 0:
         raise ValueError(
             f"no layer has K = {K}, N = {N}, S = {S}, T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s: the "
             "numbers are at least 1, the times above 0"
         )
-    right = np.asarray(
-        (N + 1) * T_a + T_n * K - (S - 1) * T_a * N
-    )  # the equation with all of E_g on the left
-    found = np.where(right <= 0, 0.0, K)
-    tooth = np.asarray(T_w + T_n + T_g / N)
-    for whole in reversed(
-        range(int(np.max(K)))
-    ):  # a tooth begins below the end of the one before it
-        fraction = (right - whole * (T_w + T_n)) / tooth
-        found = np.where((right > 0) & (whole < K) & (fraction < 1), whole + fraction, found)
-    return found[()]
+    right = (N + 1) * T_a + T_n * K - (S - 1) * T_a * N  # with all of E_g on the left
+    if right <= 0:
+        return 0.0
+    for whole in range(K):  # a tooth begins below the end of the one before it
+        fraction = (right - whole * (T_w + T_n)) / (T_w + T_n + T_g / N)
+        if fraction < 1:
+            return whole + fraction
+    return float(K)
 
 
 def most_on_gpu(T_g: float, T_n: float, T_a: float, K: int, N: int) -> float:
     """E_max of Eq. 3: how many of K experts that are in GPU memory should run there, a real number
     in [0, K]."""
-    return np.minimum(K, (K * T_n + (1 + N) * T_a) / (T_g + T_n))
+    return min(K, (K * T_n + (1 + N) * T_a) / (T_g + T_n))

@@ -87,30 +87,9 @@ def hardware(
         does not share it.
     """
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
-    rates = ("memory_gb", "memory_bandwidth_gbs")
-    for card, needed in (
-        (g, (*rates, "bf16_tflops")),
-        (h, (*rates, "fp32_tflops")),
-        (u, (*rates, "multipliers_count", "clock_ghz")),
-    ):
-        if missing := [figure for figure in needed if figure not in card.figures]:
-            raise ValueError(
-                f"{card.name} has no {', '.join(missing)}, which a GPU (bf16), a host (fp32) or a "
-                "unit (multipliers) needs here; add it to its card or choose another one"
-            )
     clock = u["clock_ghz"] if clock_ghz is None else clock_ghz
     peak = PCIE.get(pcie, 0) if link_gbs is None else link_gbs
-    for option, value, fine, wanted in (
-        ("units", units, units == int(units) >= 1, "a whole number, at least one"),
-        ("link_gbs", link_gbs or pcie, peak > 0, f"above 0, or PCIe {', '.join(map(str, PCIE))}"),
-        ("mapping", mapping, mapping in (*MAPPINGS, STATED), ", ".join((*MAPPINGS, STATED))),
-        ("clock_ghz", clock_ghz, clock > 0, "above 0"),
-        ("efficiency", efficiency, all(0 < of <= 1 for of in efficiency), "above 0, at most 1"),
-        ("host_channels", host_channels, host_channels is None or host_channels > 0, "one or more"),
-        ("latency_us", latency_us, latency_us >= 0, "0 or more"),
-    ):
-        if not fine:
-            raise ValueError(f"no machine has {option} = {value}; it must be {wanted}")
+    _require_possible(units, peak, mapping, clock, efficiency, host_channels, latency_us)
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         peak = min(peak, u["channel_bandwidth_gbs"] * min(host_channels, units))
     stream = mapping.lower() + "_gbs"  # what a stream of weights gets of a rank's bandwidth
@@ -135,13 +114,23 @@ def hardware(
     )
 
 
-#: name → arguments of `hardware`, for drop-downs and sweeps; each is tried with 1 to 16 units
-VARIANTS = {
-    "paper (DDR4 modules, PCIe 5)": {},
-    "PCIe 4": {"pcie": 4},
-    "PCIe 6": {"pcie": 6},
-    "two DDR4 channels": {"host_channels": 2},
-    "faster address mapping": {"mapping": "MOP4CLXOR"},
-    "LPDDR-NDP": {"unit": "lpddr-ndp"},
-    "HBM-PIM": {"unit": "hbm-pim"},
-}
+def _require_possible(
+    units: int,
+    peak: float,
+    mapping: str,
+    clock: float,
+    efficiency: tuple[float, float],
+    host_channels: int | None,
+    latency_us: float,
+) -> None:
+    """ValueError for what no machine has."""
+    fine = units == int(units) >= 1 and peak > 0 and mapping in (*MAPPINGS, STATED) and clock > 0
+    fine &= all(0 < share <= 1 for share in efficiency) and latency_us >= 0
+    if not fine or (host_channels is not None and host_channels <= 0):
+        raise ValueError(
+            f"no machine has units={units}, link_gbs={peak:g}, mapping={mapping!r}, clock_ghz={clock}, "
+            f"efficiency={efficiency}, host_channels={host_channels} and latency_us={latency_us}: units "
+            "are a whole number, at least one; the link is above 0, or that of PCIe "
+            f"{', '.join(map(str, PCIE))}; the mapping is one of {', '.join((*MAPPINGS, STATED))}; clock "
+            "and channels are above 0, efficiencies above 0 and at most 1, the latency 0 or more"
+        )

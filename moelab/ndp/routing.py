@@ -19,7 +19,6 @@ import numpy as np
 
 from moelab.ndp.prefetch import places
 from moelab.specs import MoESpec
-from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,21 +89,3 @@ def simulated_routing(
         gumbel = rng.gumbel(size=(prompt + answer, E)).astype(np.float32)
         ids[:, layer] = np.argpartition(-(weights[layer] + gumbel), K - 1, axis=1)[:, :K]
     return PromptRouting(spec, ids[:prompt], ids[prompt:], np.exp(popularity))
-
-
-def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
-    """One sequence of a recorded trace; its history are the other sequences.
-
-    Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a decode.
-    """
-    mine = trace.sequence == sequence
-    parts = [trace.select(mine & (trace.phase == phase)).ids.numpy() for phase in (PREFILL, DECODE)]
-    if not all(map(len, parts)):
-        raise ValueError(
-            f"sequence {sequence} of the trace has {len(parts[0])} prefill and "
-            f"{len(parts[1])} decode tokens and both are needed; the trace has sequences 0 to "
-            f"{trace.sequences - 1}"
-        )
-    return PromptRouting(
-        trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float)
-    )

@@ -22,10 +22,7 @@ from moelab.ndp.plans import LayerStep, Plan, problem
 from moelab.ndp.prefetch import experts_that_fit, hits
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import System
-from moelab.registry import require
 from moelab.specs import Event
-
-PLACEMENTS = ("id", "popularity")
 
 
 @dataclass(frozen=True)
@@ -73,13 +70,11 @@ class NDPRun:
     timeless : whether equal situations take equally long, so that steps need not be planned one by
     one."""
 
-    def __init__(
-        self, hardware: Hardware, system: System, routing: PromptRouting, placement: str = "id"
-    ) -> None:
+    def __init__(self, hardware: Hardware, system: System, routing: PromptRouting) -> None:
         spec = routing.spec
         tokens = len(routing.prefill) + len(routing.decode)
         self.costs, self.system, self.routing = Costs(spec, hardware), deepcopy(system), routing
-        self.home = place(routing.history, hardware.units, placement)
+        self.home = system.place(routing.history, hardware.units)
         self.costs.check(
             tokens, system.home, np.bincount(self.home.ravel()).max() if system.whole else 0
         )
@@ -274,16 +269,15 @@ def simulate(
     system: System,
     routing: PromptRouting,
     *,
-    placement: str = "id",
     seconds: Callable[[Plan, Costs], float] = layer_seconds,
 ) -> Result:
     """Time a prompt and its answer by the model that the routing is of.
 
-    placement : see `place`. seconds : the clock, of a plan.
+    seconds : the clock, of a plan.
 
     Raises NotSupported: the experts do not fit where the system keeps them, or the rest not the
     GPU. ValueError: the system plans a step wrongly, or keeps more than fits."""
-    run = NDPRun(hardware, system, routing, placement)
+    run = NDPRun(hardware, system, routing)
     forwards = range(1, len(routing.decode) + 1)
     prefill = run.forward(0, lambda plan: seconds(plan, run.costs))
     x = run.x
@@ -307,13 +301,3 @@ def simulate(
         x,
         run.hits / run.asked if used else float("nan"),
     )
-
-
-def place(history: np.ndarray, N: int, placement: str = "id") -> np.ndarray:
-    """The unit of each expert where units hold whole experts: int [L, E], round-robin by "id" or
-    "popularity"."""
-    require("placement", placement, PLACEMENTS)
-    L, E = history.shape
-    if placement == "id":
-        return np.tile(np.arange(E) % N, (L, 1))
-    return np.argsort(np.argsort(-history, axis=1, kind="stable"), axis=1, kind="stable") % N

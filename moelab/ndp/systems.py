@@ -36,9 +36,6 @@ from moelab.ndp.plans import LayerStep, Plan, make_plan
 from moelab.ndp.prefetch import most_used
 from moelab.registry import require
 
-ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
-SHARES = ROUND | {"none": np.positive}  # of an expert
-
 
 class System(ABC):
     """A schedule: of your own with `plan` alone; what else it decides has defaults. Each run has a
@@ -60,6 +57,12 @@ class System(ABC):
     @abstractmethod
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         """Who computes which share of each expert that a layer's step needs."""
+
+    def place(self, history: np.ndarray, N: int) -> np.ndarray:
+        """The unit of each expert where units hold whole experts, int [L, E], by their popularity on
+        other prompts, [L, E]; here round-robin by id."""
+        L, E = history.shape
+        return np.tile(np.arange(E) % N, (L, 1))
 
     def resident(self, run: Any) -> np.ndarray:
         """Which experts GPU memory has from the start, bool [L, E]; here, if `cached`, the most
@@ -136,67 +139,39 @@ class Fiddler(OnDemand):
 
 @dataclass(frozen=True)
 class MoNDE(System):
-    """MoNDE: whole experts on their units, and a share of the A active ones goes to the GPU, hot
-    ones (its §3).
+    """MoNDE: whole experts on their units. While decoding, of the active experts as many as the
+    link's share of all bandwidth, rounded, the most popular ones, go to the GPU (its §3); of a
+    prompt none, as units are then short of multipliers, which the ratio does not know."""
 
-    rounding : of the share by bandwidths, A · link ÷ (link + units' bandwidth).
-    relieves : which leave while decoding: the most "popular", or the popular ones of the "busiest"
-        unit, one by one.
-    prefill : how many leave for a prompt, the ones with most tokens: "none", as units are then
-        short of multipliers, which the ratio does not know; the "share"; or "tuned", as many as
-        make the layer fastest.
-    """
-
-    rounding: str = "round"
-    relieves: str = "popular"
-    prefill: str = "none"
     cached: bool = False
-
-    def __post_init__(self) -> None:
-        for name, known in (
-            ("rounding", ROUND),
-            ("relieves", ("popular", "busiest")),
-            ("prefill", ("none", "share", "tuned")),
-        ):
-            require(name, getattr(self, name), known)
 
     def share(self, active: int, costs: Costs) -> int:
         """How many of the active experts go to the GPU: in the ratio of the link's bandwidth to
         all."""
         h = costs.hardware
-        return int(ROUND[self.rounding](active * h.link / (h.link + h.units * h.unit_bandwidth)))
+        return int(np.rint(active * h.link / (h.link + h.units * h.unit_bandwidth)))
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        if self.relieves == "busiest" and step.decode:
-            step = step.take(_busiest_first(step, step.resident))
-        place = (~step.resident).cumsum()  # of what must be sent, 1 for the first
-        here = int(step.resident.sum())
+        return self.first(self.share(len(step), costs) if step.decode else 0, step, costs)
 
-        def first(count: int) -> Plan:
-            return make_plan(
-                step,
-                costs.hardware.units,
-                resident=step.resident,
-                moved=~step.resident & (place <= count - here),
-            )
-
-        if step.decode or self.prefill == "share":
-            return first(self.share(len(step), costs))
-        if self.prefill == "none":
-            return first(0)
-        return min(
-            map(first, range(here, len(step) + 1)), key=lambda plan: layer_seconds(plan, costs)
-        )
+    def first(self, count: int, step: LayerStep, costs: Costs) -> Plan:
+        """The first `count` experts of a step on the GPU, those included that it has."""
+        place = (~step.resident).cumsum() + step.resident.sum()  # of what must be sent
+        moved = ~step.resident & (place <= count)
+        return make_plan(step, costs.hardware.units, resident=step.resident, moved=moved)
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        active = (homes >= 0).sum(1)
-        here = resident.sum(1)
+        active, here = (homes >= 0).sum(1), resident.sum(1)
+        shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
         stay = (homes >= 0) & ~resident
-        if self.relieves == "popular":
-            shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
-            stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
-        load = ((homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]).sum(1)
-        return np.column_stack([active, here, np.sort(load, axis=1)])
+        stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
+        return np.column_stack([active, here, unit_loads(homes, stay, costs)])
+
+
+def unit_loads(homes: np.ndarray, stay: np.ndarray, costs: Costs) -> np.ndarray:
+    """Experts that stay on each unit, ascending: [n, N]; `homes` and `stay` are [n, K]."""
+    on = (homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]
+    return np.sort(on.sum(1), axis=1)
 
 
 @dataclass(frozen=True)
@@ -205,29 +180,19 @@ class GPUNDP(System):
 
     load_balance, prefetch : +LB, +PRE, beside +TP. version : "literal" or "improved", see
         above.
-    rounding : of E_g in the literal version: "floor", "round", "ceil" or "none".
-    eq2_tokens : of an expert in Eq. 2's T_n and T_g: the layer's "mean", or the whole "prompt", as
-        E_n + E_g = TopK reads if all tokens chose the same experts.
     limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or
     what of it will "pay"."""
 
     load_balance: bool = True
     prefetch: bool = True
     version: str = "literal"
-    rounding: str = "floor"
-    eq2_tokens: str = "mean"
     limit: str = "K"
     cached: bool = False
     whole = False
 
     def __post_init__(self) -> None:
-        for name, known in (
-            ("version", ("literal", "improved")),
-            ("rounding", SHARES),
-            ("eq2_tokens", ("mean", "prompt")),
-            ("limit", ("K", "memory", "pay")),
-        ):
-            require(name, getattr(self, name), known)
+        require("version", self.version, ("literal", "improved"))
+        require("limit", self.limit, ("K", "memory", "pay"))
 
     @property
     def looks(self) -> bool:
@@ -264,15 +229,23 @@ class GPUNDP(System):
         )
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
-        n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
+        n = self.expert_tokens(step)
         terms = costs.balance_terms(n, costs.hardware.units) | {"K": min(costs.spec.K, len(step))}
-        E_g = 0
+        E_g = 0.0
         if here.any():  # §III-D, step 3, Eq. 3
             del terms["T_w"]
             E_g = min(int(here.sum()), math.floor(most_on_gpu(**terms)))
         elif self.load_balance and len(step):  # Eqs. 1 and 2
-            E_g = SHARES[self.rounding](balance(**terms, S=step.S))
+            E_g = self.rounded(balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
+
+    def expert_tokens(self, step: LayerStep) -> float:
+        """Tokens of an expert in Eq. 2's T_n and T_g."""
+        return step.tokens.sum() / max(1, len(step))
+
+    def rounded(self, E_g: float) -> float:
+        """Experts that are sent by Eqs. 1 and 2."""
+        return math.floor(E_g)
 
     def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
         """Plans around the u where both sides end at once, by bisection: the units' falls with u,
@@ -294,27 +267,6 @@ class GPUNDP(System):
         return np.column_stack([(homes >= 0).sum(1), (resident & self.looks).sum(1)])
 
 
-def _busiest_first(step: LayerStep, here: np.ndarray) -> np.ndarray:
-    """The order in which experts leave: those in `here` before others, the hottest of the busiest
-    unit first.
-
-    Of equally busy units the one with more work that is not `here`, so that the order is
-    independent of unit numbers."""
-    units = range(int(step.home.max(initial=-1)) + 1)
-    load = [
-        [int(step.tokens[mine].sum()), int(step.tokens[mine & ~here].sum())]
-        for mine in (step.home == u for u in units)
-    ]
-    order = []
-    for stage in (here, ~here):
-        left = [list(np.flatnonzero((step.home == u) & stage)) for u in units]
-        while any(left):
-            u = max((u for u in units if left[u]), key=load.__getitem__)
-            order.append(left[u].pop(0))
-            load[u][0] -= int(step.tokens[order[-1]])
-    return np.array(order, int)
-
-
 #: name → system; the literal ones as in the paper's figures
 SYSTEMS: dict[str, System] = {
     "MoE-OnDemand": OnDemand(),
@@ -322,7 +274,7 @@ SYSTEMS: dict[str, System] = {
     "MoNDE": MoNDE(),
     **{
         "NDP+TP" + "+LB" * lb + "+PRE" * pre + ", improved" * better: GPUNDP(
-            lb, pre, *(("improved", "floor", "mean", "pay") if better else ())
+            lb, pre, *(("improved", "pay") if better else ())
         )
         for lb in (False, True)
         for pre in (False, True)

@@ -130,7 +130,7 @@ class Offloading:
             raise ValueError(f"ahead is {self.ahead}; it is a number of experts, 0 or more")
         if isinstance(self.plan, str):
             raise ValueError(
-                f"the plan is {self.plan!r}; it must be pools, or what `moelab.zipmoe.planning.plan` makes"
+                f"the plan is {self.plan!r}; it must be pools, or one of `moelab.zipmoe.planning.plans`"
             )
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.mode == "pinned" and kind == "cpu":

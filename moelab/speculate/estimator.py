@@ -97,10 +97,6 @@ class Estimator(nn.Module):
         """L, E."""
         return self.config["L"], self.config["E"]
 
-    @property
-    def parameter_count(self) -> int:
-        return sum(p.numel() for p in self.parameters())
-
     def save(self, path: str | Path) -> Path:
         kind = next(name for name, known in ESTIMATORS.items() if known is type(self))
         about = {"kind": kind, "model_id": self.model_id, "config": self.config}

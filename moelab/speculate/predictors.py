@@ -37,7 +37,7 @@ Estimate = Callable[[Tensor, int], Tensor]
 INGREDIENTS = {
     "vectors": "moelab.speculate.default_vectors(model, prompts)",
     "estimator": "a trained moelab.speculate.Estimator (--estimator FILE)",
-    "choice": "moelab.evaluation.predictors.choose(trace, model, vectors, estimator)",
+    "choice": "a truth value for each layer: whether the estimator predicts it better (notebook 04)",
     "trace": "moelab.record(model, prompts), or for static calibration= (--calibration FILE of `moelab calibrate`)",
     "seed": "an integer",
 }
@@ -149,7 +149,7 @@ class Hybrid(Quasi):
     """Per layer the estimator or the next router on q, whichever was better on validation (§6.3,
     Hybrid-PF).
 
-    choice : bool for each of the L layers; `moelab.evaluation.predictors.choose` finds it.
+    choice : bool for each of the L layers; `choose` of notebooks/studies/recall_and_misses.py finds it.
     """
 
     takes = ("vectors", "estimator", "choice")

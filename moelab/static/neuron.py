@@ -14,7 +14,6 @@ well below E. `NeuronRule` (`ExpertMLPsV2`) chooses by sizes alone; α is 1.0 in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,14 +58,6 @@ class Selective(Sorted):
         if unique := len(ids[ids < E].unique()):
             self.loads.add(unique, E - unique)
         return out
-
-
-def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
-    """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
-
-    inclusion : [E], the probability p_e that a token chooses each expert; `[K / E] * E` if
-    balanced."""
-    return sum(1 - (1 - p) ** batch for p in inclusion)
 
 
 def neuron_choice(

@@ -364,11 +364,9 @@ def bars(
         every = list(dict.fromkeys(group for by_group in of.values() for group in by_group))
         figure.update_xaxes(categoryarray=every, **at)
         _add_unsupported(figure, of, names, at)
-        if line:
-            figure.add_hline(y=scale * line[0], line=DASHED, **at)
     shown = len(names) > 1 or bool(paper) or (len(groups) > 1 and bool(line))
-    if line and not shown:  # what it is stands in the margin, where no bar is
-        label_right(figure, scale * line[0], line[1].replace(" ", "<br>", 1))
+    if line:
+        _add_line(figure, scale * line[0], line[1] * (not shown))
     figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
     look = {"barmode": "group", "scattermode": "group", "bargap": 0.18, "height": height}
     if not shown:
@@ -377,6 +375,13 @@ def bars(
         figure.update_traces(offsetgroup=None)
     title = kind + (f"<br>dashed: {line[1]}" if line else "")
     return finish(figure, legend=title, showlegend=shown).update_layout(**look | layout)
+
+
+def _add_line(figure: Figure, y: float, name: str) -> None:
+    """A line across; its name, if no legend has it, stands in the margin, where no bar is."""
+    figure.add_hline(y=y, line=DASHED)
+    if name:
+        label_right(figure, y, name.replace(" ", "<br>", 1))
 
 
 def _add_bars(
@@ -478,6 +483,7 @@ def intervals(
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
     kinds = list(dict.fromkeys((series or {}).values())) or [""]
     dotted = {"color": theme.VERMILLION, "dash": "dot", "width": 2}
+    named = _named(limits, marks)
     for at, (panel, of) in zip(places, groups.items()):
         for i, name in enumerate(kinds):
             rows = {row: v for row, v in of.items() if not series or series[row] == name}
@@ -494,18 +500,23 @@ def intervals(
             )
         if zero is not None:
             figure.add_vline(x=zero, line=EDGE, **at)
-        limit = {"": limits[panel]} if panel in (limits or {}) else {}
-        for what, value in (limit | (marks or {}).get(panel, {})).items():
+        for what, value in named.get(panel, {}).items():
             figure.add_vline(x=value, line=dotted, **at)
             _label_above(figure, value, what, log, at)
         figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **at)
     figure.update_xaxes(tickangle=0, nticks=max(3, 10 // len(groups)), tickfont_size=12)
     if log:
-        _scale_axes(figure, "x", *(x for of in (marks or {}).values() for x in of.values()))
+        _scale_axes(figure, "x", *(x for of in named.values() for x in of.values()))
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
-    height = 150 + 30 * len(names)
-    left = 30 + 7 * max(map(len, names), default=0)
-    return finish(figure, legend=kind, height=height, margin_l=left).update_layout(**layout)
+    look = {"height": 150 + 30 * len(names), "margin_l": 30 + 7 * max(map(len, ["", *names]))}
+    return finish(figure, legend=kind, **look).update_layout(**layout)
+
+
+def _named(
+    limits: Values | None, marks: Mapping[str, Values] | None
+) -> dict[str, Mapping[str, float]]:
+    """{panel: {name: value}} of vertical lines; limits have no name."""
+    return {panel: {"": value} for panel, value in (limits or {}).items()} | dict(marks or {})
 
 
 def label_right(figure: Figure, y: float, text: str, shift: int = 0) -> None:

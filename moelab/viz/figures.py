@@ -51,15 +51,16 @@ def budget_curve(
     drawn = {name: sorted(points) for name, points in curves.items()}
     best = {"Belady, whole experts": sorted(optimum)} if optimum else {}
     stars = {"measured": [point for _, point in measured]} if measured else {}
-    titles = {}
-    panels = {}
-    for place, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")):
-        titles[title] = title
-        panels[title] = {
+    shown = {
+        title: {
             name: [(point[0] / scale, factor * point[place]) for point in points]
             for name, points in (drawn | best | stars).items()
         }
-    figure = lines(panels, titles, f"memory for experts ({unit})", kind="policies: simulated")
+        for place, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))
+    }
+    figure = lines(
+        shown, dict(zip(shown, shown)), f"memory for experts ({unit})", kind="policies: simulated"
+    )
     for trace in figure.traces:
         if trace["name"] in best:
             look = {"width": 3, "color": theme.BLACK, "dash": "solid"}

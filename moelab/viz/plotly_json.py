@@ -98,40 +98,24 @@ class Figure:
         return self
 
     def _across(
-        self,
-        axis: str,
-        row: int | None = None,
-        col: int | None = None,
-        annotation_position: str = "top right",
-        **look: Any,
+        self, axis: str, row: int | None = None, col: int | None = None, **look: Any
     ) -> Figure:
         """A line at a value of an axis, through a panel or all; an `annotation_text` is beside one
-        of its ends."""
+        of its ends, at an `annotation_position`."""
         value = look.pop(axis)
+        line = merged({}, look)
+        note = line.pop("annotation", {})
+        end, side = note.pop("position", "top right").rpartition(" ")[::2]
         other = "x" if axis == "y" else "y"
-        end, side = annotation_position.rpartition(" ")[::2]
-        at = {
-            "x": float(side == "right"),
-            "y": value,
-            "yanchor": OPPOSITE[end],
-            "xanchor": side if end else OPPOSITE[side],
-        }
-        if axis == "x":
-            at = {"x": value, "y": float(end == "top"), "yanchor": end, "xanchor": OPPOSITE[side]}
-        note = {
-            key.removeprefix("annotation_"): of
-            for key, of in look.items()
-            if key.startswith("annotation_")
-        }
-        line = {key: of for key, of in look.items() if not key.startswith("annotation_")}
+        at = {"x": value, "y": float(end == "top"), "yanchor": end, "xanchor": OPPOSITE[side]}
+        if axis == "y":
+            beside = side if end else OPPOSITE[side]
+            at = {"x": float(side == "right"), "y": value, "yanchor": OPPOSITE[end]}
+            at["xanchor"] = beside
+        ends = {f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1}
         for n in self._panels(row, col):
             of = {f"{axis}ref": f"{axis}{n}", f"{other}ref": f"{other}{n} domain"}
-            self.add_shape(
-                type="line",
-                **{f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1},
-                **of,
-                **line,
-            )
+            self.add_shape(type="line", **ends, **of, **line)
             if note:
                 self.add_annotation(showarrow=False, **at, **of, **note)
         return self

@@ -213,19 +213,18 @@ def in_few_colours(png: bytes) -> bytes:
 
 def _write_png(folder: Path) -> None:
     """Draw the plotly figures of FOLDER/figures.json as 0.png, 1.png, …"""
-    import plotly.graph_objects as go
     import plotly.io as pio
 
     figures = [
-        go.Figure({"data": f["data"], "layout": f["layout"]})
-        for f in json.loads((folder / "figures.json").read_text())
+        {"data": of["data"], "layout": of["layout"]}
+        for of in json.loads((folder / "figures.json").read_text())
     ]
     pio.write_images(
         figures,
         [folder / f"{i}.png" for i in range(len(figures))],
         format="png",
-        width=[fig.layout.width or 800 for fig in figures],
-        height=[fig.layout.height or 420 for fig in figures],
+        width=[of["layout"].get("width", 800) for of in figures],
+        height=[of["layout"].get("height", 420) for of in figures],
     )
 
 

@@ -95,23 +95,13 @@ SCHEDULERS = {
 
 
 def schedule(tasks: Sequence[Task], workers: int) -> list[Block]:
-    """Algorithm 1: the tasks as blocks, in order of execution. ValueError without workers, for a
-    task in state FULL, or for tasks that differ in u, v, c or K."""
+    """Algorithm 1: tasks, none of them FULL, all with the same u, v, c and K, as blocks, in order of
+    execution. ValueError without workers."""
     if workers < 1:
         raise ValueError(f"{workers} workers; decompression needs at least 1")
     if not tasks:
         return []
     u, v, c, K = tasks[0][3:7]
-    for task in tasks:
-        if task.state is State.FULL:
-            raise ValueError(
-                f"expert {task.expert} is FULL: it has nothing to schedule; leave it out"
-            )
-        if task[3:7] != (u, v, c, K):
-            raise ValueError(
-                "all tasks of a layer have the same u, v, c and K; schedule layers one by one"
-            )
-
     ranked = sorted(tasks, key=lambda task: (-task.p, task.expert, task.tensor))
     sigma_1 = deque(task for task in ranked if task.type_1)  # line 4
     sigma_2 = deque(task for task in ranked if not task.type_1)  # line 5

@@ -57,21 +57,6 @@ class CachePlan(NamedTuple):
     seconds: float
 
 
-def plan(
-    f: np.ndarray,
-    budget_bytes: int,
-    sizes: tuple[int, int, int],
-    k: int,
-    delays: Delays,
-    workers: int,
-    pools: str = "FCSE",
-    layers: int = 1,
-    parts: int = 20,
-) -> CachePlan:
-    """The division of a budget with the least expected time, the first of `plans`."""
-    return plans(f, budget_bytes, sizes, k, delays, workers, pools, layers, parts)[0]
-
-
 def plans(
     f: np.ndarray,
     budget_bytes: int,
@@ -89,9 +74,8 @@ def plans(
     share (scope "model"), it is theirs together: the division is found for one layer's equal share
     and applied to the whole budget.
 
-    f : [E], share of steps that need the expert of each rank, falling, summing to k: a row of
-        `moelab.zipmoe.inclusion`, or the mean of its rows. See `selection.whole`
-        for batches.
+    f : [E], share of steps that need the expert of each rank, falling, summing to k. See
+        `selection.whole` for batches.
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
     delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.

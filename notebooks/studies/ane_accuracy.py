@@ -9,6 +9,7 @@ be dropped, which is harder than the paper's setting."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.ane.plan import Account, ANEPlan, count, make_plan
+from moelab.ane.plan import Account, ANEPlan, make_plan
 from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, one_of, several, whole
 from moelab.calibration import calibrate
@@ -26,6 +27,8 @@ from moelab.recording import record
 from moelab.records import Record, Records
 from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
+
+from .ane_counts import count
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
 MODES = {
@@ -102,10 +105,10 @@ def compare(
         name: partial(prefill_through, model, plan, order=order, seed=seed)
         for name, (plan, order) in ways.items()
     }
-    found, ran = accuracy.compare_dropping(model, modes, tasks, "dense", seed=seed, **how)
-    return found, {
-        name: {task: ane.total for task, ane in by_task.items()} for name, by_task in ran.items()
-    }
+    ran: dict[tuple[str, str], Any] = {}
+    modes = {"dense": nullcontext} | modes  # texts of a batch would compete for capacity
+    found = accuracy.compare(model, modes, tasks, seed=seed, singly=ways, ran=ran, **how)
+    return found, {name: {task: ran[name, task].total for task in tasks} for name in ways}
 
 
 def recorded(model: Any, n: int, tokens: int, split: str, seed: int = 0) -> RoutingTrace:
@@ -155,7 +158,7 @@ def loss_by_order(
     beside = {}
     for s in plans:
         pair = (np.array(samples[f"{order} @ {s:g}"]) for order in ("random", "saliency"))
-        row = accuracy.paired_means(*pair)
+        row = accuracy.paired(*pair)
         beside[s] = row["difference"], *row["interval"]
     costs = {order: {s: cost(f"{order} @ {s:g}") for s in plans} for order in MODES.values()}
     return costs, beside

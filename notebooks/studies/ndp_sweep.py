@@ -12,18 +12,20 @@ from dataclasses import dataclass, field
 from statistics import mean
 
 from moelab.cards import load_model
-from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, System
 from moelab.progress import progress
 from moelab.specs import MoESpec
 
+from .ndp_readings import Readings
+
 MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")
 #: their names in figures and tables
 SHORT = dict(zip(MODELS, ("DeepSeek-MoE", "Qwen3-30B-A3B", "Phi-3.5-MoE", "Mixtral-8x7B")))
 UNITS = (1, 2, 3, 4, 5, 6)
 SEEDS = (0, 1, 2)
+CHOSEN = Readings()
 Spread = tuple[float, float, float]  # mean, least, most
 
 
@@ -31,7 +33,7 @@ Spread = tuple[float, float, float]  # mean, least, most
 class Sweep:
     """(model, units, system, seed) → result, None where it is not supported."""
 
-    assumptions: Assumptions
+    assumptions: Readings
     cells: dict[tuple[str, int, str, int], Result | None] = field(default_factory=dict)
 
     def result(self, model: str, units: int, system: str, seed: int = 0) -> Result | None:
@@ -98,7 +100,7 @@ class Sweep:
 
 
 def paper_sweep(
-    assumptions: Assumptions = Assumptions(),
+    assumptions: Readings = CHOSEN,
     models: Sequence[str | MoESpec] = MODELS,
     units: Sequence[int] = UNITS,
     systems: Sequence[str] | Mapping[str, System] = PAPER,
@@ -131,9 +133,7 @@ def paper_sweep(
         model = model if isinstance(model, str) else model.name
         if (result := by_host.get((model, seed, name))) is None:
             with suppress(NotSupported):
-                result = simulate(
-                    assumptions.hardware(N), system, routing, placement=assumptions.placement
-                )
+                result = simulate(assumptions.hardware(N), system, routing)
             if system.home == "host":
                 by_host[model, seed, name] = result
         sweep.cells[model, N, name, seed] = result
@@ -174,7 +174,7 @@ def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
     }
 
 
-def modules_needed(model: str | MoESpec, assumptions: Assumptions = Assumptions()) -> int:
+def modules_needed(model: str | MoESpec, assumptions: Readings = CHOSEN) -> int:
     """The smallest number of units that hold the model's experts (exact): the end of the N.S.
     cells."""
     for N in range(1, 1000):

@@ -2,7 +2,7 @@
 
 `makespan` plays blocks of tasks chunk by chunk, as ZipMoE's analysis does (appendices A, B: one
 serial disk, L workers, one serial accelerator, recovery for free), so that its bound, Theorem 3.1,
-can be checked.
+can be checked. `execute` plays a layer's experts as the engine does.
 
 Optimum: branch and bound over an order of reads and an order in which workers start chunks, which
 may begin with one that is not read yet; for up to about four tasks of one or two chunks. What
@@ -12,13 +12,17 @@ before its SM-chunk; each task's chunks are consecutive, as all decompress equal
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from moelab.cache.residency import Step
+from moelab.offloading.load_queue import KINDS, Order
 from moelab.progress import progress
-from moelab.specs import State
+from moelab.simulation.costs import Delays, Machine
+from moelab.simulation.machine import SimulatedMachine
+from moelab.specs import Event, State
 from moelab.zipmoe.affinity import schedule
 from moelab.zipmoe.tasks import Block, Task
 
@@ -263,3 +267,30 @@ def ratio_study(n: int = 10_000, seed: int = 0) -> dict[str, float]:
         "optimal": sum(ratio <= 1 + 1e-9 for ratio in ratios) / n,
         "violations": violations,
     }
+
+
+def execute(
+    requests: Iterable[Any],
+    order: Order,
+    delays: Delays,
+    workers: int,
+    start: float = 0.0,
+    layer: int = 0,
+) -> tuple[list[Event], float]:
+    """One layer's step in simulated time, with slots for all its experts, as the engine executes
+    it.
+
+    requests : objects with `.key`, `.tokens`, `.state` and `.keep`. Returns the events in order of
+    their start, and the time at which the last expert is computed. ValueError without workers, or
+    for an order that was made for other requests."""
+    step = Step(layer, sorted(requests, key=lambda request: request.key.expert), [])
+    simulated = SimulatedMachine(
+        Machine(delays, workers),
+        dict.fromkeys(KINDS, 2 * len(step.requests)),
+        ((request.key, request.state) for request in step.requests),
+        start=start,
+    )
+    simulated.begin(step)
+    simulated.queue.begin(layer, step.loads, [], simulated.ready, lambda _: order)
+    simulated.run()
+    return simulated.timeline(), simulated.now

@@ -48,9 +48,10 @@ from moelab.simulation.fit import fitted
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.zipmoe import selection
-from moelab.zipmoe.inclusion import inclusion_probabilities
 from moelab.zipmoe.planner import best_pools
-from moelab.zipmoe.planning import CachePlan, plan
+from moelab.zipmoe.planning import CachePlan, plans
+
+from .popularity import inclusion_probabilities
 
 SOURCES = ("code", "prose", "needle", "lookup")
 STATES = "FCSE"
@@ -215,7 +216,7 @@ class Bench:
         if batch > 1:
             f, k = selection.whole(inclusion_probabilities(self.train, batch).numpy().mean(0))
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
-        return plan(f, self.room(share), sizes, k, self.delays, 1, pools, layers=self.L)
+        return plans(f, self.room(share), sizes, k, self.delays, 1, pools, layers=self.L)[0]
 
     def expected(self, found: CachePlan) -> float:
         """TPOT that a plan expects, seconds."""
@@ -291,8 +292,13 @@ class Bench:
         return {name: np.min(of, 0) for name, of in took.items()}
 
 
-def agree(what: str, engine: Any, simulator: Any) -> None:
-    measure.agree(f"{what} of the engine and the simulation", engine, simulator)
+def agree(what: str, *found: Any) -> None:
+    """RuntimeError unless all are equal: `what` then differs between the engine, the simulation, or
+    ways of which none may change it."""
+    if any(one != found[0] for one in found):
+        raise RuntimeError(
+            f"{what} differ between runs that must be alike; what was measured means nothing"
+        )
 
 
 # ---- the curve by memory
@@ -432,7 +438,7 @@ def stationary(
             for of, (steps, machine) in filled.items():
                 session = models[of].moelab
                 first = first or [steps, session.steps]
-                measure.agree("the experts that tokens need", [steps, session.steps], first)
+                agree("the experts that tokens need", [steps, session.steps], first)
                 residency = Residency(bench.L, bench.E, of.pools, of.policy)
                 for step in flat(steps):
                     residency.begin(*step)

@@ -14,6 +14,7 @@ groups. Models differ in their number of experts, so "above chance" is (overlap 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 from itertools import permutations
@@ -32,7 +33,7 @@ from moelab.library import token_count
 from moelab.recording import record
 from moelab.records import Numbers, Records
 from moelab.static.loads import chunk_loads
-from moelab.trace import PREFILL, RoutingTrace
+from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
 
 #: two forms of one question, as different as two question-answering data sets: a buried fact, a
 #: claim about one
@@ -227,6 +228,64 @@ def run(
         }
         for k in ks
     }
+
+
+def capacity_needed(loads: torch.Tensor, quantile: float = 1.0) -> torch.Tensor:
+    """The capacity that would have held every expert's tokens in a share `quantile` of the chunks:
+    [L, E].
+
+    loads : int64 [n, L, E] from `chunk_loads`. The answer is a load that occurred, never
+    interpolated."""
+    if not 0 <= quantile <= 1:
+        raise ValueError(f"quantile is {quantile}; it must lie between 0 and 1")
+    return loads.sort(0).values[max(math.ceil(quantile * len(loads)), 1) - 1]
+
+
+def overflow(loads: torch.Tensor, capacity: torch.Tensor | float) -> torch.Tensor:
+    """Share of a layer's routings beyond the experts' capacity, d_e = max(0, n_e − C) (NPUMoE
+    §4.1): [L].
+
+    `loads` is int64 [n, L, E]; `capacity` one number, or one per layer [L, 1] or per expert [L, E].
+    """
+    return (loads.double() - capacity).clamp(min=0).sum((0, 2)) / loads.sum((0, 2))
+
+
+def inclusion_probabilities(trace: RoutingTrace, batch: int = 1) -> torch.Tensor:
+    """f_r, the share of decode steps that need the expert of rank r, for `batch` sequences (ZipMoE
+    §3.4, App. D).
+
+    Sequences 0 … b−1 decode together, then b … 2b−1, and so on; a step is the union of the experts
+    that their i-th decode tokens activate, and counts while all b still decode. float64 [L, E],
+    falling along the ranks; summed over ranks, the mean number of distinct experts a step.
+    ValueError: no `batch` sequences decode together in the trace."""
+    decode = trace.phase == DECODE
+    sequence = trace.sequence[decode].long()
+    position = trace.position[decode].long()
+    ids = trace.ids[decode]
+    groups = trace.sequences // batch if batch > 0 else 0
+    # the i-th decode token of a sequence, however long its prompt was: position less the sequence's
+    # first one
+    first = torch.full((trace.sequences,), torch.iinfo(torch.int64).max).scatter_reduce_(
+        0, sequence, position, "amin"
+    )
+    group = sequence // max(batch, 1)
+    step = position - first[sequence]
+    steps = int(step.max()) + 1 if len(step) else 0
+    kept = group < groups
+    where = (group * steps + step)[kept]
+    ids = ids[kept]
+    full = torch.bincount(where, minlength=groups * steps) == batch  # every sequence still decodes
+    if not full.any():
+        raise ValueError(
+            f"no {batch} sequences decode together in this trace of {trace.sequences} sequences and "
+            f"{len(sequence)} decode tokens; choose a smaller batch of at least 1, or record more"
+        )
+    layers = (
+        counted(ids[:, l : l + 1], trace.spec.E, where, groups * steps)[full, 0]
+        for l in range(trace.spec.L)
+    )
+    f = torch.stack([(counts > 0).double().mean(0) for counts in layers])
+    return f.sort(1, descending=True).values
 
 
 OPTIONS = {

@@ -21,7 +21,7 @@ import torch
 from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.bench.memory_limit import drop_cached
-from moelab.bench.store import synthetic_expert
+from moelab.bench.synthesize import synthetic_expert
 from moelab.evaluation.intervals import Interval
 from moelab.progress import progress
 from moelab.specs import MoESpec

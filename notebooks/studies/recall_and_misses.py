@@ -30,6 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from moelab import open_model
 from moelab.arguments import number, several, whole
@@ -39,8 +40,8 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import SCOPES, Residency
 from moelab.evaluation import accuracy
-from moelab.evaluation.intervals import Interval, ratio
-from moelab.evaluation.predictors import Score, choose, score
+from moelab.evaluation.intervals import Interval, ratio, t95
+from moelab.evaluation.passes import walk
 from moelab.evaluation.questions import REMEMBERED, prompts
 from moelab.files import small_model
 from moelab.offloading.session import Session
@@ -51,7 +52,9 @@ from moelab.registry import make
 from moelab.specs import State
 from moelab.speculate import DefaultVectors, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
+from moelab.speculate.execution import found as is_among
 from moelab.speculate.next_token import NextToken, fit
+from moelab.speculate.predictors import Estimate, EstimatorPredictor, Quasi
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 
@@ -96,6 +99,100 @@ def random_weights(model: Any, seed: int) -> Any:
 def texts(split: str, n: int, tokens: int, seed: int = 0) -> list[str]:
     """`n` prompts of each source, of about so many tokens."""
     return [prompt.text for prompt in prompts(SOURCES, n, tokens=tokens, seed=seed, split=split)]
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a predictor got right, by prompt (P of them) and predicting layer.
+
+    requests, hits : int64 [P, L − ahead], experts chosen where there was a prediction; those that
+        were predicted.
+    aligned : int64 [L − ahead, K], tokens whose expert of each rank, by weight, was predicted at
+        that very rank.
+    tokens : int64 [L − ahead, K], tokens that had an expert of that rank.
+    """
+
+    requests: Tensor
+    hits: Tensor
+    aligned: Tensor
+    tokens: Tensor
+
+    @property
+    def recall(self) -> Tensor:
+        """Recall@K, float64 [L − ahead] (Fig. 4); NaN where nothing was predicted."""
+        return self.hits.sum(0).double() / self.requests.sum(0)
+
+    @property
+    def standard_error(self) -> Tensor:
+        """Of `recall`, float64 [L − ahead]: prompts are the independent samples (ratio estimator);
+        NaN for one."""
+        P = len(self.hits)
+        rest = self.hits - self.recall * self.requests  # [P, L − ahead]
+        variance = rest.square().sum(0) * P / (P - 1 or torch.nan)
+        return variance.sqrt() / self.requests.sum(0)
+
+    @property
+    def margin(self) -> Tensor:
+        """Of `recall`, half its 95 % interval (Student's, over prompts), float64 [L − ahead]."""
+        return self.standard_error * t95(len(self.hits) - 1)
+
+    @property
+    def rank_alignment(self) -> Tensor:
+        """Share of tokens whose expert of a rank was predicted at that rank, float64 [L − ahead, K]  (Fig. 5)."""
+        return self.aligned.double() / self.tokens
+
+
+@torch.no_grad()
+def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -> Score:
+    """Walk a trace with a predictor and count, in one phase (`PREFILL`, `DECODE`) or, if None, in
+    both."""
+    n = trace.spec.L - predictor.ahead
+    E = trace.spec.E
+    K = trace.spec.K
+    requests, hits = torch.zeros(2, trace.sequences, n, dtype=torch.long)
+    aligned, tokens = torch.zeros(2, n, K, dtype=torch.long)
+    learns = type(predictor).observe is not Predictor.observe
+    for prompt, passes in walk(trace, token_by_token=learns):
+        predictor.begin()
+        for one, layer in [(step, layer) for step in passes for layer in step.layers]:
+            s, r, ids, weights = one.at(layer, predictor.device)
+            predictor.observe(layer, ids, weights)
+            if (target := predictor.targets.get(layer)) is None:
+                continue
+            prediction = predictor.predict(layer, s, r, ids, weights)
+            if prediction is None or phase not in (None, one.phase):
+                continue
+            _, _, true, true_weights = one.at(target.index, predictor.device)
+            there = true != E
+            by_rank = ranked(true, true_weights, E)
+            requests[prompt, layer] += int(there.sum())
+            hits[prompt, layer] += int((is_among(prediction[0], true) & there).sum())
+            aligned[layer] += ((ranked(*prediction, E) == by_rank) & (by_rank != E)).sum(0).cpu()
+            tokens[layer] += (by_rank != E).sum(0).cpu()
+    return Score(requests, hits, aligned, tokens)
+
+
+def choose(
+    trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, estimator: Estimate
+) -> tuple[bool, ...]:
+    """For each of the L layers, whether the estimator has the better recall@K on a validation trace  (§6.3).
+
+    Both look as far ahead as the estimator was trained to (`ahead`, 1 if it does not say). A layer
+    that predicts nothing, such as the last, is the router's."""
+    made = {"vectors": vectors, "ahead": getattr(estimator, "ahead", 1)}
+    by_estimator = score(trace, EstimatorPredictor(model, estimator=estimator, **made)).recall
+    better = by_estimator > score(trace, Quasi(model, **made)).recall
+    return (*better.tolist(), *[False] * made["ahead"])
+
+
+def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:
+    """ids [T, K] in order of falling weight, those without an expert (E) last."""
+    order = (
+        weights.float()
+        .masked_fill(ids == E, -torch.inf)
+        .argsort(dim=-1, descending=True, stable=True)
+    )
+    return ids.gather(-1, order)
 
 
 @dataclass

@@ -11,7 +11,7 @@ that drops. Sources: AWS Neuron's MoE guide ("Blockwise Matrix Multiplication", 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.bench.experts import Layers
+from moelab.bench.layers import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
-from moelab.evaluation.accuracy import compare_dropping, paired_means
+from moelab.evaluation.accuracy import compare, paired
 from moelab.evaluation.calibrate import SOURCES
 from moelab.evaluation.intervals import Interval, t95
 from moelab.experts.executor import Tally
@@ -31,13 +31,13 @@ from moelab.library import token_count
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
 from moelab.records import Record, Records
-from moelab.static import blocks
 from moelab.static.blockwise import Blockwise
-from moelab.static.neuron import expected_unique
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.trace import PREFILL, RoutingTrace
-from moelab.zipmoe.inclusion import inclusion_probabilities
+
+from . import blocks
+from .popularity import inclusion_probabilities
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens
 TASKS = ("loss", "needle_multikey", *questions.REMEMBERED)
@@ -102,7 +102,7 @@ def padding_curves(loads: Tensor, T: int, K: int, name: str, seed: int = 0) -> d
 
 def slots_are_the_formulas(ids: Tensor, E: int, sizes: Sequence[int] = SIZES) -> bool:
     """Whether running ids [T, L, K] through tiny experts in blocks of each size, with and without
-    skipping empty blocks, takes the slots that `moelab.static.blocks.padding` says, and drops
+    skipping empty blocks, takes the slots that `blocks.padding` says, and drops
     none."""
     T, L, K = ids.shape
     x, weights = torch.randn(T, 16), torch.full((T, K), 1 / K)
@@ -184,7 +184,7 @@ class DropCosts(NamedTuple):
         """Whether the loss of a way differs at 95 % from that at random on the same windows, in
         words."""
         samples = self.samples["loss"]
-        low, high = paired_means(*(np.array(samples[of]) for of in ("random", way)))["interval"]
+        low, high = paired(*(np.array(samples[of]) for of in ("random", way)))["interval"]
         if high < 0:
             return "better than random"
         return "worse than random" if low > 0 else "indistinguishable from random"
@@ -194,12 +194,10 @@ def costs(model: Any, ways: Ways, tasks: Sequence[str] = TASKS, **how: Any) -> D
     """Score every way on the same windows and prompts; `how` are the sizes of
     `accuracy.compare`."""
     modes = {way: partial(limited, model, make) for way, make in ways.items()}
-    found, ran = compare_dropping(model, modes, tasks, BASELINE, compete=False, **how)
-    return DropCosts(
-        found["scores"],
-        found["samples"],
-        {way: {task: executor.tally for task, executor in of.items()} for way, of in ran.items()},
-    )
+    ran: dict[tuple[str, str], Any] = {}
+    found = compare(model, {BASELINE: nullcontext} | modes, tasks, ran=ran, **how)
+    tallies = {way: {task: ran[way, task].tally for task in tasks} for way in modes}
+    return DropCosts(found["scores"], found["samples"], tallies)
 
 
 def drop_orders(tiers: Sequence[Tiers], seed: int = 0) -> Ways:
@@ -261,6 +259,14 @@ def tallies(model: Any, ways: Ways, texts: Sequence[str]) -> dict[str, Tally]:
                 model(**model.tokenizer(text, return_tensors="pt"), use_cache=False)
         found[name] = executor.tally
     return found
+
+
+def expected_unique(batch: int, inclusion: Sequence[float]) -> float:
+    """Experts that a batch of independent tokens is expected to need: Σ_e 1 − (1 − p_e)^batch.
+
+    inclusion : [E], the probability p_e that a token chooses each expert; `[K / E] * E` if
+    balanced."""
+    return sum(1 - (1 - p) ** batch for p in inclusion)
 
 
 # ---- the guide's worked examples

@@ -37,7 +37,7 @@ from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.specs import MoESpec
 from moelab.zipmoe.planner import drawn
-from moelab.zipmoe.planning import plan
+from moelab.zipmoe.planning import plans
 
 KIND = "simulated"
 MODELS = ("DeepSeek-V2-Lite", "Qwen1.5-MoE-A2.7B", "Switch-Large-128")
@@ -114,7 +114,8 @@ class Machine:
         """The planner's, for popularity f [E] by rank."""
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
         delays = self.compressed[0]
-        return plan(f, room, sizes, self.spec.K, delays, self.workers, layers=self.spec.L).pools
+        found = plans(f, room, sizes, self.spec.K, delays, self.workers, layers=self.spec.L)
+        return found[0].pools
 
     def best(self, room: int, popularity: str, steps: Steps) -> tuple[Pools, float]:
         """(pools, mean seconds of a step) of the fastest of the plan, whole experts and compressed

@@ -61,6 +61,10 @@ def halves(model):
     return rounded
 
 
+def backend_of(folder, mode="double"):
+    return ConvertedBackend(ConvertedModel(folder), mode)
+
+
 def prompt(n, seed=0):
     return torch.randint(3, 96, (1, n), generator=torch.Generator().manual_seed(seed))
 
@@ -68,8 +72,8 @@ def prompt(n, seed=0):
 @torch.no_grad()
 def test_prefill_through_packages_is_the_models(folder, halves):
     expected = halves(prompt(41)).logits
-    backend = ConvertedBackend(folder)
-    with prefill_through(halves, backend=backend, overflow="pad") as ane:
+    backend = backend_of(folder)
+    with prefill_through(halves, backend, overflow="pad") as ane:
         found = halves(prompt(41)).logits
         assert ane.total.launches > 0
     assert torch.allclose(found, expected, atol=1e-4)
@@ -83,7 +87,7 @@ def test_the_packages_are_really_run(folder, halves):
     it."""
     expected = halves(prompt(20)).logits
     for what in ("group", "attention"):
-        backend = ConvertedBackend(folder)
+        backend = backend_of(folder)
         real = getattr(backend.converted, what)
 
         def silent(*args, real=real, what=what):
@@ -99,7 +103,7 @@ def test_the_packages_are_really_run(folder, halves):
             return graph if what == "attention" else zeros
 
         setattr(backend.converted, what, silent)
-        with prefill_through(halves, backend=backend, overflow="pad"):
+        with prefill_through(halves, backend, overflow="pad"):
             assert (halves(prompt(20)).logits - expected).abs().max() > 1e-2
 
 
@@ -108,9 +112,9 @@ def test_pruned_it_drops_what_torch_drops(folder, halves):
     found = {}
     for name, backend in (
         ("torch", TorchBackend(ConvertedModel(folder).plan)),
-        ("graphs", ConvertedBackend(folder)),
+        ("graphs", backend_of(folder)),
     ):
-        with prefill_through(halves, backend=backend, order="router") as ane:
+        with prefill_through(halves, backend, order="router") as ane:
             found[name] = halves(prompt(48, 3)).logits, ane.by_layer
     assert torch.allclose(found["torch"][0], found["graphs"][0], atol=1e-4)
     assert found["torch"][1] == found["graphs"][1] and found["torch"][1][0].drop_rate > 0
@@ -120,24 +124,24 @@ def test_pruned_it_drops_what_torch_drops(folder, halves):
 def test_decoding_goes_on_from_the_packages_cache(folder, halves):
     ids = prompt(35, 1)
     expected = halves.generate(ids, max_new_tokens=6, do_sample=False)
-    with prefill_through(halves, backend=ConvertedBackend(folder), overflow="pad"):
+    with prefill_through(halves, backend_of(folder), overflow="pad"):
         assert torch.equal(halves.generate(ids, max_new_tokens=6, do_sample=False), expected)
 
 
 def test_parity_measures_differences_and_judges_them(folder, halves, model):
     prompts = [prompt(n, n)[0].tolist() for n in (9, 33)]
-    found = parity(folder, halves, prompts)
+    found = parity(backend_of(folder), halves, prompts)
     assert (
         found.ok and found.same.all() and found.last.max() < 1e-4 and found.backend == "evaluator"
     )
     assert found.counts.drop_rate == 0
     summary = found.summary()
     assert summary["prompts"] == 2 and summary["passed"] is True
-    half = parity(folder, model, prompts, mode="fp16")
+    half = parity(backend_of(folder, "fp16"), model, prompts)
     assert half.last.max() > 0 and half.last.max() > found.last.max()
     assert half.ok and half.limit == np.inf  # nothing to judge it by but its tokens
     loud = parity(
-        ConvertedBackend(folder, "fp16"), model, prompts, rounding=replace(half, last=half.last + 1)
+        backend_of(folder, "fp16"), model, prompts, rounding=replace(half, last=half.last + 1)
     )
     assert loud.ok and loud.limit == pytest.approx(3 * (half.last.max() + 1))
     assert (
@@ -148,10 +152,10 @@ def test_parity_measures_differences_and_judges_them(folder, halves, model):
     other.base_model.layers[
         1
     ].self_attn.o_proj.weight.data *= 1.5  # no longer the model that was converted
-    worse = parity(folder, other, prompts)
+    worse = parity(backend_of(folder), other, prompts)
     assert not worse.ok and worse.last.max() > LOGITS
     with pytest.raises(ValueError, match="at least one"):
-        parity(folder, model, [])
+        parity(backend_of(folder), model, [])
 
 
 @pytest.mark.parametrize("part", ["group00", "attention"])
@@ -165,11 +169,11 @@ def test_a_package_that_was_changed_is_run_by_nobody(part, folder, halves, tmp_p
     weights.write_bytes(data)
     converted = ConvertedModel(copy)
     monkeypatch.setattr(doctor, "probe", lambda *given: None)
-    with prefill_through(halves, backend=ConvertedBackend(converted), overflow="pad"):
+    with prefill_through(halves, ConvertedBackend(converted), overflow="pad"):
         with pytest.raises(ValueError, match=f"{part}.* is damaged"):
             halves(prompt(41))
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
-        parity(copy, halves, [prompt(41)[0].tolist()])
+        parity(backend_of(copy), halves, [prompt(41)[0].tolist()])
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
         list(doctor._probed(converted, 60.0))
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
@@ -179,18 +183,18 @@ def test_a_package_that_was_changed_is_run_by_nobody(part, folder, halves, tmp_p
 def test_another_models_weights_are_refused(folder, model, tmp_path):
     kind = {"num_hidden_layers": 2, "mlp_only_layers": [0]}
     other = moelab.open_model(tiny.save("qwen3_moe", tmp_path / "other", seed=1, **kind))
-    backend = ConvertedBackend(folder)
+    backend = backend_of(folder)
     with (
         pytest.raises(ValueError, match="other is not the checkpoint"),
-        prefill_through(other, backend=backend),
+        prefill_through(other, backend),
     ):
         pass
     assert "forward" not in vars(other.base_model)
     other.config._name_or_path = ""
     with (
         pytest.raises(ValueError, match="not opened from a checkpoint"),
-        prefill_through(other, backend=backend),
+        prefill_through(other, backend),
     ):
         pass
-    with prefill_through(model, backend=backend):
+    with prefill_through(model, backend):
         pass

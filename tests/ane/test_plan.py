@@ -13,12 +13,10 @@ from moelab import cards
 from moelab.ane.plan import (
     FORMAT,
     ANEPlan,
-    count,
     make_plan,
 )
 from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import (
-    ABLATION,
     ATTENTION_GRAPHS,
     NO_EXPERT_GRAPHS,
     SYSTEMS,
@@ -26,6 +24,8 @@ from moelab.ane.systems import (
 )
 from moelab.specs import MoESpec
 from moelab.static.loads import loads_of_ids
+from notebooks.studies.ane import ABLATION
+from notebooks.studies.ane_counts import count
 
 PHI, QWEN = cards.load_model("Phi-3.5-MoE"), cards.load_model("Qwen3-30B-A3B")
 SMALL = MoESpec("small", "test", 3, (0, 2), E=6, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
@@ -163,7 +163,7 @@ def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
         (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
         (
             lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0),
-            "bytes_per_weight is 0; it must be positive",
+            "bytes_per_weight 0; .* positive",
         ),
         (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=-1), "slack=-1"),
         (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens=0"),

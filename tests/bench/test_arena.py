@@ -1,14 +1,23 @@
 """The arena: rankings and ceilings against brute force, and what raises breaks nothing."""
 
 import itertools
+import re
 from collections import OrderedDict
+from math import inf
 
 import numpy as np
 import pytest
 
+from moelab import open_model
 from moelab.bench import arena as contests
 from moelab.bench.arena import MODELS, TEXTS, arena
 from moelab.cache.policies import LRU
+from moelab.cards import load_model
+from moelab.ndp.assumptions import Assumptions
+from moelab.ndp.bound import layer_bound
+from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.costs import Costs
+from moelab.ndp.plans import LayerStep, make_plan
 from moelab.ndp.systems import GPUNDP, OnDemand
 from moelab.speculate.predictors import NextRouter
 
@@ -56,27 +65,17 @@ def test_a_policy_of_ones_own_is_ranked_under_the_ceiling():
 
 
 def test_wrong_evictions_against_a_loop_over_the_future():
-    trace = contests.texts(_model(), 64, 1)["prose"]
+    trace = contests.texts(open_model(), 64, 1)["prose"]
     _, wrong = contests.play(trace, LRU(), 0.5, judge=True)
     assert trace.sequences == 1
     ids = [(layer, set(experts)) for row in trace.ids.tolist() for layer, experts in enumerate(row)]
     assert wrong == sorted(wrong, key=lambda one: -one.cost)
     for one in wrong[:20]:
-        token, layer = (int(word.rstrip(",")) for word in one.where.split()[1::2])
+        token, layer = map(int, re.findall(r"\d+", one.where))
         now = token * trace.spec.L + layer
-        words = one.chose.replace(",", "").split()
-        expert, of, after = int(words[1]), int(words[4]), int(words[7])
-        later = [
-            n for n, (at, experts) in enumerate(ids) if n > now and at == of and expert in experts
-        ]
-        assert later[0] - now == after
-        assert one.cost > 0
-
-
-def _model():
-    from moelab import open_model
-
-    return open_model()
+        expert, of, after = map(int, re.findall(r"\d+", one.chose))
+        later = (n for n, (at, used) in enumerate(ids) if n > now and at == of and expert in used)
+        assert next(later) - now == after and one.cost > 0
 
 
 def test_what_raises_is_told_and_breaks_nothing():
@@ -90,8 +89,6 @@ def test_what_raises_is_told_and_breaks_nothing():
 
     assert "TypeError" in arena(NeedsMore, **SMALL).own.error
 
-
-def test_what_is_none_of_both_is_refused():
     with pytest.raises(TypeError, match="neither a cache policy"):
         arena(NextRouter, **SMALL)
 
@@ -108,11 +105,8 @@ def test_schedules_stay_above_the_bound(monkeypatch):
             return None
 
     contest = arena(Mine)
-    assert (
-        contest.lower
-        and contest.own.scores
-        == next(of for of in contest.standings if of.name == "MoE-OnDemand").scores
-    )
+    (same,) = (of for of in contest.standings if of.name == "MoE-OnDemand")
+    assert contest.lower and contest.own.scores == same.scores
     for standing in contest.standings:
         assert all(0 < contest.share(standing, model) <= 1 for model in standing.scores)
     assert set(contest.own.scores) == set(MODELS) and contest.wrong[MODELS[0]]
@@ -123,25 +117,13 @@ def test_schedules_stay_above_the_bound(monkeypatch):
 def test_the_bound_is_below_every_split_of_a_layer(seed):
     """Against all ways of putting quarters of experts on units and GPU, by the closed form's own
     account."""
-    from moelab.cards import load_model
-    from moelab.ndp.assumptions import Assumptions
-    from moelab.ndp.bound import layer_bound
-    from moelab.ndp.closed_form import layer_seconds
-    from moelab.ndp.costs import Costs
-    from moelab.ndp.plans import LayerStep, make_plan
-
     rng = np.random.default_rng(seed)
     A, N = int(rng.integers(1, 4)), int(rng.integers(1, 5))
     costs = Costs(load_model("Qwen3-30B-A3B"), Assumptions().hardware(N))
     tokens, here = np.sort(rng.integers(1, 60, A))[::-1], rng.random(A) < 0.5
     step = LayerStep(np.arange(A), tokens, np.arange(A) % N, here, int(tokens.sum()), False)
-    best = min(
-        layer_seconds(
-            make_plan(
-                step, N, resident=here * np.array(y) / 4, moved=~here * np.array(y) / 4, split=True
-            ),
-            costs,
-        )
-        for y in itertools.product(range(5), repeat=A)
-    )
+    best = inf
+    for y in itertools.product(range(5), repeat=A):
+        parts = {"resident": here * np.array(y) / 4, "moved": ~here * np.array(y) / 4}
+        best = min(best, layer_seconds(make_plan(step, N, **parts, split=True), costs))
     assert 0 < layer_bound(tokens, here.sum(), costs) <= best

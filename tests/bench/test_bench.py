@@ -50,5 +50,5 @@ def test_what_a_bench_lacks_is_told(name, source, said, tmp_path, monkeypatch, c
 
 
 def test_studies_are_benches_by_name():
-    assert {"plans", "zipmoe", "popularity"} < set(bench.names()) and "ane" not in bench.names()
+    assert {"plans", "store", "experts"} < set(bench.names()) and "ane" not in bench.names()
     assert bench.path_of("plans") == bench.STUDIES / "plans.py" and not bench.path_of("nothing")

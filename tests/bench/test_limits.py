@@ -1,18 +1,17 @@
-"""Limits: numbers computed by hand, and that no small simulation of what they bound gets past
-them."""
+"""Limits: numbers computed by hand, and that no small simulation of what they bound gets past them;
+most hits against all decisions that a cache could take."""
+
+from itertools import combinations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.bench import limits
-from moelab.bench.limits import LayerRecord
+from moelab.bench.limits import LayerRecord, belady_hits, request_count
+from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
-from moelab.specs import Event, MoESpec, State
-
-SPEC = MoESpec(
-    "toy", "toy", num_layers=4, moe_layers=(1, 2, 3), E=8, K=2, H=100, I=50, kv_heads=2, head_dim=16
-)
+from moelab.specs import Event, State
 
 
 @given(st.lists(st.lists(st.permutations(range(8)), min_size=3, max_size=3), max_size=12))
@@ -24,12 +23,6 @@ def test_no_lru_up_to_the_cliff_ever_hits(tokens):
             for expert in sorted(chosen[:2]):
                 residency.begin(layer, {expert: 1})
     assert residency.counters.hits[State.FULL] == 0
-
-
-@pytest.mark.parametrize("rate, steps", [(0, 1), (1, 0)])
-def test_values_out_of_range_are_refused(rate, steps):
-    with pytest.raises(ValueError, match="must be positive"):
-        limits.on_demand_limit([], rate, steps)
 
 
 RECORDS = st.lists(
@@ -70,3 +63,67 @@ def test_records_are_the_sums_of_each_layer_of_each_decode_forward():
     assert steps == 2
     assert records == [LayerRecord(other_s=1), LayerRecord(30, 1, 1, 2.5), LayerRecord(expert_s=2)]
     assert limits.on_demand_limit(records, 10, steps) == pytest.approx((1 + 1 + 3 + 2) / 2)
+
+
+SMALL = st.lists(
+    st.tuples(
+        st.integers(0, 1),
+        st.sets(st.integers(0, 2), min_size=1).map(lambda experts: dict.fromkeys(experts, 1)),
+    ),
+    max_size=7,
+)
+LARGER = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.dictionaries(st.integers(0, 5), st.integers(1, 3), min_size=1, max_size=4),
+    ),
+    max_size=60,
+)
+
+
+def best_by_trial(steps, capacity):
+    """After each step keep any set of what was kept or used, of every size; the most hits of all
+    those ways."""
+    reached = {frozenset(): 0}
+    for layer, tokens in steps:
+        used = frozenset((layer, expert) for expert in tokens)
+        following = {}
+        for kept, hits in reached.items():
+            hits += len(kept & used)
+            for size in range(capacity + 1):
+                for chosen in combinations(sorted(kept | used), size):
+                    chosen = frozenset(chosen)
+                    following[chosen] = max(following.get(chosen, 0), hits)
+        reached = following
+    return max(reached.values())
+
+
+@given(SMALL, st.integers(0, 4))
+@settings(max_examples=150, deadline=None)
+def test_belady_is_the_most(steps, capacity):
+    assert belady_hits(steps, capacity) == best_by_trial(steps, capacity)
+
+
+@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "next-token"])
+@given(LARGER, st.integers(0, 8), st.sampled_from([None, 0, 3]))
+@settings(max_examples=25, deadline=None)
+def test_no_policy_is_above(name, scope, steps, capacity, margin):
+    pools = (
+        Pools(F=capacity) if margin is None else Pools(F=capacity // 2, E=capacity - capacity // 2)
+    )
+    residency = Residency(3, 6, pools, Belady(steps) if name == "belady" else name, scope, margin)
+    for step in steps:
+        residency.begin(*step)
+    by_layer = [[step for step in steps if step[0] == layer] for layer in range(3)]
+    parts = [steps] if scope == "model" else by_layer
+    ceiling = sum(belady_hits(part, capacity) for part in parts)
+    compulsory = len({(layer, expert) for layer, tokens in steps for expert in tokens})
+    hits = sum(residency.counters.hits.values())
+    assert hits <= ceiling <= request_count(steps) - compulsory
+
+
+def test_a_capacity_is_not_negative():
+    assert belady_hits([], 3) == 0
+    with pytest.raises(ValueError, match="capacity is -1"):
+        belady_hits([], -1)

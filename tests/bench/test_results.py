@@ -13,17 +13,10 @@ from moelab.files import CHECKOUT, read_json
 
 FILES = sorted((CHECKOUT / "results" / "bench").glob("*.json"))
 OPTIONAL = {"spread", "samples", "readings", "tolerance"}
+OURS = {"TPOT s": 0.02, "simulated TPOT s": 0.03, "output": "= eager", "each s": [1.0, 3.0]}
 SECTIONS = {
     "conditions": {"rounds": 3},
-    "resident": {
-        "ours": {
-            "TPOT s": 0.02,
-            "simulated TPOT s": 0.03,
-            "output": "= eager",
-            "each s": [1.0, 3.0],
-        },
-        "theirs": {"result": "not installed", "peak GB": None},
-    },
+    "resident": {"ours": OURS, "theirs": {"result": "not installed", "peak GB": None}},
     "plan (exact)": {"hits": 3, "met": True},
 }
 
@@ -53,11 +46,8 @@ def test_rows_that_a_run_did_not_measure_keep_their_own_run(tmp_path):
     results.write(path, "b", first, {"s": {"x": {"n": 1}, "y": {"n": 1}}, "t": {"n": 1}})
     second = results.provenance({"n": 2})
     results.write(path, "b", second, {"s": {"x": {"n": 2}}})
-    assert results.sections_of(path) == {
-        "conditions": {},
-        "s": {"y": {"n": 1}, "x": {"n": 2}},
-        "t": {"n": 1},
-    }
+    both = {"y": {"n": 1}, "x": {"n": 2}}
+    assert results.sections_of(path) == {"conditions": {}, "s": both, "t": {"n": 1}}
     found = read_json(path, BenchFile)
     for of in found["records"]:
         assert found["runs"][of["run"]]["parameters"]["n"] == of["value"]
@@ -78,25 +68,28 @@ def test_a_busy_machine_is_refused_or_said(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("calm", [True, False])
-def test_what_was_disturbed_meanwhile_overwrites_nothing(
-    calm, quiet, tmp_path, monkeypatch, capsys
-):
+def test_what_was_disturbed_meanwhile_overwrites_nothing(calm, quiet, tmp_path, monkeypatch):
     seconds = iter([0.0, 0.0 if calm else 1e6])
     monkeypatch.setattr(results, "others_seconds", lambda: next(seconds))
-    monkeypatch.setitem(
-        sys.modules, "fake", SimpleNamespace(__doc__="Fake.", run=lambda: {"s": {"n": 1}})
-    )
+    fake = SimpleNamespace(__doc__="Fake.", run=lambda: {"s": {"n": 1}})
+    monkeypatch.setitem(sys.modules, "fake", fake)
     monkeypatch.setitem(bench.BENCHES, "fake", "fake")
     path = tmp_path / "fake.json"
     bench.main(SimpleNamespace(name="fake", options=["--output", str(path)]))
     assert path.exists() == calm == (not (tmp_path / "fake.busy.json").exists())
 
 
-def test_a_metric_is_of_the_least_sure_kind_that_its_name_says():
-    assert results.kind_of("simulated ÷ measured", "") == "simulated"
-    assert results.kind_of("TPOT ÷ limit", "budgets (measured)") == "modelled"
-    assert results.kind_of("hits", "misses (exact counts)") == "exact"
-    assert results.kind_of("TPOT s", "budgets") is None
+@pytest.mark.parametrize(
+    "metric, section, kind",
+    [
+        ("simulated ÷ measured", "", "simulated"),
+        ("TPOT ÷ limit", "budgets (measured)", "modelled"),
+        ("hits", "misses (exact counts)", "exact"),
+        ("TPOT s", "budgets", None),
+    ],
+)
+def test_a_metric_is_of_the_least_sure_kind_that_its_name_says(metric, section, kind):
+    assert results.kind_of(metric, section) == kind
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -120,6 +113,5 @@ def test_code_that_changed_after_a_measurement_is_told(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(results, "git", lambda *words: asked.append(words) or "2")
     (said,) = results.older_than(path, ["moelab/fast"])
-    assert "2 commits" in said and asked == [
-        ("rev-list", "--count", f"{'a' * 40}..HEAD", "--", "moelab/fast")
-    ]
+    assert "2 commits" in said
+    assert asked == [("rev-list", "--count", f"{'a' * 40}..HEAD", "--", "moelab/fast")]

@@ -20,14 +20,12 @@ def test_a_page_has_the_tables_that_results_give(page):
 
 
 def test_every_table_is_on_a_page_and_has_numbers():
-    shown = {
-        found[2] for page in tables.pages() for found in tables.MARK.finditer(page.read_text())
-    }
-    assert shown == tables.TABLES.keys()
-    for table in tables.TABLES.values():
-        rows = table.rows()
-        assert rows and all(len(row) == len(table.head) for row in rows)
-        assert all(any(cell not in ("–", "", None) for cell in row[1:]) for row in rows)
+    pages = "".join(page.read_text() for page in tables.pages())
+    assert {found[2] for found in tables.MARK.finditer(pages)} == tables.tables().keys()
+    for table in tables.tables().values():
+        assert len(table["columns"]) == len(table["head"]) - 1
+        rows = [[tables.cell(*place) for place in row] for row in tables.places(table)]
+        assert rows and all({"–", ""} < {"–", "", *row} for row in rows)
 
 
 def test_results_that_are_older_than_what_they_measured_are_a_warning():

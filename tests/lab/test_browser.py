@@ -3,9 +3,7 @@ button pressed.
 
 Nothing may be told as an error, by the page or by a cell, each control must change the picture, and
 a saved notebook has a picture of every view; running a notebook leaves git as it was. `make test`
-tries one width, one notebook and each control once, `make stress` all. MOELAB_ARTEFACTS names a
-folder that keeps the screenshots (of notebooks in two widths, light and dark).
-"""
+tries one notebook and each control once, `make stress` all."""
 
 import json
 import os
@@ -17,15 +15,14 @@ import subprocess
 import sys
 import time
 import urllib.request
-from base64 import b64decode
 from pathlib import Path
 
 import pytest
 
-from moelab.comparison import saved_runs
+from moelab.comparison import finished_runs
 from moelab.files import CHECKOUT, read_json
 from moelab.lab.runner import notebooks
-from tests.depth import STRESS, depth
+from tests.depth import depth
 from tests.lab.test_runs import put
 
 CHROMIUM = next(
@@ -115,15 +112,13 @@ def free_port():
 
 @pytest.fixture
 def lab(tmp_path, results):
-    """lab(path, dark=False, package=CHECKOUT) starts JupyterLab at a notebook, with the package of
+    """lab(path, package=CHECKOUT) starts JupyterLab at a notebook, with the package of
     a checkout; returns its address. It ends with the test."""
     started = []
 
-    def start(path, dark=False, package=CHECKOUT):
+    def start(path, package=CHECKOUT):
         home = tmp_path / "home"
-        for name, content in (
-            SETTINGS | ({"apputils-extension/themes": {"theme": "JupyterLab Dark"}} if dark else {})
-        ).items():
+        for name, content in SETTINGS.items():
             kept = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
             kept.parent.mkdir(parents=True, exist_ok=True)
             kept.write_text(json.dumps(content))
@@ -136,32 +131,15 @@ def lab(tmp_path, results):
             "IPYTHONDIR": str(home / "ipython"),
             "PYDEVD_DISABLE_FILE_VALIDATION": "1",
         }
+        own = f"""-m jupyterlab --no-browser --allow-root --expose-app-in-browser
+            --ServerApp.port={port} --ServerApp.port_retries=0 --IdentityProvider.token=
+            --ServerApp.websocket_ping_interval=600000 --ServerApp.websocket_ping_timeout=600000"""
+        folders = {"ServerApp.root_dir": path.parent, "LabApp.workspaces_dir": home / "workspaces"}
+        folders["LabApp.user_settings_dir"] = home / "settings"
+        words = [*own.split(), *(f"--{name}={folder}" for name, folder in folders.items()), *HOOKS]
         log = open(tmp_path / "lab.log", "wb")
-        started.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "jupyterlab",
-                    "--no-browser",
-                    "--allow-root",
-                    "--expose-app-in-browser",
-                    f"--ServerApp.port={port}",
-                    "--ServerApp.port_retries=0",
-                    "--ServerApp.websocket_ping_interval=600000",
-                    "--ServerApp.websocket_ping_timeout=600000",
-                    "--IdentityProvider.token=",
-                    f"--ServerApp.root_dir={path.parent}",
-                    *HOOKS,
-                    f"--LabApp.user_settings_dir={home / 'settings'}",
-                    f"--LabApp.workspaces_dir={home / 'workspaces'}",
-                ],
-                env=os.environ | variables,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        )
+        about = {"env": os.environ | variables, "stdout": log, "stderr": log}
+        started.append(subprocess.Popen([sys.executable, *words], start_new_session=True, **about))
         address = f"http://127.0.0.1:{port}"
         deadline = time.monotonic() + 60
         while True:
@@ -182,31 +160,21 @@ def lab(tmp_path, results):
 
 def write(path, cells):
     """A notebook of these cells of code."""
-    nbformat.write(
-        nbformat.v4.new_notebook(
-            metadata={
-                "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
-            },
-            cells=[nbformat.v4.new_code_cell(cell) for cell in cells],
-        ),
-        path,
-    )
+    about = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    cells = [nbformat.v4.new_code_cell(cell) for cell in cells]
+    nbformat.write(nbformat.v4.new_notebook(metadata={"kernelspec": about}, cells=cells), path)
     return path
 
 
-@pytest.fixture(params=depth([(1280, False)], [(1280, False), (1920, True)]), ids=str)
-def page(request):
-    """A page of a headless browser, in two widths and both themes; `page.complaints` is what it was
-    told as errors."""
-    width, dark = request.param
+@pytest.fixture
+def page():
+    """A page of a headless browser; `page.complaints` is what it was told as errors."""
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
         )
-        page = browser.new_context(
-            viewport={"width": width, "height": 1800}, accept_downloads=True
-        ).new_page()
-        page.dark, page.complaints = dark, []
+        page = browser.new_context(viewport={"width": 1280, "height": 1800}).new_page()
+        page.complaints = []
 
         def said(text):
             if not any(word in text for word in HARMLESS):
@@ -334,14 +302,6 @@ def check_view(page, name, view, times):
         ).first.wait_for(timeout=10_000)
 
 
-def kept():
-    """The folder that MOELAB_ARTEFACTS names; None without."""
-    folder = os.environ.get("MOELAB_ARTEFACTS")
-    if folder:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    return Path(folder) if folder else None
-
-
 def stills(cell):
     """The pictures that a saved cell shows in the place of views, as base64."""
     texts = ["".join(o.get("data", {}).get("text/html", "")) for o in cell.get("outputs", ())]
@@ -363,46 +323,22 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
             json.dumps({"figure": figure, "caption": "hits", "alt": "hits"})
         )
     path = write(tmp_path / "views.ipynb", [*OPENING, *VIEWS.values(), "lm.moelab.close()"])
-    run_all(page, lab(path, page.dark))
+    run_all(page, lab(path))
     page.wait_for_function("() => window.finished", timeout=300_000)
     page.wait_for_function(PICTURED, timeout=120_000)  # before anything is scrolled to
     page.evaluate(ALL)
-    frames, keep = page.locator(".moelab-view"), kept()
+    frames = page.locator(".moelab-view")
     for i, _ in enumerate(VIEWS):
         frames.nth(i).locator(".main-svg, canvas.moelab-player").first.wait_for(timeout=120_000)
     for i, name in enumerate(VIEWS):
-        if keep:
-            frames.nth(i).screenshot(
-                path=keep
-                / f"{name} {page.viewport_size['width']}{' dark' if page.dark else ''}.png"
-            )
         check_view(page, name, frames.nth(i), depth(1, 5))
     assert errors(page) == []
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
     for name, cell in zip(VIEWS, read_json(path)["cells"][len(OPENING) :]):
         pictures = stills(cell)
         assert pictures and sum(map(len, pictures)) < 200_000, name
-        for i, picture in enumerate(pictures if keep else ()):
-            (keep / f"{name} saved {i}.png").write_bytes(b64decode(picture))
 
 
-@pytest.mark.stress
-@pytest.mark.skipif(not STRESS, reason="`make stress`")
-def test_the_scrubber_plays_without_the_kernel(page, lab, tmp_path):
-    cells = [*OPENING, "views.scrubber(lm, tokens=100)", "lm.moelab.close()"]
-    run_all(page, lab(write(tmp_path / "player.ipynb", cells), page.dark))
-    player = page.locator(".moelab-scrubber")
-    player.wait_for(timeout=120_000)
-    page.wait_for_function("() => window.finished", timeout=60_000)
-    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.shutdown()")
-    player.press("Home")
-    assert released(player, player.locator("button").first.click)
-
-
-one_page = pytest.mark.parametrize("page", [(1280, False)], indirect=True, ids=str)
-
-
-@one_page
 def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, results, tmp_path):
     cells = [
         "x: int = 1\nseed: int = 0",
@@ -417,7 +353,7 @@ def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, r
     page.locator(".noUi-handle").first.press("ArrowRight")
     page.get_by_text("y is 3").wait_for(timeout=30_000)
     assert errors(page) == []
-    (run,) = saved_runs("01_x")
+    (run,) = finished_runs("01_x", lab=True)
     found = read_json(run / "metrics.json")
     assert found["metrics"]["y"]["value"] == 2 and len(found["takeaways"]) == 1
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
@@ -453,7 +389,6 @@ def clone(tmp_path_factory):
 
 @pytest.mark.stress
 @pytest.mark.timeout(1200)
-@one_page
 @pytest.mark.parametrize("name", depth(["00_start.ipynb"], [path.name for path in notebooks()]))
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     """All cells run and are a run, controls change the picture, nothing is told as an error, the
@@ -476,7 +411,7 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
         if cell["cell_type"] == "code" and cell["source"]
     )
     assert path.stat().st_size < 1_000_000
-    (run,) = saved_runs(path.stem)
+    (run,) = finished_runs(path.stem, lab=True)
     assert read_json(run / "metrics.json")["metrics"] and run.name.endswith("-lab")
     assert git("diff") == ""
     end = time.monotonic() + 60  # git is told in a thread of the server
@@ -492,31 +427,3 @@ def test_every_notebook_in_the_browser(page, lab, clone, name, results):
     for i, box in enumerate(page.locator(INTERACTIVE).all()):
         move(page, f"controls {i}", box, 1)
     assert errors(page) == []
-    if keep := kept():
-        photograph(page, keep / path.stem)
-
-
-def photograph(page, folder):
-    """Keep a picture of each cell that draws or tables something, in two widths, light and dark."""
-    folder.mkdir(exist_ok=True)
-    for theme in ("Light", "Dark"):
-        page.evaluate(
-            "theme => window.jupyterapp.commands.execute('apputils:change-theme', { theme })",
-            f"JupyterLab {theme}",
-        )
-        for width in (1280, 1920):
-            page.set_viewport_size({"width": width, "height": 1800})
-            page.wait_for_timeout(2000)
-            for i, cell in enumerate(page.locator(".jp-Cell:has(.jp-OutputArea-child)").all()):
-                high = max(1800, int(cell.bounding_box()["height"]) + 400)
-                if page.viewport_size["height"] != high:  # else what is out of sight is not drawn
-                    page.set_viewport_size({"width": width, "height": high})
-                    page.wait_for_timeout(500)
-                cell.scroll_into_view_if_needed()
-                page.wait_for_function(
-                    """cell => [...cell.querySelectorAll(".jp-RenderedPlotly")].every(
-                    (figure) => figure.querySelector(".main-svg"))""",
-                    arg=cell.element_handle(),
-                    timeout=30_000,
-                )
-                cell.screenshot(path=folder / f"{i:02d} {width} {theme}.png")

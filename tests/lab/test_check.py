@@ -23,18 +23,15 @@ def content(params=None, seed=0, **metrics):
         (3, 3, "exact", "ok"),
         (3, 4, "exact", "FAILED"),
         (0.1, 0.1 + 1e-12, "exact", "FAILED"),
-        ("a", "a", "exact", "ok"),
         ("1", 1, "exact", "FAILED"),
         (True, False, "exact", "FAILED"),
         (100.0, 101.9, "simulated", "ok"),
         (100.0, 102.1, "simulated", "FAILED"),
         (100.0, 97.9, "modelled", "FAILED"),
         (-100.0, -101.0, "modelled", "ok"),
-        (0, 0, "simulated", "ok"),
         (0, 1e-9, "simulated", "FAILED"),
         ("lru", "fifo", "simulated", "FAILED"),
         (1.0, 50.0, "measured", "shown"),
-        (0, 50.0, "measured", "shown"),
         (86, 87, "paper", "FAILED"),
     ],
 )
@@ -90,14 +87,13 @@ def test_bad_input(results, capsys):
     assert main(["check"]) == 2 and "reproduce" in capsys.readouterr().err
     write_json(results / "baseline" / "02_y.json", content(m=(1, "exact")))
     assert main(["check"]) == 1  # a baseline without a run
-    put_run(results, "01_x", "20250101-1", content())
-    assert main(["check", "09"]) == 2 and "01_x" in capsys.readouterr().err
-    (results / "baseline" / "01_x.json").write_text("{")
-    assert main(["check"]) == 2 and "cannot be read" in capsys.readouterr().err
+    assert main(["check", "09"]) == 2 and "02_y" in capsys.readouterr().err
 
 
 def test_times_of_a_busy_machine_become_no_baseline_unless_that_is_said(results, capsys):
-    found = content(m=(1, "exact")) | {"env": {"busy": "the load average is 9.0 on 2 cores"}}
+    env = {"git": None, "versions": {}, "device": "cpu", "cpu": "x", "cores": 2}
+    env["busy"] = "the load average is 9.0 on 2 cores"
+    found = content(m=(1, "exact")) | {"env": env}
     put_run(results, "01_x", "20250101-1", found)
     assert main(["check", "--update"]) == 2 and "9.0 on 2 cores" in capsys.readouterr().err
     assert not (results / "baseline" / "01_x.json").exists()

@@ -44,19 +44,10 @@ def smoke_run(path, folder, **parameters):
     context.set_forkserver_preload(
         [*HEAVY, "ipywidgets", "plotly.graph_objects", "moelab.offloading.offload"]
     )
-    process = context.Process(
-        target=run_cells,
-        args=(
-            path,
-            dict(os.environ)
-            | {
-                "MOELAB_HEADLESS": "1",
-                "MOELAB_RUN_DIR": str(folder),
-                "IPYTHONDIR": str(folder / "ipython"),
-            },
-            {"smoke": True} | parameters,
-        ),
-    )
+    variables = {"MOELAB_HEADLESS": "1", "MOELAB_RUN_DIR": str(folder)}
+    variables["IPYTHONDIR"] = str(folder / "ipython")
+    given = (path, os.environ | variables, {"smoke": True} | parameters)
+    process = context.Process(target=run_cells, args=given)
     process.start()
     process.join(3600 if STRESS else 500)
     process.kill()  # if it has not ended
@@ -85,35 +76,12 @@ def foreign(tmp_path_factory):
     very differently."""
     folder = tmp_path_factory.mktemp("foreign") / "model"
     if STRESS:
-        return synthesize(
-            folder,
-            MoESpec(
-                "synthetic",
-                "qwen3_moe",
-                9,
-                tuple(range(9)),
-                32,
-                4,
-                1024,
-                768,
-                vocab=16_384,
-                heads=16,
-                kv_heads=4,
-                head_dim=64,
-            ),
-        )
-    tiny.save_uneven(
-        folder,
-        hidden_size=96,
-        moe_intermediate_size=96,
-        num_experts=32,
-        num_hidden_layers=3,
-        mlp_only_layers=[],
-        vocab_size=1024,
-        max_position_embeddings=1024,
-        bos_token_id=None,
-        eos_token_id=0,
-    )
+        how = {"vocab": 16_384, "heads": 16, "kv_heads": 4, "head_dim": 64}
+        size = ("synthetic", "qwen3_moe", 9, tuple(range(9)), 32, 4, 1024, 768)
+        return synthesize(folder, MoESpec(*size, **how))
+    how = {"hidden_size": 96, "moe_intermediate_size": 96, "num_experts": 32, "vocab_size": 1024}
+    how |= {"num_hidden_layers": 3, "mlp_only_layers": [], "max_position_embeddings": 1024}
+    tiny.save_uneven(folder, bos_token_id=None, eos_token_id=0, **how)
     for name in TOKENIZER:
         copyfile(small_model() / name, folder / name)
     return folder

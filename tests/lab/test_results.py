@@ -22,8 +22,7 @@ def test_a_run_in_lab_is_a_run_once_it_is_saved_but_judges_nothing(results):
     assert content["seed"] == 3 and {"git", "versions", "device", "cpu", "cores"} <= set(
         content["env"]
     )
-    about = json.loads((folder / "run.json").read_text())
-    assert about["parameters"] == {"a": 1, "seed": 3} and about["seconds"] >= 0
+    assert content["params"] == {"a": 1} and content["seconds"] >= 0
 
     run.metric("n", 2, "", "exact")  # a cell that is run again
     assert run.save() == path and json.loads(path.read_text())["metrics"]["n"]["value"] == 2
@@ -57,23 +56,19 @@ def test_other_values_are_refused(value):
         open_run("x", {"seed": 0}).metric("m", value, "B", "exact")
 
 
-def test_finished_runs_are_sorted_and_only_finished_ones(tmp_path):
-    for name in (
-        "20250102-1",
-        "20250101-2",
-        "20250103-1@h@1.part",
-        "failed",
-        "20250101-9-lab",
-        "20250105-1-lab@h@1.part",
-        "interactive-1",
-    ):
-        (tmp_path / "runs" / "n" / name).mkdir(parents=True)
+def folder_of(run):
+    run.mkdir(parents=True)
+    (run / "metrics.json").touch()
+
+
+def test_finished_runs_are_sorted_and_only_saved_ones(tmp_path):
+    runs = tmp_path / "runs" / "n"
+    for name in ("20250102-1", "20250101-2", "20250103-1@h@1.part", "failed", "20250101-9-lab"):
+        folder_of(runs / name)
+    (runs / "20250105-1").mkdir()
     assert [path.name for path in finished_runs("n", tmp_path)] == ["20250101-2", "20250102-1"]
-    assert [path.name for path in finished_runs("n", tmp_path, lab=True)] == [
-        "20250101-2",
-        "20250101-9-lab",
-        "20250102-1",
-    ]
+    found = [path.name for path in finished_runs("n", tmp_path, lab=True)]
+    assert found == ["20250101-2", "20250101-9-lab", "20250102-1"]
 
 
 def test_the_newest_run_is_the_last_one_whatever_the_clock_said(tmp_path):
@@ -85,13 +80,13 @@ def test_the_newest_run_is_the_last_one_whatever_the_clock_said(tmp_path):
         "0003-20990101-000000-000000",
         "0004-20200101-000000-000000.failed",
     ):
-        (folder / stale).mkdir(parents=True)
+        folder_of(folder / stale)
     for _ in range(3):
         given.append(new_run_id(folder))
-        (folder / given[-1]).mkdir()
+        folder_of(folder / given[-1])
     assert [name[:5] for name in given] == ["0005-", "0006-", "0007-"]
-    (folder / "9999-20200101-000000-000000").mkdir()
-    (folder / new_run_id(folder)).mkdir()
+    folder_of(folder / "9999-20200101-000000-000000")
+    folder_of(folder / new_run_id(folder))
     names = [path.name for path in finished_runs("n", tmp_path)]
     assert names[:5] == ["20990101-000000-000000", "0003-20990101-000000-000000", *given]
     assert names[5].startswith("9999-") and names[6].startswith("10000-")

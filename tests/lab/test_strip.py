@@ -19,15 +19,9 @@ NOTEBOOKS = sorted(CHECKOUT.glob("notebooks/*.ipynb"))
 
 
 def strip(text):
-    return subprocess.run(
-        [sys.executable, "-m", "moelab.lab.strip"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=True,
-        cwd=CHECKOUT,
-        timeout=60,
-    ).stdout
+    command = [sys.executable, "-m", "moelab.lab.strip"]
+    how = {"capture_output": True, "text": True, "check": True, "cwd": CHECKOUT}
+    return subprocess.run(command, input=text, timeout=60, **how).stdout
 
 
 def as_lab_saves(text):
@@ -35,17 +29,10 @@ def as_lab_saves(text):
     notebook = copy.deepcopy(nbformat.reads(text, 4))
     notebook.metadata.language_info |= {
         "version": "3.12.1",
-        "mimetype": "text/x-python",
-        "file_extension": ".py",
         "codemirror_mode": {"name": "ipython", "version": 3},
-        "nbconvert_exporter": "python",
-        "pygments_lexer": "ipython3",
-    }
-    notebook.metadata.kernelspec = {
-        "display_name": "Python 3 (ipykernel)",
-        "language": "python",
-        "name": "python3",
-    }
+    } | dict.fromkeys(("mimetype", "file_extension", "nbconvert_exporter", "pygments_lexer"), "x")
+    about = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+    notebook.metadata.kernelspec = about
     notebook.metadata.widgets = {"application/vnd.jupyter.widget-state+json": {"state": {}}}
     for count, cell in enumerate(notebook.cells):
         if cell.cell_type == "code":
@@ -85,13 +72,9 @@ def repository(tmp_path):
     """(notebook, git) of a repository with our filter, in which a notebook is committed."""
 
     def git(*words):
-        return subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@localhost", *words],
-            cwd=tmp_path,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@localhost", *words]
+        how = {"cwd": tmp_path, "check": True, "capture_output": True, "text": True}
+        return subprocess.run(command, **how).stdout
 
     git("init", "-q")
     command = shlex.join(

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from moelab.__main__ import main
 from moelab.comparison import KINDS, finished_runs
 from moelab.journal import Journal
-from moelab.lab import sweep as sweeps
-from moelab.lab.sweep import extremes, frame, grid, key, locally, on_dask, read, sweep
+from moelab.lab.sweep import frame, grid, key, locally, on_dask, read, sweep
 from tests.lab.conftest import GOOD
 
 pandas = pytest.importorskip("pandas")
@@ -70,7 +69,7 @@ def test_a_lost_worker_leaves_every_point_done_once(where, tmp_path):
     journal.close()
     again, failed = sweep("area", POINTS, path, refused)
     assert not failed and again.equals(table) and read(path).equals(table)
-    assert {"at host", "at git", "at started", "at worker"} <= {*table.columns}
+    assert {"at host", "at git", "at date", "at worker"} <= {*table.columns}
 
 
 @pytest.fixture
@@ -104,8 +103,9 @@ def test_a_cluster_with_certificates_takes_only_who_has_one(certificates, tmp_pa
             table, failed = sweep("n", POINTS[:2], tmp_path / "t.parquet", run)
             assert address.startswith("tls://127.0.0.1") and len(table) == 2 and not failed
             assert capsys.readouterr().err.count("certificates") == 0
-    with pytest.raises(ConnectionError, match="moelab sweep --help"):
-        next(on_dask(address, counted, POINTS[:1]))
+    for gone in (address, "tcp://127.0.0.1:1", "inproc://x"):
+        with pytest.raises(ConnectionError, match="moelab sweep --help"):
+            next(on_dask(gone, counted, POINTS[:1]))
 
 
 def test_a_scheduler_that_is_lost_keeps_what_is_finished(tmp_path):
@@ -118,16 +118,9 @@ def test_a_scheduler_that_is_lost_keeps_what_is_finished(tmp_path):
                 if i == 1:
                     of.close()
 
-        with pytest.raises(ConnectionError, match="was lost; finished points are kept"):
+        with pytest.raises(ConnectionError, match="Finished points are kept"):
             sweep("n", POINTS, path, losing)
     assert 2 <= len(read(path)) < len(POINTS)
-
-
-@pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "inproc://x", "tls://127.0.0.1:1"])
-def test_a_scheduler_that_is_not_there_is_one_line(address, monkeypatch):
-    pytest.importorskip("distributed")
-    with pytest.raises(ConnectionError, match="write tls://HOST:PORT"):
-        next(on_dask(address, counted, POINTS))
 
 
 def run_some(points, stop=None):
@@ -157,11 +150,6 @@ def test_what_belongs_to_somebody_else_stays(tmp_path):
             sweep("area", POINTS, table, refused)
         assert [path.read_text() for path in tmp_path.iterdir()] == ["Dear diary,\n"]
         file.unlink()
-    with pytest.raises(FileNotFoundError, match="no table of a sweep"):
-        read(table)
-    pandas.DataFrame({"a": [1]}).to_parquet(table)
-    with pytest.raises(ValueError, match="no readable table of a sweep"):
-        read(table)
 
 
 def test_a_damaged_line_of_the_journal_costs_its_point_and_no_other(tmp_path):
@@ -175,12 +163,8 @@ def test_a_damaged_line_of_the_journal_costs_its_point_and_no_other(tmp_path):
     assert not failed and again["n"].tolist() == [0, 0, 2, 3, 4, 5, 6, 7]
 
 
-cells = st.one_of(
-    st.integers(-(2**53), 2**53),
-    st.floats(allow_nan=False, allow_infinity=False),
-    st.text(),
-    st.booleans(),
-)
+cells = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+cells |= st.text() | st.booleans()
 
 
 @settings(max_examples=30)
@@ -192,7 +176,7 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, values):
         kept = {n: METRIC | {"value": of} for n, of in zip(("a", "m"), both) if of is not None}
         rows.append({"point": {"a": i}, "metrics": kept, "at": AT})
     path = tmp_path_factory.mktemp("table") / "t.parquet"
-    sweeps.write(path, rows)
+    frame(rows).to_parquet(path)
     table = read(path)
     pandas.testing.assert_frame_equal(table, frame(rows), check_dtype=False)
     assert table.attrs == frame(rows).attrs and table["a"].tolist() == [*range(len(rows))]
@@ -201,29 +185,13 @@ def test_a_table_is_read_as_it_was_written(tmp_path_factory, values):
             assert table["m"][i] == value or table["m"][i] == str(value)
 
 
-def test_the_extremes_of_each_metric():
-    rows = [
-        {"point": {"a": a, "b": 0}, "metrics": {"n": METRIC | {"value": n}}, "at": AT}
-        for a, n in ((1, 4), (2, 2), (3, 8))
-    ]
-    (found,) = extremes(frame(rows))
-    assert (found["least"], found["at"], found["most"], found["at "]) == (2, "a=2", 8, "a=3")
-    assert found["÷"] == 4 and (found["unit"], found["kind"]) == ("", "exact")
-
-
 def test_a_grid_is_every_combination():
-    assert grid(["a=1,2", "b=x"], {"c": "9"}) == [
-        {"c": "9", "a": "1", "b": "x"},
-        {"c": "9", "a": "2", "b": "x"},
-    ]
+    every = [{"c": "9", "a": "1", "b": "x"}, {"c": "9", "a": "2", "b": "x"}]
+    assert grid(["a=1,2", "b=x"], {"c": "9"}) == every
     assert grid(["budgets=0.2,0.5;0.3,0.6"], {}) == [{"budgets": "0.2,0.5"}, {"budgets": "0.3,0.6"}]
-    for axes, fixed, said in (
-        (["a"], {}, "--grid a: write"),
-        (["a=1,"], {}, "write a=VALUE,VALUE"),
-        (["a=1"], {"a": "2"}, "both fixed and in the grid"),
-    ):
+    for axes, said in ((["a"], "--grid a: write"), (["a=1,"], "write a="), (["c=1"], "both fixed")):
         with pytest.raises(ValueError, match=said):
-            grid(axes, fixed)
+            grid(axes, {"c": "2"})
 
 
 def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results, capsys):
@@ -237,7 +205,6 @@ def test_a_notebook_is_swept_and_its_parameters_checked_first(notebook, results,
     assert table["experts"].tolist() == [3]
     assert table.attrs["metrics"]["experts"] == ["experts", "exact"]
     assert "1 of 1 points" in capsys.readouterr().out
-    assert main(["compare", str(results / "sweeps" / "good.parquet")]) == 0
 
 
 def test_a_bench_is_swept(results):

@@ -31,8 +31,8 @@ def test_the_papers_machine_by_hand():
         ({"mapping": "x"}, "MOP4CLXOR"),
         ({"units": 0}, "at least one"),
         ({"units": 2.5}, "whole number"),
-        ({"unit": "a100-80gb"}, "no multipliers_count"),
-        ({"gpu": "i7-14700"}, "no bf16_tflops"),
+        ({"unit": "a100-80gb"}, "no figure .*clock_ghz"),
+        ({"gpu": "i7-14700"}, "no figure .*bf16_tflops"),
         ({"unit": "ndp-dim"}, "Did you mean"),
         ({"clock_ghz": 0}, "clock"),
         ({"host_channels": 0}, "channels"),
@@ -42,7 +42,7 @@ def test_the_papers_machine_by_hand():
     ],
 )
 def test_what_is_no_machine(arguments, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((ValueError, KeyError), match=says):
         hardware(**arguments)
 
 

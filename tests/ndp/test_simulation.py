@@ -15,12 +15,13 @@ from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.plans import make_plan, problem
 from moelab.ndp.prefetch import experts_that_fit, hits, most_used, places
-from moelab.ndp.routing import recorded_routing, simulated_routing
+from moelab.ndp.routing import simulated_routing
 from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import metrics
 from moelab.trace import RoutingTrace
 from notebooks.studies.ndp_events import event_seconds, timeline
+from notebooks.studies.ndp_readings import Readings, recorded_routing
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -33,11 +34,15 @@ from tests.timelines import check
     st.sampled_from(("id", "popularity")),
 )
 def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
-    spec, machine, system = toy.spec(L=2, K=3), toy.machine(N), SYSTEMS[name]
+    spec, machine, system = (
+        toy.spec(L=2, K=3),
+        toy.machine(N),
+        Readings(placement=placement).system(name),
+    )
     routing = simulated_routing(spec, seed, prompt=9, answer=6, zipf=0.8)
     routing.decode[2, 1, 0] = spec.E
-    result = simulate(machine, system, routing, placement=placement)
-    run = NDPRun(machine, system, routing, placement)
+    result = simulate(machine, system, routing)
+    run = NDPRun(machine, system, routing)
 
     def seconds(steps):
         return sum(layer_seconds(system.plan(step, run.costs), run.costs) for step in steps)

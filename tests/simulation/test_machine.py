@@ -14,7 +14,7 @@ from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.machine import SimulatedMachine
 from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import naive_order, order
-from moelab.zipmoe.tasks import execute
+from notebooks.studies.optimal_schedule import execute
 from tests.timelines import at_most
 from tests.zipmoe.instances import Request, delays, requests
 

@@ -3,8 +3,6 @@ count what they do."""
 
 from __future__ import annotations
 
-from math import comb
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from moelab.static.neuron import (
     AllExperts,
     NeuronRule,
     Selective,
-    expected_unique,
     neuron_choice,
 )
 from tests.depth import in_turn
@@ -95,16 +92,6 @@ def test_a_token_may_choose_an_expert_twice():
     ids, weights = torch.tensor([[1, 1], [2, 1]]), torch.tensor([[0.25, 0.5], [0.5, 0.5]])
     for make in (AllExperts, Selective, Blockwise, NeuronRule):
         check(make(), x, ids, weights, experts)
-
-
-@pytest.mark.parametrize("E, K, batch", [(4, 2, 3), (5, 1, 4), (6, 3, 2)])
-def test_expected_unique_experts_counted_by_brute_force(E, K, batch):
-    from itertools import combinations, product
-
-    choices = list(combinations(range(E), K))
-    sizes = [len(set().union(*step)) for step in product(choices, repeat=batch)]
-    assert len(sizes) == comb(E, K) ** batch
-    assert expected_unique(batch, [K / E] * E) == pytest.approx(sum(sizes) / len(sizes))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ right."""
 import pytest
 import torch
 
-from moelab.bench.store import synthetic_expert
+from moelab.bench.synthesize import synthetic_expert
 from moelab.store.reader import Reader, decode, modes
 from notebooks.studies import reading
 

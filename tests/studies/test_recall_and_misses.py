@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from moelab import open_model
-from moelab.evaluation.predictors import Score
 from moelab.specs import MoESpec
 from moelab.trace import DECODE, RoutingTrace
 from notebooks.studies import recall_and_misses as bench
+from notebooks.studies.recall_and_misses import Score
 
 
 def scored(seed, P=5, L=3):

@@ -1,6 +1,9 @@
 """The study of static shapes against plain loops: routings, padding, blocks, drops and what they
 cost; the guide's examples against a calculator."""
 
+from itertools import combinations, product
+from math import comb
+
 import numpy as np
 import pytest
 import torch
@@ -131,3 +134,11 @@ def test_figures_are_what_a_calculator_says():
         "experts_needed_256_8_32": 256 * (1 - (1 - 8 / 256) ** 32),
     }.items():
         assert found[name] == pytest.approx(value, rel=0.08 if name == "router_share" else 1e-9)
+
+
+@pytest.mark.parametrize("E, K, batch", [(4, 2, 3), (5, 1, 4), (6, 3, 2)])
+def test_expected_unique_experts_counted_by_brute_force(E, K, batch):
+    choices = list(combinations(range(E), K))
+    sizes = [len(set().union(*step)) for step in product(choices, repeat=batch)]
+    assert len(sizes) == comb(E, K) ** batch
+    assert static.expected_unique(batch, [K / E] * E) == pytest.approx(sum(sizes) / len(sizes))

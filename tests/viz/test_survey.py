@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from moelab.files import small_model
 from moelab.store.headers import read_header
 from moelab.viz import survey
-from moelab.zipmoe.entropy import analyse
+from notebooks.studies.entropy import analyse
 
 GENERATOR = torch.Generator().manual_seed(0)
 

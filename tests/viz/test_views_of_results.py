@@ -134,7 +134,7 @@ def test_the_ledger_by_source_and_verdict(tmp_path):
 )
 def test_how_far_a_claim_is(said, ours, distance):
     of = claim(value=said, metric=("n", "m"))
-    assert ledger.Row(of, ours, None, "exact", "").distance == distance
+    assert ledger.Row(of, ours, "exact").distance == distance
 
 
 def claim(**how):

@@ -105,7 +105,3 @@ def test_errors():
     task = Task(4, 0, State.MISSED, 1.0, 1.0, 1.0, 1, 1.0)
     with pytest.raises(ValueError, match="0 workers"):
         schedule([task], 0)
-    with pytest.raises(ValueError, match="expert 4 is FULL"):
-        schedule([task._replace(state=State.FULL)], 1)
-    with pytest.raises(ValueError, match="layers one by one"):
-        schedule([task, task._replace(u=2.0)], 1)

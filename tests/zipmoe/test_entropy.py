@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from moelab.store.headers import DTYPES
-from moelab.zipmoe import entropy
-from moelab.zipmoe.entropy import analyse, describe, joint_counts, marginals
+from moelab.zipmoe.entropy import describe, joint_counts, marginals
+from notebooks.studies import entropy
+from notebooks.studies.entropy import analyse
 
 FIELDS = {"BF16": (8, 7), "F16": (5, 10), "F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "F32": (8, 7)}
 

@@ -21,14 +21,13 @@ all keys' mean, arXiv 2410.02367 §3.1)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.coreml.ffn_graph import conv, half, save_program
+from moelab.ane.coreml.ffn_graph import conv, half
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.systems import why_no_graph
 
@@ -165,12 +164,6 @@ def _repeated(mb: Any, x: Any, times: int) -> Any:
         return x
     heads = mb.split(x=x, num_splits=x.shape[1], axis=1) if x.shape[1] > 1 else [x]
     return mb.concat(values=[head for head in heads for _ in range(times)], axis=1)
-
-
-def save_attention(path: str | Path, shape: AttentionShape, tensors: dict[str, Tensor]) -> Path:
-    """Write the package of one layer's attention; returns its path. Raises what `attention_program`
-    raises."""
-    return save_program(path, attention_program(shape, tensors))
 
 
 def normalised(mb: Any, x: Any, axis: int, eps: float) -> Any:

@@ -29,13 +29,20 @@ from typing import Any
 
 import torch
 
-from moelab.ane.coreml.attention_graph import attention_shape, save_attention
+from moelab.ane.coreml.attention_graph import attention_program, attention_shape
 from moelab.ane.coreml.converted import FORMAT, MANIFEST, ConvertedModel, checksum, sealed
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.ffn_graph import WEIGHTS, activation_of, expert_of, pack, save_ffn, unpack
+from moelab.ane.coreml.ffn_graph import (
+    WEIGHTS,
+    activation_of,
+    expert_of,
+    pack,
+    save_ffn,
+    save_program,
+    unpack,
+)
 from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
-from moelab.ane.plan import ANEPlan, make_plan
-from moelab.ane.popularity import assumed_counts
+from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import why_no_graph
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
@@ -73,7 +80,7 @@ class ConversionSettings:
 def convert_model(
     model: str | Path | None,
     destination: str | Path,
-    plan: ANEPlan | None = None,
+    plan: ANEPlan,
     settings: ConversionSettings = ConversionSettings(),
     *,
     validate: bool = True,
@@ -81,7 +88,6 @@ def convert_model(
     """Convert a model, or resume an interrupted conversion.
 
     model : a checkpoint folder or a hub id; None for the shipped small model.
-    plan : None plans chunks of 256 with an assumed popularity of the experts.
     validate : evaluate each expert graph as saved and compare it with torch; the largest difference
         is recorded.
 
@@ -93,13 +99,6 @@ def convert_model(
     destination = vacant(destination)
     checkpoint = Checkpoint.at(model)
     spec = checkpoint.spec
-    if plan is None:
-        plan = make_plan(
-            spec,
-            *assumed_counts(spec),
-            bytes_per_weight=WEIGHTS[settings.weights] / 8,
-            popularity="assumed",
-        )
     plan.require(checkpoint.identity, spec)
     plan = possible(plan, checkpoint.config, settings)
     source = _Source(checkpoint, plan, settings)
@@ -215,7 +214,7 @@ class _Source:
                 f"{self.checkpoint.folder} has no {prefix}q_proj.weight: its attention is "
                 "stored in a way that is not read here; plan attention for the CPU"
             )
-        save_attention(path, self.shape, tensors)
+        save_program(path, attention_program(self.shape, tensors))
 
     def save_group(self, moe: int, members: list[int], C: int, path: Path) -> None:
         experts = [expert_of(self.modules[moe], self.tensors(moe, e)) for e in members]

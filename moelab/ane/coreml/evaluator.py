@@ -57,10 +57,8 @@ def _matmul(x: Tensor, y: Tensor, transpose_x: Any = False, transpose_y: Any = F
     return torch.matmul(x.contiguous(), y.contiguous())
 
 
-def _split(x: Tensor, axis: Any, num_splits: Any = None, split_sizes: Any = None) -> list[Tensor]:
-    if split_sizes is None:
-        split_sizes = [x.shape[int(axis)] // int(num_splits)] * int(num_splits)
-    return [part.contiguous() for part in x.split([int(n) for n in split_sizes], int(axis))]
+def _split(x: Tensor, axis: Any, num_splits: Any) -> list[Tensor]:
+    return [part.contiguous() for part in x.chunk(int(num_splits), int(axis))]
 
 
 #: mode of the operation gelu → what torch calls it
@@ -71,11 +69,6 @@ def _concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
     if interleave:
         raise ValueError("interleave is true; only concatenation one after the other is")
     return torch.cat(values, int(axis))
-
-
-def _axes(x: Tensor, axes: Any) -> list[int]:
-    """Those of a reduction: all of them by default."""
-    return list(range(x.dim())) if axes is None else [int(axis) for axis in axes]
 
 
 #: MIL operation → what it computes of the operation's parameters by name: floats as tensors, the
@@ -89,7 +82,6 @@ OPS: dict[str, Callable[..., Any]] = {
     "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
     "softmax": lambda x, axis=-1: torch.softmax(x, int(axis)),
     "add": lambda x, y: x + y,
-    "sub": lambda x, y: x - y,
     "mul": lambda x, y: x * y,
     "minimum": lambda x, y: torch.minimum(x, y),
     "relu": lambda x: torch.relu(x),
@@ -97,28 +89,21 @@ OPS: dict[str, Callable[..., Any]] = {
     "silu": lambda x: F.silu(x),
     "clip": lambda x, alpha, beta: x.clamp(float(alpha), float(beta)),
     "rsqrt": lambda x, epsilon=1e-12: 1 / torch.sqrt(x + epsilon),
-    "reduce_mean": lambda x, axes=None, keep_dims=False: x.mean(
-        _axes(x, axes), keepdim=bool(keep_dims)
-    ),
-    "reduce_max": lambda x, axes=None, keep_dims=False: x.amax(
-        _axes(x, axes), keepdim=bool(keep_dims)
-    ),
+    "reduce_mean": lambda x, axes, keep_dims: x.mean(tuple(axes), keepdim=bool(keep_dims)),
+    "reduce_max": lambda x, axes, keep_dims: x.amax(tuple(axes), keepdim=bool(keep_dims)),
 }
 
 
 class Evaluator:
-    """One function (None: the only one or "main") of a package or its path, ready to be called;
-    mode as above.
+    """The function of a package or its path, ready to be called; mode as above.
 
-    Raises ValueError: an unknown mode or function; an operation that is not evaluated, named.
+    Raises ValueError: an unknown mode; an operation that is not evaluated, named.
     """
 
-    def __init__(
-        self, package: Package | str | Path, function: str | None = None, mode: str = "double"
-    ) -> None:
+    def __init__(self, package: Package | str | Path, mode: str = "double") -> None:
         require("mode", mode, MODES)
         package = package if isinstance(package, Package) else read_package(package)
-        self.path, self.function, self.mode = package.path, package.function(function), mode
+        self.path, self.function, self.mode = package.path, package.function(), mode
         self.dtype = torch.float64 if mode == "double" else torch.float32
         self._steps = [op for op in self.function.ops if op.materialise is None]
         if unknown := [op for op in self._steps if op.type not in OPS]:
@@ -126,12 +111,6 @@ class Evaluator:
                 f"{self.path}: the operation {unknown[0].type!r} ({unknown[0].name}) is not "
                 "evaluated; it takes a line in OPS of moelab/ane/coreml/evaluator.py"
             )
-        self._last_use: list[set[str]] = [set() for _ in self._steps]
-        seen = set(self.function.outputs)
-        for op, last in zip(reversed(self._steps), reversed(self._last_use)):
-            for names in op.inputs.values():
-                last |= {names} - seen if isinstance(names, str) else set(names) - seen
-            seen |= last
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -144,7 +123,7 @@ class Evaluator:
         ) -> Any:  # weights are widened for one operation: all would be four times the file
             return self._constant(constants[name]) if name in constants else values.get(name)
 
-        for op, last_used in zip(self._steps, self._last_use):
+        for op in self._steps:
             given = {
                 parameter: list(map(found, names)) if isinstance(names, tuple) else found(names)
                 for parameter, names in op.inputs.items()
@@ -159,8 +138,6 @@ class Evaluator:
                 ) from error
             for value, tensor in results:
                 values[value.name] = self._declared(tensor, value, op.type, op.name)
-            for name in last_used & values.keys():
-                del values[name]
         return {name: found(name) for name in self.function.outputs}
 
     def _declared(self, tensor: Tensor, value: Value, kind: str, name: str) -> Tensor:

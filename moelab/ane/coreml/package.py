@@ -64,17 +64,16 @@ class Function:
     """One function of a package."""
 
     name: str
-    inputs: tuple[Value, ...]
-    states: tuple[Value, ...]  # what it keeps between calls
+    inputs: tuple[Value, ...]  # and what it keeps between calls
     outputs: tuple[str, ...]
     ops: tuple[Op, ...]
     flexible: frozenset[str]  # inputs of several shapes
 
     @cached_property
     def values(self) -> dict[str, Value]:
-        """Every value by name: inputs, states and what the operations make."""
+        """Every value by name: inputs and what the operations make."""
         made = (value for op in self.ops for value in op.outputs)
-        return {value.name: value for value in (*self.inputs, *self.states, *made)}
+        return {value.name: value for value in (*self.inputs, *made)}
 
     @cached_property
     def constants(self) -> dict[str, Op]:
@@ -104,15 +103,9 @@ class Package:
     functions: dict[str, Function]
     weight_bytes: int  # of the weight file, shared by all functions
 
-    def function(self, name: str | None = None) -> Function:
-        """A function by name; without one, the only one or "main"."""
-        if name is None:
-            name = "main" if "main" in self.functions else next(iter(self.functions), "main")
-        if name not in self.functions:
-            raise ValueError(
-                f"{self.path} has no function {name!r}; it has {', '.join(self.functions)}"
-            )
-        return self.functions[name]
+    def function(self) -> Function:
+        """The only function, or "main"."""
+        return self.functions.get("main") or next(iter(self.functions.values()))
 
 
 def coremltools() -> Any:
@@ -127,7 +120,7 @@ def coremltools() -> Any:
         raise ImportError(
             "Core ML packages are read and written with coremltools, which is not installed: "
             "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; "
-            "elsewhere the planning and the device model still work)"
+            "elsewhere the planning still works)"
         ) from error
     return coremltools
 
@@ -177,14 +170,9 @@ def read_package(path: str | Path) -> Package:
 
 
 def _function(name: str, function: Any, description: Any) -> Function:
-    from coremltools.converters.mil.mil import types
-
-    kept = [types.is_state(var._sym_type) for var in function.inputs.values()]
-    values = tuple(map(_value, function.inputs.values()))
     return Function(
         name,
-        tuple(value for value, state in zip(values, kept) if not state),
-        tuple(value for value, state in zip(values, kept) if state),
+        tuple(map(_value, function.inputs.values())),
         tuple(var.name for var in function.outputs),
         tuple(map(_op, function.operations)),
         frozenset(

@@ -20,6 +20,7 @@ from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 #: ratios beyond are drawn at the edge
 EDGES = (0.1, 10.0)
+Shown = tuple[list[ledger.Row], str]  # and which these are
 
 
 def chosen(rows: Sequence[ledger.Row], source: str = "", verdict: str = "") -> list[ledger.Row]:
@@ -78,16 +79,19 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
     sources = {"all": ""} | {claim.title: claim.source for claim in ledger.ledger()}
     verdicts = {"any": ""} | {name: name for name in ledger.VERDICTS}
 
-    def rows(found: Sequence[ledger.Row]) -> list[Record]:
+    def rows(found: Shown) -> list[Record]:
         return [
             {"id": name_of(row), **dict(zip(ledger.HEAD, row.cells)), "ours ÷ source": row.distance}
-            for row in found
+            for row in found[0]
         ]
 
-    def words(found: Sequence[ledger.Row]) -> tuple[str, str]:
-        numbers = sum(bool(row.distance) for row in found)
+    def words(found: Shown) -> tuple[str, str]:
+        shown, asked = found
+        numbers = sum(bool(row.distance) for row in shown)
         return (
-            f"{ledger.summary(list(found))} {numbers} are numbers and drawn; the table has all.",
+            f"{asked}{ledger.summary(shown)} {numbers} are numbers and drawn; the table has all."
+            if shown
+            else f"{asked}no claims.",
             "Points on a logarithmic axis, one a claim: at 1, what was found is what the "
             "source says.",
         )
@@ -102,13 +106,16 @@ def claims(source: str = "", verdict: str = "", results: str | Path | None = Non
     return Detailed(
         "claims",
         {"source": menu("source", source, sources), "verdict": menu("verdict", verdict, verdicts)},
-        lambda source, verdict: chosen(answered, source, verdict),
-        draw,
+        lambda source, verdict: (
+            chosen(answered, source, verdict),
+            f"{source or 'all sources'}, {verdict or 'any verdict'}: ",
+        ),
+        lambda found: draw(found[0]),
         rows,
         command,
         words,
         plays=("source", "verdict"),
         label="claim",
-        names=lambda found: [*map(name_of, found)],
-        tell=lambda found, name: tell(next(row for row in found if name_of(row) == name)),
+        names=lambda found: [*map(name_of, found[0])],
+        tell=lambda found, name: tell(next(row for row in found[0] if name_of(row) == name)),
     )

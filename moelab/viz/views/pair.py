@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from base64 import b64decode
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -23,7 +23,7 @@ from moelab.comparison import (
     are_numbers,
     compare,
     find_run,
-    saved_runs,
+    finished_runs,
 )
 from moelab.files import read_json, results_root
 from moelab.records import Record, Rows
@@ -44,7 +44,11 @@ def everyone(results: str | Path | None = None) -> dict[str, Path]:
     """Every saved run under a name that says its notebook, newest first. ValueError: there is
     none."""
     root = results_root(results)
-    runs = [run for folder in (root / "runs").glob("*") for run in saved_runs(folder.name, root)]
+    runs = [
+        run
+        for folder in (root / "runs").glob("*")
+        for run in finished_runs(folder.name, root, lab=True)
+    ]
     if not runs:
         raise ValueError(
             f"there is no saved run in {root / 'runs'}; `moelab run 01 -p smoke=true` makes one"
@@ -167,13 +171,18 @@ def runs(
     A figure that both runs have is chosen in the menu `figure`; all parameters and metrics are in
     the table below."""
     known = everyone(results)
-    first = find_run(b, results) if b else next(iter(known.values()))
-    beside = [run for run in known.values() if run.parent == first.parent and run != first]
-    other = find_run(a, results) if a else (beside or [first])[0]
-    names = {run.resolve(): name for name, run in known.items()}
-    for run in (first, other):
-        known.setdefault(names.setdefault(run.resolve(), str(run)), run)
-    compared = lru_cache(32)(lambda a, b: compare(known[a], known[b], results))
+
+    def named(run: Path) -> str:
+        for name, path in known.items():
+            if path.resolve() == run.resolve():
+                return name
+        known[str(run)] = run
+        return str(run)
+
+    b = named(find_run(b, results)) if b else next(iter(known))
+    beside = [name for name, run in known.items() if run.parent == known[b].parent and name != b]
+    a = named(find_run(a, results)) if a else (beside or [b])[0]
+    compared = cache(lambda a, b: compare(known[a], known[b], results))
     kept = [read_json(run / "metrics.json", MetricsFile) for run in known.values()]
     figures = dict.fromkeys(name for found in kept for name in found.get("figures", {}))
 
@@ -192,8 +201,8 @@ def runs(
     return Detailed(
         "runs",
         {
-            "a": menu("run A", names[other.resolve()], [*known]),
-            "b": menu("run B", names[first.resolve()], [*known]),
+            "a": menu("run A", a, [*known]),
+            "b": menu("run B", b, [*known]),
             "figure": menu("figure", METRICS, [METRICS, *figures]),
         },
         compute,

@@ -91,21 +91,22 @@ def read_ahead(
 
     A layer is routed when its "other" ends. What is read after its experts have run is for the next
     pass."""
-    begins = np.array([forward.start for forward in forwards])
+    begins = [forward.start for forward in forwards]
     routed: dict[int, tuple[list[float], list[int]]] = {}  # layer → when, in which pass
     computed: dict[tuple[int, int], float] = {}  # pass, layer → when its experts had run
     for event in sorted(events, key=lambda event: event.start):
-        forward = int(np.searchsorted(begins, event.start, "right")) - 1
-        if event.kind == "other" and event.layer >= 0 and forward >= 0:
+        forward = bisect_right(begins, event.start) - 1
+        if event.kind == "other" and event.layer >= 0 <= forward:
             whens, passes = routed.setdefault(event.layer, ([], []))
-            whens.append(event.end), passes.append(forward)
+            whens.append(event.end)
+            passes.append(forward)
         elif event.kind == "expert":
             computed[forward, event.layer] = event.end
     found: dict[int, set[tuple[int, int]]] = {}
     for event in events:
-        if not event.kind.startswith("read"):
+        if not event.kind.startswith("read") or event.layer not in routed:
             continue
-        whens, passes = routed.get(event.layer, ([], []))
+        whens, passes = routed[event.layer]
         after = bisect_right(whens, event.start)
         demanded = after and event.start < computed.get((passes[after - 1], event.layer), 0.0)
         if not demanded and after < len(passes):

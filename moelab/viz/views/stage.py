@@ -341,7 +341,7 @@ def stage(
 def predict(trace: Any, predictor: Any) -> tuple[Predicted, float]:
     """What a predictor says in each forward pass of a recorded prompt, and the median seconds of a
     prediction for one token: [{layer: experts}], nothing in prefill."""
-    from moelab.evaluation.predictors import walk
+    from moelab.evaluation.passes import walk
     from moelab.trace import PREFILL
 
     found = []

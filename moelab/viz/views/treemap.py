@@ -10,7 +10,7 @@ checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
@@ -202,33 +202,13 @@ def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
         return [survey.error(part, form, most) for part in every]
 
     def words(data: Shown) -> tuple[str, str]:
-        (root, *_), colour = data
-        sampled = sum(part.stored.nbytes > most for part in parts)
+        sampled = sum(part.stored.nbytes > most for part in parts) * (data[1] != POPULARITY)
         kind = "exact"
         if card:
             kind = f"by its card: experts' bytes are exact, others the {card.how}"
-        elif sampled and colour != POPULARITY:
+        elif sampled:
             kind = f"exact, but {sampled:,} tensors by samples of {most / 1e6:.2g} MB"
-        said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-        return (
-            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: "
-            f"{said} on average ({kind}). Area: bytes. A click opens a layer or an expert.",
-            f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
-        )
-
-    def command(colour: str) -> tuple[str, str]:
-        file = isinstance(counts, (str, Path)) and str(absolute(counts))
-        said = [quote(str(model))] * (model is not None) + [f"--counts {quote(str(file))}"] * bool(
-            file
-        )
-        given = [repr(str(model or path))] + [f"counts={repr(file) if file else 'counts'}"] * (
-            counts is not None
-        )
-        return (
-            " ".join(["moelab view model_map", *said, f"-p colour={quote(colour)}"]),
-            "from moelab.viz import views\n"
-            f"views.model_map({', '.join(given)}).set(colour={colour!r})",
-        )
+        return _words(data, len(parts), kind)
 
     small = sum(min(part.stored.nbytes, most) for part in parts) <= SOON
     return Detailed(
@@ -237,12 +217,35 @@ def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
         lambda colour: (nodes(parts, values(colour), path.name), colour),
         lambda data: draw(*data),
         _rows,
-        command,
+        partial(_command, model, counts),
         words,
         plays=("colour",) if small else (),
         label="tensor",
         tell=_tell,
         names=lambda data: [node.name for node in data[0]][:MOST],
+    )
+
+
+def _command(model: str | Path | None, counts: Any, colour: str) -> tuple[str, str]:
+    """Counts that are in no file are the reader's own `counts`."""
+    file = str(absolute(counts)) if isinstance(counts, (str, Path)) else ""
+    said = [quote(str(model))] if model is not None else []
+    said += ["--counts", quote(file)] if file else []
+    given = [repr(str(model))] if model is not None else []
+    given += [f"counts={repr(file) if file else 'counts'}"] if counts is not None else []
+    return (
+        " ".join(["moelab view model_map", *said, f"-p colour={quote(colour)}"]),
+        f"from moelab.viz import views\nviews.model_map({', '.join(given)}).set(colour={colour!r})",
+    )
+
+
+def _words(data: Shown, n: int, kind: str) -> tuple[str, str]:
+    (root, *_), colour = data
+    said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
+    return (
+        f"{root.label}: {root.bytes / 1e6:,.1f} MB in {n:,} parts; {colour}: {said} on average "
+        f"({kind}). Area: bytes. A click opens a layer or an expert.",
+        f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
     )
 
 

@@ -110,7 +110,7 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
 
 def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, model, tmp_path):
     with pytest.raises(FileExistsError):
-        convert_model(checkpoint, converted.folder)
+        convert_model(checkpoint, converted.folder, make_plan(model.spec))
     with pytest.raises(ValueError, match="weights"):
         ConversionSettings(weights="int4")
     with pytest.raises(ValueError, match="32"):
@@ -148,7 +148,7 @@ def test_damage_is_seen(converted, tmp_path):
 
 def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_path, monkeypatch):
     destination, plan, made = tmp_path / "ane", make_plan(model.spec), []
-    attention, groups = convert_module.save_attention, convert_module.save_ffn
+    attention, groups = convert_module.save_program, convert_module.save_ffn
 
     def killed_at(n):
         def count(save):
@@ -163,7 +163,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
 
             return call
 
-        monkeypatch.setattr(convert_module, "save_attention", count(attention))
+        monkeypatch.setattr(convert_module, "save_program", count(attention))
         monkeypatch.setattr(convert_module, "save_ffn", count(groups))
 
     killed_at(2)
@@ -193,23 +193,28 @@ KILLED = """
 import os, signal, sys, tempfile
 from moelab.ane.coreml.convert import convert_model
 from moelab.ane.coreml.package import coremltools
+from moelab.ane.plan import ANEPlan
 ct = coremltools()
 ct.models.MLModel.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)        # its temporary copy is written
-convert_model(sys.argv[1], sys.argv[2])
+convert_model(sys.argv[1], sys.argv[2], ANEPlan.load(sys.argv[3]))
 """
 
 
-def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(checkpoint, tmp_path):
+def test_a_kill_leaves_nothing_that_the_next_conversion_does_not_remove(
+    checkpoint, model, tmp_path
+):
     (tmp_path / "temporary").mkdir()
+    plan = plan_of_all(model.spec)
+    plan.save(tmp_path / "temporary/plan")
     killed = subprocess.run(
-        [sys.executable, "-c", KILLED, checkpoint, tmp_path / "ane"],
+        [sys.executable, "-c", KILLED, checkpoint, tmp_path / "ane", tmp_path / "temporary/plan"],
         capture_output=True,
         env=os.environ | {"TMPDIR": str(tmp_path / "temporary")},
     )
     assert killed.returncode == -9, killed.stderr
-    assert not list((tmp_path / "temporary").iterdir())
+    assert [path.name for path in (tmp_path / "temporary").iterdir()] == ["plan"]
     assert list((tmp_path / "ane.part/building").rglob("weight.bin"))
-    convert_model(checkpoint, tmp_path / "ane")
+    convert_model(checkpoint, tmp_path / "ane", plan)
     assert {path.name for path in tmp_path.iterdir()} == {"temporary", "ane"}
     assert {path.name for path in (tmp_path / "ane").iterdir()} == {"layers", "manifest.json"}
 
@@ -241,9 +246,8 @@ def test_compressed_weights_are_near(checkpoint, model, tmp_path):
 )
 def test_experts_without_graphs_are_refused_before_anything_is_written(kind, says, tmp_path):
     source = tiny.save(kind, tmp_path / "model")
-    for plan in (None, plan_of_all(moelab.open_model(source).spec)):
-        with pytest.raises(ValueError, match=says):
-            convert_model(source, tmp_path / "ane", plan)
+    with pytest.raises(ValueError, match=says):
+        convert_model(source, tmp_path / "ane", plan_of_all(moelab.open_model(source).spec))
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

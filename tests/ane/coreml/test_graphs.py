@@ -17,9 +17,9 @@ from coremltools.converters.mil.mil import types
 from moelab.ane.coreml import attention_graph
 from moelab.ane.coreml.attention_graph import (
     attention_inputs,
+    attention_program,
     attention_shape,
     mask_of,
-    save_attention,
     shifted,
     with_ones,
 )
@@ -262,7 +262,9 @@ def test_attention_over_four_chunks(name, changes, tmp_path):
     config, attention, model = attention_case(name, **changes)
     shape, T = attention_shape(config, 16, 64), 60  # the last chunk is short
     weights = dict(attention.named_parameters())
-    package = read_package(save_attention(tmp_path / "a.mlpackage", shape, weights))
+    package = read_package(
+        save_program(tmp_path / "a.mlpackage", attention_program(shape, weights))
+    )
     x = torch.randn(T, shape.hidden, generator=torch.Generator().manual_seed(1)).half().double()
     with torch.no_grad():
         cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))

@@ -13,8 +13,8 @@ from coremltools.converters.mil import Builder as mb
 from coremltools.converters.mil.mil import types
 
 from moelab.ane.coreml import linter
-from moelab.ane.coreml.attention_graph import AttentionShape, save_attention
-from moelab.ane.coreml.ffn_graph import Expert, save_ffn
+from moelab.ane.coreml.attention_graph import AttentionShape, attention_program
+from moelab.ane.coreml.ffn_graph import Expert, save_ffn, save_program
 from moelab.ane.coreml.linter import RULES, lint
 from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
 from moelab.checkpoint.opening import open_checkpoint
@@ -136,7 +136,7 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
     weights = {f"{name}.weight": torch.randn(size, generator=rng) for name, size in sizes.items()}
     weights |= {"q_norm.weight": torch.ones(32), "k_norm.weight": torch.ones(32)}
     for path in (
-        save_attention(tmp_path / "a.mlpackage", shape, weights),
+        save_program(tmp_path / "a.mlpackage", attention_program(shape, weights)),
         save_ffn(tmp_path / "g.mlpackage", make_experts(2), 32),
         save_ffn(tmp_path / "p.mlpackage", make_experts(2), 16, weights="palette4"),
     ):

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from moelab.specs import State
 from moelab.zipmoe.affinity import order, schedule
-from moelab.zipmoe.tasks import Task, execute, whole
+from moelab.zipmoe.tasks import Task, whole
 from notebooks.studies.optimal_schedule import (
     RESOURCES,
+    execute,
     makespan,
     operations,
     optimum,

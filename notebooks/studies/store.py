@@ -17,17 +17,20 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from moelab.bench.measure import Samples, gain, interleaved, speed_up
+from moelab.bench.layers import Layers, PackedExperts, rounds_of
+from moelab.bench.measure import Samples, gain, speed_up
 from moelab.bench.results import load_average
-from moelab.bench.synthesize import COLUMNS, draw
+from moelab.bench.synthesize import synthetic_expert
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.evaluation.intervals import Interval
+from moelab.experts.gemv import GEMV
 from moelab.records import Numbers, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
@@ -35,18 +38,12 @@ from moelab.store.headers import NAMES
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
+MOST = 16  # experts of a token at most, of `DecodedExperts`
 PEER = "zipnn"
 CODED = "huffman"  # the codec that is measured on several threads
 MISSING = "not installed"
 LOOPS = 4  # decodes of a thread, where several run together
 Work = Callable[[], Any]
-
-
-def synthetic_expert(nbytes: int = EXPERT, seed: int = 0) -> torch.Tensor:
-    """A bf16 matrix [rows, 2048] of about `nbytes`; exponent entropy 2.64 bits, ZipMoE's models
-    2.55–2.65 (Fig. 2)."""
-    rows = max(1, nbytes // (2 * COLUMNS))
-    return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
 
 class Coder(NamedTuple):
@@ -106,6 +103,28 @@ def _zipnn(weights: torch.Tensor) -> Coder:
 def _check(name: str, found: np.ndarray, weights: torch.Tensor) -> None:
     if not np.array_equal(found, bits.as_bytes(weights)):
         raise ValueError(f"{name} does not give the same bytes back; its rates would mean nothing")
+
+
+def interleaved(
+    arms: Mapping[str, Callable[[], Any]],
+    repeats: int = 7,
+    clock: Callable[[], float] = time.process_time,
+    loops: int = 3,
+) -> Samples:
+    """Seconds of each arm in each of `repeats` rounds, in which all arms take turns: `loops` timed
+    runs, after one that does not count, so that an arm that allocates its result does not wait for
+    fresh pages."""
+    samples: Samples = {name: [] for name in arms}
+    for _ in range(repeats):
+        for name, arm in arms.items():
+            arm()
+            start = clock()
+            for _ in range(loops):
+                arm()
+            samples[name].append(
+                max((clock() - start) / loops, 1e-9)
+            )  # a coarse clock makes no rate infinite
+    return samples
 
 
 def copies(weights: torch.Tensor) -> dict[str, Work]:
@@ -350,6 +369,52 @@ def round_trip(weights: torch.Tensor, codec: str) -> tuple[float, bool]:
     return packed.nbytes / weights.nbytes, np.array_equal(
         bits.as_bytes(back), bits.as_bytes(weights)
     )
+
+
+class DecodedExperts:
+    """A layer's experts compressed in memory by a codec, each decoded by one thread whenever it is
+    used."""
+
+    def __init__(self, experts: Any, codec: str) -> None:
+        self.packed = [
+            {name: compress_tensor(w, codec) for name, w in experts.own(e).items()}
+            for e in range(experts.num_experts)
+        ]
+        self.nbytes = sum(one.nbytes for of in self.packed for one in of.values())
+        own = experts.own(0).items()
+        self.out = cycle([{name: torch.empty_like(w) for name, w in own} for _ in range(MOST)])
+
+    def __call__(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+        out = next(self.out)
+        for name, packed in self.packed[expert].items():
+            decompress_tensor(packed, out[name])
+        return out
+
+
+def stored_ways(
+    codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
+) -> tuple[Samples, Numbers, float]:
+    """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as
+    bf16, as bf12, and kept in a codec and decoded first. Also what each takes of the weights' size,
+    and the bound of their entropy."""
+    layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
+    steps = layers.steps(1, rounds + 1)
+    coded = f"{codec}, decoded first"
+    sources: dict[str, list[Any]] = {
+        "bf16": [None] * len(layers.seam),
+        "bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
+        coded: [DecodedExperts(seam, codec) for seam in layers.seam],
+    }
+    whole = 4 * K * layers.expert_bytes
+    stored = {"bf16": 1.0} | {name: sources[name][0].nbytes / whole for name in ("bf12", coded)}
+
+    def arm(kept: list[Any]) -> Callable[[int], torch.Tensor]:
+        return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
+
+    arms = {name: arm(layers.from_sources(of)) for name, of in sources.items()}
+    weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
+    bound = describe(joint_counts(weights)).bound
+    return rounds_of(arms, rounds + 1, "a token's experts"), stored, bound
 
 
 def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:

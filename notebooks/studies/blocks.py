@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 from moelab.registry import require
 from moelab.specs import DeviceSpec
+from moelab.static.blockwise import blocks_by_code
 
 #: dtype of the weights → (figure with its compute rate, bytes a weight)
 RATES = {
@@ -40,12 +41,6 @@ RATES = {
 def blocks_by_text(T: int, K: int, E: int, B: int) -> int:
     """N of the guide's text, ⌈T·K/B⌉ + E − 1; enough for any routing."""
     return -(-T * K // B) + E - 1
-
-
-def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N of the SDK's code; enough, too: E − 1 experts with a token each, and all other pairs one
-    expert's."""
-    return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
 
 
 #: how a static graph's N is chosen

@@ -12,14 +12,12 @@ Neuron's MoE guide ("Selective loading", "All-Experts algorithm"), Williams et a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import cycle
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +26,7 @@ from torch.nn.functional import linear
 
 from moelab.arguments import number, whole
 from moelab.bench import measure
+from moelab.bench.layers import Arms, Layers, PackedExperts, rounds_of
 from moelab.bench.measure import Samples
 from moelab.bench.results import tenths
 from moelab.experts import EXECUTORS
@@ -35,82 +34,28 @@ from moelab.experts.gemv import GEMV
 from moelab.fast.packing import packed_as
 from moelab.kernels.compile import kernel
 from moelab.models import compat
-from moelab.models.experts import SeamExperts
 from moelab.records import Numbers, Records
 from moelab.registry import make
-from moelab.store import bf12, fewbit
-from moelab.store.codecs import compress_tensor, decompress_tensor
-from moelab.zipmoe.entropy import describe, joint_counts
+from moelab.store import bf12
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 #: GEMV on packed weights
 PACKED = tuple(f"gemv of {form}" for form in ("bf12", "int8", "fp8", "mxfp4", "int4"))
 GATHERED = 4e9  # bytes that `batched_mm` may copy weights to: beyond, it is not run
 LEFT_OUT = ("exact", "neuron")  # of a comparison of techniques: a naive loop, a choice of others
-MOST = 16  # experts of a token at most, of `DecodedExperts`
 LOADING = ("selective", "all_experts")
-Arms = dict[str, Callable[[int], Any]]  # name → computes the step of a number
 
 
-class Layers:
-    """Layers of random experts, enough of them for `cold` bytes, as transformers has them and
-    behind the seam."""
-
-    def __init__(self, E: int, K: int, H: int, I: int, dtype: torch.dtype, cold: float) -> None:
-        from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
-        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
-
-        self.K = K
-        self.expert_bytes = 3 * H * I * dtype.itemsize
-        self.dtype = dtype
-        self.config = Qwen3MoeConfig(
-            hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K
-        )
-        compat.dispatch(self.config, "eager")
-        self.stored: Numbers = {}  # arm → its weights' bytes over those as they are here
-        self.stock = []
-        for seed in range(max(2, -(-int(cold) // (E * self.expert_bytes)))):
-            rng = torch.Generator().manual_seed(seed)
-            stock = Qwen3MoeExperts(self.config).to(dtype).requires_grad_(False).eval()
-            for bank in stock.parameters():
-                bank.normal_(0, bank.shape[-1] ** -0.5, generator=rng)
-            self.stock.append(stock)
-        self.seam = self.from_sources([None] * len(self.stock))
-
-    def from_sources(self, sources: Iterable[Any]) -> list[Any]:
-        """The layers behind the seam, with the same parameters, each with its source; None: the
-        parameters."""
-        found = []
-        for stock, source in zip(self.stock, sources):
-            seam = SeamExperts(stock, len(found))
-            seam.source = source
-            found.append(seam)
-        return found
-
-    def steps(self, T: int, rounds: int) -> list[tuple[int, Tensor, Tensor, Tensor]]:
-        """(layer, x [T, H], ids [T, K], weights [T, K]) of each round; routing is uniform."""
-        rng = torch.Generator().manual_seed(T)
-        found = []
-        E = self.config.num_experts
-        H = self.config.hidden_size
-        for i in range(rounds):
-            ids = torch.rand(T, E, generator=rng).topk(self.K).indices
-            weights = torch.rand(T, self.K, generator=rng) + 0.1
-            found.append(
-                (
-                    i % len(self.stock),
-                    torch.randn(T, H, generator=rng).to(self.dtype),
-                    ids,
-                    (weights / weights.sum(-1, keepdim=True)).to(self.dtype),
-                )
-            )
-        return found
+class TimedLayers(Layers):
+    """Layers and all that compute them; `stored`: arm → its weights' bytes over those as they are
+    here."""
 
     def arms(self, T: int, rounds: int, left_out: Collection[str] = ()) -> tuple[Arms, int]:
         """All that compute the steps of T tokens, of which step 0 warms up (compiles kernels); and
         the bytes of weights that a step must read, on average."""
         steps = self.steps(T, rounds)
         arms = {}
+        self.stored: Numbers = {}
         for name in STOCK:
             if name != "batched_mm" or T * self.K * self.expert_bytes < GATHERED:
                 arms[f"transformers {name}"] = lambda i, name=name: self._stock(name, *steps[i])
@@ -137,92 +82,6 @@ class Layers:
     def _stock(self, name: str, layer: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         compat.dispatch(self.config, name)
         return self.stock[layer](x, ids, weights)
-
-
-class PackedExperts:
-    """A layer's experts as bf12 or in few bits, one blob after another: a source of the seam for
-    `GEMV`."""
-
-    def __init__(self, experts: Any, form: str) -> None:
-        self.form, self.rows = form, {name: [] for name in experts.own(0)}
-        self.blobs = []  # whose memory the rows are
-        codec = bf12.CODEC if form == "bf12" else fewbit.find_format(form)
-        for e in range(experts.num_experts):
-            for name, w in experts.own(e).items():
-                packed = packed_as(codec, w)
-                self.blobs.append(packed.owner.blob)
-                self.rows[name] += [*packed.rows]
-        self.nbytes = sum(map(len, self.blobs))
-
-    def matrices(
-        self, layer: int, experts: list[int], dtype: torch.dtype
-    ) -> dict[str, tuple[str, np.ndarray]]:
-        """Matrix → (form, its packed rows of some experts, stacked)."""
-        return {
-            name: (self.form, np.array([rows[e] for e in experts]))
-            for name, rows in self.rows.items()
-        }
-
-
-class DecodedExperts:
-    """A layer's experts compressed in memory by a codec, each decoded by one thread whenever it is
-    used."""
-
-    def __init__(self, experts: Any, codec: str) -> None:
-        self.packed = [
-            {name: compress_tensor(w, codec) for name, w in experts.own(e).items()}
-            for e in range(experts.num_experts)
-        ]
-        self.nbytes = sum(one.nbytes for of in self.packed for one in of.values())
-        own = experts.own(0).items()
-        self.out = cycle([{name: torch.empty_like(w) for name, w in own} for _ in range(MOST)])
-
-    def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        out = next(self.out)
-        for name, packed in self.packed[expert].items():
-            decompress_tensor(packed, out[name])
-        return out
-
-
-def stored_ways(
-    codec: str, K: int = 8, H: int = 1024, I: int = 512, rounds: int = 12, cold: float = 2.5e8
-) -> tuple[Samples, Numbers, float]:
-    """Seconds of one token's K experts in a layer whose weights are in memory but in no cache: as
-    bf16, as bf12, and kept in a codec and decoded first. Also what each takes of the weights' size,
-    and the bound of their entropy."""
-    layers = Layers(4 * K, K, H, I, torch.bfloat16, cold)
-    steps = layers.steps(1, rounds + 1)
-    coded = f"{codec}, decoded first"
-    sources: dict[str, list[Any]] = {
-        "bf16": [None] * len(layers.seam),
-        "bf12": [PackedExperts(seam, "bf12") for seam in layers.seam],
-        coded: [DecodedExperts(seam, codec) for seam in layers.seam],
-    }
-    whole = 4 * K * layers.expert_bytes
-    stored = {"bf16": 1.0} | {name: sources[name][0].nbytes / whole for name in ("bf12", coded)}
-
-    def arm(kept: list[Any]) -> Callable[[int], Tensor]:
-        return lambda i: GEMV()(*steps[i][1:], kept[steps[i][0]])
-
-    arms = {name: arm(layers.from_sources(of)) for name, of in sources.items()}
-    weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
-    bound = describe(joint_counts(weights)).bound
-    return rounds_of(arms, rounds + 1, "a token's experts"), stored, bound
-
-
-def rounds_of(arms: Arms, rounds: int, title: str) -> Samples:
-    """Seconds of each arm in each round but round 0, which warms up. Neighbouring arms compute
-    different steps, so that none finds its weights in a cache; each has run another step just
-    before, which pre-faults its memory."""
-    samples = {name: [] for name in arms}
-    steps = range(1, rounds)
-    for i, (place, name) in measure.turns(list(enumerate(arms)), rounds, title):
-        if not i:
-            arms[name](0)
-            continue
-        arms[name](steps[(i + place + len(steps) // 2) % len(steps)])
-        samples[name].append(measure.seconds(arms[name], steps[(i + place) % len(steps)]))
-    return samples
 
 
 class Limits:
@@ -285,7 +144,7 @@ def _loop() -> Callable[[np.ndarray], int]:
 class ExpertTimes:
     """Seconds of every executor and of the limits in the same rounds; `read` bytes of weights and
     `flops` of a step; `bandwidth` and `rate` of the fastest reader (bytes/s) and product (FLOP/s);
-    `stored`, see `Layers`."""
+    `stored`, see `TimedLayers`."""
 
     samples: Samples
     read: float
@@ -362,7 +221,7 @@ class ExpertBenchmark:
         cold: float = 400e6,
     ) -> None:
         self.expert_flops, self.threads = 6 * H * I, threads or os.cpu_count() or 1
-        self.layers = Layers(E, K, H, I, torch.bfloat16, cold)
+        self.layers = TimedLayers(E, K, H, I, torch.bfloat16, cold)
         self._pool = ThreadPoolExecutor(self.threads)
         with measure.torch_threads(self.threads):
             self._limits = Limits(self.layers, self._pool)

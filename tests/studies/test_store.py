@@ -7,27 +7,18 @@ import sys
 import pytest
 import torch
 
-from moelab import bench
-from moelab.bench import measure, store
+from moelab.bench.synthesize import synthetic_expert
 from moelab.store.codecs import CODECS
+from notebooks.studies import store
 
 SMALL = 1 << 16
-WEIGHTS = store.synthetic_expert(SMALL)
-
-
-def test_the_synthetic_expert_is_as_compressible_as_trained_weights():
-    weights = store.synthetic_expert(1 << 22, seed=3)
-    row = store.describe(store.joint_counts(weights))
-    assert weights.dtype == torch.bfloat16 and weights.numel() == 1 << 21
-    assert 2.55 < row.exponent < 2.72 and row.sign > 0.999 and row.mantissa > 6.9
-    assert torch.equal(weights, store.synthetic_expert(1 << 22, seed=3))
-    assert not torch.equal(weights, store.synthetic_expert(1 << 22, seed=4))
+WEIGHTS = synthetic_expert(SMALL)
 
 
 def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
     order, now = [], iter(range(100))
     arms = {name: lambda name=name: order.append(name) for name in "ab"}
-    samples = measure.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
+    samples = store.interleaved(arms, repeats=3, clock=lambda: next(now), loops=2)
     assert order == ["a", "a", "a", "b", "b", "b"] * 3
     assert samples == {"a": [0.5] * 3, "b": [0.5] * 3}
 
@@ -36,17 +27,13 @@ def test_arms_take_turns_of_several_runs_of_which_the_first_does_not_count():
 def test_coders_write_the_weights_each_into_a_buffer_of_its_own(name):
     coder = store.coders(WEIGHTS, [name])[name]
     assert 0 < coder.nbytes <= SMALL and coder.compress().nbytes == coder.nbytes
-    first, second = coder.another(), coder.another()
-    outputs = [
-        cell.cell_contents
-        for decode in (first, second)
-        for cell in decode.__closure__
-        if isinstance(cell.cell_contents, torch.Tensor)
-    ]
-    first()
-    assert torch.equal(outputs[0], WEIGHTS) and not torch.equal(outputs[1], WEIGHTS)
-    second()
-    assert torch.equal(outputs[1], WEIGHTS)
+    outputs = []
+    for decode in (coder.another(), coder.another()):
+        (out,) = (c.cell_contents for c in decode.__closure__ if hasattr(c.cell_contents, "numel"))
+        assert not torch.equal(out, WEIGHTS)
+        decode()
+        outputs.append(out)
+    assert all(torch.equal(out, WEIGHTS) for out in outputs)
 
 
 def test_a_codec_that_loses_something_is_refused(monkeypatch):
@@ -69,26 +56,14 @@ def test_the_document(peer, monkeypatch):
     found = store.run(nbytes=SMALL, repeats=5)
     assert all(len(values) == 5 and min(values) > 0 for values in found["samples"].values())
     for name in CODECS:
-        assert set(found[f"{name}, one thread"]) == {
-            "fraction %",
-            "bound %",
-            "points above the bound",
-            "compress GB/s",
-            "decode GB/s",
-            "decode ÷ zipnn",
-            "decode ÷ memcpy",
-        }
+        row = found[f"{name}, one thread"]
+        assert row["fraction %"] - row["bound %"] == pytest.approx(row["points above the bound"])
+        assert min(row[of] for of in ("compress GB/s", "decode GB/s", "decode ÷ memcpy")) > 0
         assert name == "raw" or found["threads together, by the clock"][f"{name} × 2 ÷ × 1"] > 0
     if not peer:
-        assert (
-            found["conditions"]["zipnn"]
-            == found["huffman, one thread"]["decode ÷ zipnn"]
-            == "not installed"
-        )
+        assert found["huffman, one thread"]["decode ÷ zipnn"] == "not installed"
         assert "zipnn, one thread" not in found
     assert json.loads(json.dumps(found)) == found
-    for figures in found.values():
-        assert all(bench._text(name, value) for name, value in figures.items())
 
 
 def test_a_sample_of_the_small_model():
@@ -101,3 +76,14 @@ def test_a_sample_of_the_small_model():
     assert sample.round_trips()
     counts, said = sample.microscope(0, 0, next(iter(sample.source(0, 0))), "bf12")
     assert counts.sum() and "bit-identical" in said
+
+
+def test_ways_of_keeping_a_tokens_experts_are_timed_and_compute_the_same():
+    samples, stored, bound = store.stored_ways("huffman", K=2, H=128, I=64, rounds=2, cold=0)
+    assert list(samples) == list(stored) == ["bf16", "bf12", "huffman, decoded first"]
+    assert all(len(found) == 2 and min(found) > 0 for found in samples.values())
+    assert (
+        stored["bf16"] == 1
+        and 0.75 < stored["bf12"] < 0.8
+        and 0.6 < bound < stored["huffman, decoded first"] < 0.75
+    )

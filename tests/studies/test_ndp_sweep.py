@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from moelab import claims
-from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.prefetch import experts_that_fit
 from moelab.ndp.simulation import NDPRun, simulate
+from notebooks.studies.ndp_readings import Readings
 from notebooks.studies.ndp_sweep import MODELS, paper_sweep, quantities
 
 
@@ -37,13 +37,13 @@ def test_every_claim_about_times_is_computed(sweep):
 
 
 def test_assumptions_reach_hardware_and_systems():
-    a = replace(Assumptions(), mapping="MOP4CLXOR", monde_rounding="ceil", limit="memory")
+    a = replace(Readings(), mapping="MOP4CLXOR", monde_rounding="ceil", limit="memory")
     assert a.hardware(2).unit_bandwidth == pytest.approx(96e9)
     assert a.hardware(2, pcie=4).link < a.hardware(2).link
     assert a.system("MoNDE").rounding == "ceil" and a.system("NDP+TP+PRE").prefetches == "memory"
     assert a.system("NDP+TP").prefetches == "none"
     assert a.system("NDP+TP+PRE, improved").prefetches == "pay"
-    b = replace(Assumptions(), gpu_gb=17.0, shared_dram=True, cached="Fiddler")
+    b = replace(Readings(), gpu_gb=17.0, shared_dram=True, cached="Fiddler")
     assert b.hardware(2).gpu_memory == pytest.approx(17e9) and b.hardware(2).shared_dram
     assert b.system("Fiddler").cached and not b.system("MoNDE").cached
     assert replace(b, cached="all").system("NDP+TP+LB+PRE").prefetches == "memory"
@@ -65,7 +65,7 @@ def test_gains_are_over_the_seeds_and_only_where_both_are_supported():
 def test_a_cached_expert_is_not_sent():
     """On demand with popular experts on the GPU, by hand: of K experts those that are not there
     cross the link."""
-    assumed = replace(Assumptions(), cached="all")
+    assumed = replace(Readings(), cached="all")
     routing, machine = assumed.routing(MODELS[1], 0, 16, 8), assumed.hardware(2)
     run = NDPRun(machine, assumed.system("MoE-OnDemand"), routing)
     costs, seconds = run.costs, 0.0
@@ -77,5 +77,5 @@ def test_a_cached_expert_is_not_sent():
             seconds += sent * costs.transfer() + (1 if sent else len(chosen)) * float(costs.gpu(1))
     found = simulate(machine, assumed.system("MoE-OnDemand"), routing)
     assert found.moe_decode == pytest.approx(seconds) and found.intermediate == 0
-    alone = simulate(machine, Assumptions().system("MoE-OnDemand"), routing)
+    alone = simulate(machine, Readings().system("MoE-OnDemand"), routing)
     assert found.moe_prefill < alone.moe_prefill and found.moe_decode < alone.moe_decode

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.ndp.tensor_parallel import NDPTensorParallel
+from notebooks.studies.ndp_tensor_parallel import NDPTensorParallel
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 
 

@@ -1,0 +1,43 @@
+"""The guide's choice of parallelism."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moelab.specs import MoESpec
+from moelab.static.parallelism import choose
+
+
+def toy(E, I):
+    return MoESpec("toy", "toy", 1, (0,), E=E, K=1, H=64, I=I)
+
+
+def test_the_guides_examples():
+    assert choose(toy(8, 14336), 8).kind == "TP"
+    assert choose(toy(128, 768), 16).kind == "EP"
+    few = choose(toy(16, 512), 16)
+    assert (few.tp, few.ep, few.kind) == (4, 4, "hybrid") and "128" in str(few)
+    assert choose(toy(48, 1024), 8).kind == "hybrid"
+    assert choose(toy(64, 1024), 128).tp == 2
+    assert choose(toy(64, 1024), 1).kind == "one device"
+
+
+@given(
+    st.sampled_from([8, 32, 33, 48, 60, 63, 64, 256]),
+    st.sampled_from([96, 128, 512, 1408, 4096]),
+    st.integers(1, 130),
+)
+def test_advice_fits_and_its_reasons_are_true(E, I, devices):
+    try:
+        made = choose(toy(E, I), devices)
+    except ValueError as error:
+        tps = range(1, min(devices, I) + 1)
+        assert "too many" in str(error)
+        assert not any(devices % tp == 0 and devices // tp <= E for tp in tps)
+        return
+    assert made.tp * made.ep == devices and made.ep <= E and made.reasons
+    said = str(made)
+    assert "moderate tp beside ep" not in said or (2 <= made.tp <= 8 and made.ep > 1)
+    assert "at least 128" not in said or I / made.tp >= 128
+    assert "less than 128" not in said or I / made.tp < 128
