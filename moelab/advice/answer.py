@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from moelab.advice.disk import fitting
@@ -52,8 +53,8 @@ class Advice:
         return next(way for way in self.ways if way.within(self.asked.loss))
 
     @property
-    def steps(self) -> list[tuple[str, str, dict[str, Any]]]:
-        """(command, source, options) of what to run, in this order."""
+    def steps(self) -> list[tuple[str, list[str], dict[str, Any]]]:
+        """(command, what it takes, options) of what to run, in this order."""
         way = self.best
         source = self.model.source
         usual = {"cache": DEFAULT_POLICY, "prefetch": "router"}
@@ -61,23 +62,25 @@ class Advice:
         if way.form in ("bf12", DECODED):
             store = f"{Path(source).name}.{way.form}"
             return [
-                ("convert", f"{source} {store}", {"codec": way.form}),
-                ("generate", store, options),
+                ("convert", [source, store], {"codec": way.form}),
+                ("generate", [store], options),
             ]
         if way.form in FORMS:
-            return [("generate", source, {"quantize": way.form} | options)]
+            return [("generate", [source], {"quantize": way.form} | options)]
         if way.resident and self.model.stored is None:
             del options["memory"]
-        return [("generate", source, options)]
+        return [("generate", [source], options)]
 
     @property
     def commands(self) -> list[str]:
         """`steps` as a person types them; not the last if its pools cannot be said there."""
         return [
             " ".join(
-                ["moelab", command, source, *(f"--{name} {value}" for name, value in given.items())]
+                ["moelab", command]
+                + [quote(name) for name in names]
+                + [f"--{name} {value}" for name, value in given.items()]
             )
-            for command, source, given in self.steps
+            for command, names, given in self.steps
             if command == "convert" or self.best.pools is None
         ]
 
@@ -85,7 +88,7 @@ class Advice:
     def python(self) -> str:
         """The last of `steps`, in Python; with the pools of compressed experts, which the command
         line cannot say."""
-        _, source, given = self.steps[-1]
+        _, (source,), given = self.steps[-1]
         plan = [f"plan=moelab.{self.best.pools}"] if self.best.pools else []
         options = [f"{name}={value!r}" for name, value in given.items()]
         return f"moelab.open_model({', '.join([repr(source), *options, *plan])})"
