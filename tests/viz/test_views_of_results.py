@@ -3,7 +3,6 @@ with one."""
 
 import csv
 import io
-import json
 
 import numpy as np
 import pytest
@@ -14,10 +13,9 @@ from moelab import claims as ledger
 from moelab.bench.arena import Contest, Standing, Wrong
 from moelab.cards import MODELS, load_model
 from moelab.files import CHECKOUT, small_model
-from moelab.viz import charts, survey, views
-from moelab.viz.plotly_json import Figure
+from moelab.viz import survey, views
 from moelab.viz.views import ledger as claims_view
-from moelab.viz.views import pair, standings, treemap
+from moelab.viz.views import standings, treemap
 from tests.lab.test_runs import put
 
 
@@ -28,14 +26,9 @@ def table(view):
 @pytest.fixture
 def runs(results):
     folders = [
-        put(results, run, value, smoke=smoke, figures=("curve",), time=2.0 * value)
+        put(results, run, value, smoke=smoke, time=2.0 * value)
         for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))
     ]
-    for folder, y in zip(folders, ((1, 2), (3, 5))):
-        trace = {"type": "scatter", "x": [0, 1], "y": y, "name": "hits"}
-        figure = {"data": [trace], "layout": {}}
-        path = folder / "figures" / "curve.json"
-        path.write_text(json.dumps({"figure": figure, "caption": "hits", "alt": ""}))
     return folders
 
 
@@ -47,7 +40,7 @@ def test_modules_are_not_named_as_their_views():
 
 def test_two_runs_beside_each_other(runs):
     view = views.runs()
-    found = view.data[0]
+    found = view.data
     assert found.params == {"smoke": (True, False)}
     assert [run.name for run in found.runs] == ["20250101-1", "20250102-1-lab"]
     ratios = {y: x for trace in view.figure.data for x, y in zip(trace.x, trace.y)}
@@ -56,49 +49,15 @@ def test_two_runs_beside_each_other(runs):
     assert by_name["smoke"]["A"] == "True" and by_name["hits"]["B ÷ A"] == "1.500 ×"
     assert view.commands[0] == f"moelab view runs {runs[0]} {runs[1]}"
     view.widget
-    picture = view.picture
-    view.set(figure="curve")
-    assert view.picture is picture
-    drawn = [(trace["name"], trace["y"]) for trace in picture.figure["data"]]
-    assert drawn == [("A hits", [1, 2]), ("B hits", [3, 5])]
-    picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
-    assert "1.500" in view._text.value and not view.errors.outputs
-    assert "smoke" in view.detail(pair.METRICS).html and "smoke True / False" in view.words[0]
+    assert "smoke" in view._text.value and "smoke True / False" in view.words[0]
+    view.picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
+    assert "1.500" in view._text.value and "smoke" not in view._text.value
+    assert not view.errors.outputs
 
 
 def test_no_runs_is_said(results):
     with pytest.raises(ValueError, match="there is no saved run"):
         views.runs()
-
-
-def two_panels(*titles, kind="scatter"):
-    figure, places = charts.panels(titles)
-    for i, place in enumerate(places):
-        figure.add(kind, **({"z": [[i]]} if kind == "heatmap" else {"y": [i]}), name="a", **place)
-    return figure
-
-
-def test_runs_are_laid_over_each_other_by_the_panels_titles():
-    made = pair.overlaid(two_panels("decode", "prefill"), two_panels("prefill", "verify"))
-    by_name = [(of.name, of.xaxis, of.y) for of in made.data]
-    assert by_name == [("A a", "x", (0,)), ("A a", "x2", (1,)), ("B a", "x2", (0,))]
-    assert "B alone has verify" in made.layout.annotations[-1].text
-    maps = [two_panels(*names, kind="heatmap") for names in (("a", "b"), ("b", "c"))]
-    assert [of.z[0][0] for of in pair.overlaid(*maps).data] == [0, -1]
-    pie = Figure().add("pie", values=[1, 2])
-    assert "cannot be laid over" in pair.overlaid(pie, pie).layout.annotations[0].text
-
-
-def test_heatmaps_are_compared_as_numbers_as_saved_runs_have_them():
-    """In a saved run numpy's arrays are plotly's base64."""
-    import plotly.graph_objects as go
-
-    a, b = np.array([[1.0, np.nan, 3.0], [4.0, 5.0, 6.0]]), np.array([[2, 2, 2], [7, 7, 0]])
-    kept = [Figure(json.loads(go.Figure(go.Heatmap(z=z)).to_json())["data"]) for z in (a, b)]
-    assert "bdata" in kept[0].traces[0]["z"]
-    change = pair.overlaid(*kept).data[0]
-    assert np.array_equal(np.asarray(change.z, float), b - a, equal_nan=True)
-    assert change.zmax == 6 == -change.zmin
 
 
 def test_the_ledger_by_source_and_verdict(tmp_path):
