@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from moelab.specs import Event
 from moelab.viz import theme
@@ -18,13 +17,10 @@ from moelab.viz.charts import (
     EDGE,
     NOTE,
     Values,
+    add_lines,
     bar_look,
     finish,
-    gantt,
     hover,
-    label_right,
-    line_look,
-    lines,
     panels,
     pattern,
 )
@@ -51,16 +47,16 @@ def budget_curve(
     drawn = {name: sorted(points) for name, points in curves.items()}
     best = {"Belady, whole experts": sorted(optimum)} if optimum else {}
     stars = {"measured": [point for _, point in measured]} if measured else {}
-    shown = {
-        title: {
+    every = drawn | best | stars
+    x = f"memory for experts ({unit})"
+    figure, places = panels([""] * 2, 1, x, shared_xaxes=True, vertical_spacing=0.04)
+    for row, (place, factor, title) in enumerate(((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))):
+        series = {
             name: [(point[0] / scale, factor * point[place]) for point in points]
-            for name, points in (drawn | best | stars).items()
+            for name, points in every.items()
         }
-        for place, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))
-    }
-    figure = lines(
-        shown, dict(zip(shown, shown)), f"memory for experts ({unit})", kind="policies: simulated"
-    )
+        add_lines(figure, series, [*every], **places[row])
+        figure.update_yaxes(title=title, **places[row])
     for trace in figure.traces:
         if trace["name"] in best:
             look = {"width": 3, "color": theme.BLACK, "dash": "solid"}
@@ -68,17 +64,19 @@ def budget_curve(
         if trace["name"] in stars:
             star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
             trace |= {"mode": "markers", "text": [name for name, _ in measured], "marker": star}
-    upper = {"row": 1, "col": 1}
     if target is not None:
         note = {"annotation_position": "top right", "annotation_font": NOTE}
         dotted = DASHED | {"dash": "dot"}
-        figure.add_hline(y=1e3 * target[0], line=dotted, annotation_text=target[1], **note, **upper)
+        figure.add_hline(
+            y=1e3 * target[0], line=dotted, annotation_text=target[1], **note, **places[0]
+        )
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         look = {"yref": "paper", "yanchor": "bottom", "yshift": 13 * (i % 2), "font": NOTE}
         # neighbours may be close
         figure.add_annotation(x=memory / scale, y=1, text=name, showarrow=False, **look)
-    return figure.update_yaxes(range=[0, 104], row=2).update_layout(height=560)
+    figure.update_yaxes(range=[0, 104], row=2)
+    return finish(figure, legend="policies: simulated", height=560)
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:
@@ -103,47 +101,6 @@ def memory_bar(parts: Values, on_disk: str) -> Figure:
     figure.update_yaxes(showgrid=False, showticklabels=False)
     finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250)
     return figure.update_layout(legend_traceorder="normal")
-
-
-def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Figure:
-    """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
-
-    Bands: all chunks, and the middle half of them; line: the median; `capacities` are drawn across.
-    """
-    loads = np.asarray(loads)
-    order = np.argsort(-loads.mean(0), kind="stable")
-    low, q1, median, q3, high = np.quantile(loads[:, order], [0, 0.25, 0.5, 0.75, 1], axis=0)
-    ranks = np.arange(loads.shape[1])
-    figure = Figure()
-    bands = {"all chunks": (low, high, 0.25), "middle half of the chunks": (q1, q3, 0.5)}
-    for name, (below, above, opacity) in bands.items():
-        figure.add_scatter(
-            x=np.r_[ranks, ranks[::-1]],
-            y=np.r_[above, below[::-1]],
-            fill="toself",
-            name=name,
-            mode="lines",
-            line={"width": 0},
-            fillcolor=f"rgba(0,114,178,{opacity})",  # blue
-            hoverinfo="skip",
-        )
-    figure.add_scatter(
-        x=ranks,
-        y=median,
-        name="median chunk",
-        customdata=order,
-        **line_look(0),
-        hovertemplate="expert %{customdata} (rank %{x}): %{y:.0f} tokens<extra></extra>",
-    )
-    shift = 0
-    below = -np.inf
-    for name, tokens in sorted((capacities or {}).items(), key=lambda item: item[1]):
-        # labels that would overlap move up
-        shift = shift + 12 if tokens - below < 0.05 * high.max() else 0
-        figure.add_hline(y=tokens, line=DASHED)
-        label_right(figure, tokens, f"{name}: {tokens:.0f}", shift)
-        below = tokens
-    return finish(figure, "popularity rank of the expert (0 = busiest)", "tokens in a chunk")
 
 
 def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
@@ -171,25 +128,6 @@ def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
         )
         figure.update_xaxes(title=name, showgrid=False, **at)
     return finish(figure, showlegend=False, bargap=0.05, height=320)
-
-
-def token_timeline(runs: Mapping[str, Sequence[Event]]) -> Figure:
-    """One token in each mode, measured: {mode: the events of one token}; numbers in bars are
-    layers."""
-    return gantt(
-        {
-            mode: [
-                e._replace(
-                    resource="copy" if e.resource in READS else e.resource, kind=kind_of(e, events)
-                )
-                for e in events
-                if e.resource in (*READS, "compute")
-            ]
-            for mode, events in runs.items()
-        },
-        "layers",
-        "measured",
-    )
 
 
 def kind_of(event: Event, events: Sequence[Event]) -> str:

@@ -19,6 +19,8 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
+from moelab.viz import theme
+from moelab.viz.plotly_json import Figure
 
 #: (prompt, chunk) of Figures 14 to 16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
@@ -158,3 +160,24 @@ def modelled(found: dict[str, Study], seed: int = 0) -> dict[str, tuple[float, s
         name: (*of, "modelled", {reading: values[name][0] for reading, values in by.items()})
         for name, of in figures(found).items()
     }
+
+
+def add_paper(figure: Figure, *panels: dict[str, dict[str, float]]) -> Figure:
+    """Published values, open diamonds on the bars of a figure; panels: {series: {group: value}}."""
+    look = {"size": 10, "color": theme.BLACK, "line": {"width": 2}}
+    for col, of in enumerate(panels, 1):
+        for n, (name, said) in enumerate(of.items()):
+            figure.add_scatter(
+                x=[*said],
+                y=[*said.values()],
+                mode="markers",
+                name="the paper",
+                legendgroup="the paper",
+                showlegend=(col, n) == (1, 0),
+                offsetgroup=str(n),
+                marker=look | {"symbol": "diamond-open"},
+                hovertemplate=f"%{{x}}: %{{y:.3g}}<extra>{name}, paper</extra>",
+                row=1,
+                col=col,
+            )
+    return figure
