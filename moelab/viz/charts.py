@@ -356,15 +356,17 @@ def _add_bars(
     if not there:
         return
     value, low, high = scale * np.array([np.broadcast_to(v, 3) for v in there.values()], float).T
+    spread = (high > low).any()
     figure.add_bar(
         x=list(there),
         y=value,
         name=name,
         offsetgroup=str(n),
         marker=bar_look(n),
-        error_y=interval(value, low, high, color="#333333") if (high > low).any() else None,
+        error_y=interval(value, low, high, color="#333333") if spread else None,
         texttemplate=f"%{{y:{text}}}" if text else None,
-        textposition="outside" if text else None,
+        textposition="inside" if spread else "outside",  # not on a whisker
+        insidetextanchor="start",
         cliponaxis=False if text else None,
         hovertemplate=hover("%{x}: %{y:.3g}", name),
         **at,

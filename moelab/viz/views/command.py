@@ -2,7 +2,7 @@
 
 moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
 moelab view theatre --memory 25% -p way=hint --output theatre.csv
-moelab view model_map qwen.folder --output map.html         # with --counts FILE also by popularity
+moelab view model_map qwen.folder --output map.html
 moelab view arena mine:TakeTurns                            # a class of mine.py
 moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
 """
@@ -107,12 +107,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generated (default: %(default)s)",
     )
     parser.add_argument(
-        "--counts",
-        type=Path,
-        metavar="FILE",
-        help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it",
-    )
-    parser.add_argument(
         "-p",
         "--parameter",
         action="append",
@@ -134,8 +128,6 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
         )
-    if args.counts is not None and args.view != "model_map":
-        raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
     card = registry.like("model", model)
     if args.view in OF_A_MODEL and not (args.view == "budget" and card):
@@ -143,8 +135,7 @@ def main(args: argparse.Namespace) -> int:
             view = turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter)
     else:
         what = [_class(model)] if args.view == "arena" else [card] if card else args.what
-        more = {"counts": args.counts} if args.counts is not None else {}
-        view = turned(make(*what, **more), args.parameter)
+        view = turned(make(*what), args.parameter)
     print(filled(view.words[0]))
     if args.output is not None:
         content = WRITERS[args.output.suffix](view)
