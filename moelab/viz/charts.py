@@ -1,7 +1,7 @@
 """The charts of every notebook and view, one home for each kind: `lines`, `bars`, `intervals`,
-`points`, `matrix`, `gantt`, over the look of `theme`; numbers in, a figure out.
+`matrix`, `gantt`, over the look of `theme`; numbers in, a figure out.
 
-`lines`, `bars`, `intervals` and `points` take one panel or several, {title: panel}. Series differ
+`lines`, `bars` and `intervals` take one panel or several, {title: panel}. Series differ
 in colour *and* in dash, marker or pattern. Seconds are drawn in milliseconds and
 shares from 0 to 1 in per cent, unless an axis says otherwise. The axis or the legend's title says whether numbers are exact, measured, simulated or
 modelled."""
@@ -428,32 +428,6 @@ def label_right(figure: Figure, y: float, text: str, shift: int = 0) -> None:
     look = {"xref": "x domain", "xanchor": "left", "align": "left", "font": NOTE, "yshift": shift}
     figure.add_annotation(x=1, y=y, text=f" {text}", showarrow=False, **look)
     figure.update_layout(margin_r=150)  # plotly leaves no room for notes
-
-
-def points(
-    groups: Mapping[str, Mapping[str, Sequence[float]]],
-    y: str,
-    x: str,
-    kind: str = "measured",
-) -> Figure:
-    """Named points {series: {name: (x, y)}}; (x, y, low, high) has an interval."""
-    figure = Figure()
-    for i, (series, named) in enumerate(groups.items()):
-        xs, ys, *ends = zip(*named.values())
-        add_points(
-            figure,
-            [*zip(xs, ys)],
-            series,
-            i,
-            "%{text}: %{x:.3g}, %{y:.3g}",
-            mode="markers+text",
-            text=[f" {name}" for name in named],
-            textposition="middle right",
-            textfont={"size": 11},
-            cliponaxis=False,
-            error_y=interval(ys, *ends) if ends else None,
-        )
-    return finish(figure, x, y, legend=kind, height=440, showlegend=len(groups) > 1)
 
 
 def matrix(

@@ -80,8 +80,8 @@ def budget_curve(
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:
-    """What takes memory, {part: bytes}, stacked; a line where memory ends and the part `on_disk`
-    begins, hatched."""
+    """What takes memory, {part: bytes}, stacked; the part `on_disk`, which is not in memory, is
+    hatched."""
     scale, unit = _unit([sum(parts.values())])
     grey = {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
     figure = Figure()
@@ -94,10 +94,6 @@ def memory_bar(parts: Values, on_disk: str) -> Figure:
             marker=(grey if name == on_disk else bar_look(i)) | {"line": EDGE},
             hovertemplate=hover("%{x:.3g} " + unit, name),
         )
-    end = sum(nbytes for name, nbytes in parts.items() if name != on_disk) / scale
-    look = {"yref": "paper", "yanchor": "bottom", "showarrow": False, "font": NOTE}
-    figure.add_vline(x=end, line={"color": theme.BLACK, "width": 3})
-    figure.add_annotation(x=end, y=1, text=f"in memory: {end:.3g} {unit}", **look)
     figure.update_yaxes(showgrid=False, showticklabels=False)
     finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250)
     return figure.update_layout(legend_traceorder="normal")

@@ -53,11 +53,6 @@ DRAWN = {
         zero=None,
         log=True,
     ),
-    "points": lambda: charts.points(
-        {"ours": {"x": (1, 3), "y": (2, 1)}, "others": {"z": (3, 3)}},
-        "TPOT (ms)",
-        "memory (GB)",
-    ),
     "matrix": lambda: charts.matrix([[75, 0], [25, 50]], "layer", "expert", "%", numbers=".0f"),
     "gantt": lambda: charts.gantt({"chosen order": LAYER, "naive order": LATER}),
     "budget curve": lambda: figures.budget_curve(
@@ -151,8 +146,7 @@ def test_intervals_are_around_zero_in_the_order_given():
     assert MADE["intervals log"].layout.shapes[0].x0 == 8
 
 
-def test_points_are_named_and_cells_are_as_given():
-    assert named(MADE["points"], "ours").text == (" x", " y")
+def test_cells_are_as_given():
     np.testing.assert_array_equal(MADE["matrix"].data[0].z, [[75, 0], [25, 50]])
 
 

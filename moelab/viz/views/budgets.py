@@ -224,7 +224,7 @@ def words(found: Budgets) -> tuple[str, str]:
         f"found in memory. {_rate(found.target)} {needs}. TPOT is the mean of decode steps "
         f"(simulated; routing {source.how}).{ran}",
         "Above, TPOT falls as memory for experts grows, a line a policy; in the middle their hit "
-        "rates rise; below, a bar of what takes the memory, with a line at what it holds.",
+        "rates rise; below, a bar of what takes the memory, hatched what stays on disk.",
     )
 
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from shlex import quote
 from typing import Any
 
@@ -166,11 +166,9 @@ def _class(text: str | None) -> type:
     module, _, name = (text or "").partition(":")
     sys.path.insert(0, "")
     try:
-        if not module.isidentifier() or not Path(f"{module}.py").is_file():
+        if not Path(f"{module}.py").is_file():
             raise ValueError(f"there is no {module}.py in this folder")
-        found = getattr(import_module(module), name)
-        if Path(sys.modules[module].__file__ or "").resolve() != Path(f"{module}.py").resolve():
-            raise ValueError(f"{module} is the name of another module; give the file another name")
+        found = run_path(f"{module}.py", run_name=module)[name]
         if not isinstance(found, type):
             raise ValueError(f"{name} is no class")
         contests.kind_of(found)
