@@ -36,7 +36,9 @@ def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
     """What reproduces a view of a recorded run: values → (a line for a shell, Python)."""
     opened = {} if found.memory is None else {"memory": found.memory} | found.options
     flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
-    source = None if found.source == str(small_model()) else found.source
+    source = found.source
+    if source and Path(source).resolve() == small_model().resolve():
+        source = None  # the small model needs no name
     if found.source is None:  # a card, or a run of which nobody knows what it was of
         source = found.name
         made = f"views.{name}({repr(source) if source in registry.names('model') else 'run'})"
