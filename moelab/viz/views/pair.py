@@ -6,7 +6,6 @@ views.runs()                    the two newest            views.runs("01",
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from shlex import quote
 
@@ -15,25 +14,20 @@ from moelab.files import results_root
 from moelab.records import Rows
 from moelab.viz.charts import by_row, hover, interval, point_look
 from moelab.viz.plotly_json import Figure
-from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 METRICS = "all metrics"
 
 
-def everyone(results: str | Path | None = None) -> dict[str, Path]:
-    """Every saved run under a name that says its notebook, newest first. ValueError: there is
-    none."""
+def newest(results: str | Path | None = None) -> Path:
+    """The newest saved run of all notebooks. ValueError: there is none."""
     root = results_root(results)
     runs = [run for folder in (root / "runs").glob("*") for run in saved_runs(folder.name, root)]
     if not runs:
         raise ValueError(
             f"there is no saved run in {root / 'runs'}; `moelab run 01 -p smoke=true` makes one"
         )
-    return {
-        f"{run.parent.name} {run.name}": run
-        for run in sorted(runs, key=lambda run: run.name, reverse=True)
-    }
+    return max(runs, key=lambda run: run.name)
 
 
 def draw(found: Comparison) -> Figure:
@@ -82,34 +76,19 @@ def runs(
 
     All parameters and metrics are in the table below.
     """
-    known = everyone(results)
-
-    def named(run: Path) -> str:
-        for name, path in known.items():
-            if path.resolve() == run.resolve():
-                return name
-        known[str(run)] = run
-        return str(run)
-
-    b = named(find_run(b, results)) if b else next(iter(known))
-    beside = [name for name, run in known.items() if run.parent == known[b].parent and name != b]
-    a = named(find_run(a, results)) if a else (beside or [b])[0]
-    compared = cache(lambda a, b: compare(known[a], known[b], results))
-
-    def command(a: str, b: str) -> tuple[str, str]:
-        paths = [str(known[name]) for name in (a, b)]
-        return (
-            f"moelab view runs {' '.join(map(quote, paths))}",
-            f"from moelab.viz import views\nviews.runs(*{paths!r})",
-        )
-
+    after = find_run(b, results) if b else newest(results)
+    beside = [run for run in saved_runs(after.parent.name, results) if run != after]
+    before = find_run(a, results) if a else (beside or [after])[-1]
+    found = compare(before, after, results)
+    paths = [str(before), str(after)]
+    shell = f"moelab view runs {' '.join(map(quote, paths))}"
     return Detailed(
         "runs",
-        {"a": menu("run A", a, [*known]), "b": menu("run B", b, [*known])},
-        compared,
+        {},
+        lambda: found,
         draw,
         _rows,
-        command,
+        lambda: (shell, f"from moelab.viz import views\nviews.runs(*{paths!r})"),
         _words,
         label="metric",
         names=lambda found: [METRICS, *(m.name for m in found.metrics)],
