@@ -44,37 +44,48 @@ def budget_curve(
         …], points. target : (seconds, what it is), a horizontal line.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
-    drawn = {name: sorted(points) for name, points in curves.items()}
-    best = {"Belady, whole experts": sorted(optimum)} if optimum else {}
-    stars = {"measured": [point for _, point in measured]} if measured else {}
-    every = drawn | best | stars
+    groups = {name: sorted(points) for name, points in curves.items()}
+    looks = {
+        "Belady, whole experts": {
+            "mode": "lines",
+            "line": {"width": 3, "color": theme.BLACK, "dash": "solid"},
+        },
+        "measured": {
+            "mode": "markers",
+            "text": [name for name, _ in measured],
+            "marker": {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE},
+        },
+    }
+    more = zip(looks, (sorted(optimum), [point for _, point in measured]))
+    groups |= {name: points for name, points in more if points}
     x = f"memory for experts ({unit})"
     figure, places = panels([""] * 2, 1, x, shared_xaxes=True, vertical_spacing=0.04)
-    for row, (place, factor, title) in enumerate(((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))):
-        series = {
-            name: [(point[0] / scale, factor * point[place]) for point in points]
-            for name, points in every.items()
-        }
-        add_lines(figure, series, [*every], **places[row])
-        figure.update_yaxes(title=title, **places[row])
-    for trace in figure.traces:
-        if trace["name"] in best:
-            look = {"width": 3, "color": theme.BLACK, "dash": "solid"}
-            trace |= {"mode": "lines", "line": look}
-        if trace["name"] in stars:
-            star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
-            trace |= {"mode": "markers", "text": [name for name, _ in measured], "marker": star}
+    quantities = (1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")
+    for panel, (place, factor, title) in zip(places, quantities):
+        figure.update_yaxes(title=title, **panel)
+        for name, points in groups.items():
+            shown = [(point[0] / scale, factor * point[place]) for point in points]
+            add_lines(figure, {name: shown}, [*groups], **looks.get(name, {}), **panel)
     if target is not None:
-        note = {"annotation_position": "top right", "annotation_font": NOTE}
-        dotted = DASHED | {"dash": "dot"}
         figure.add_hline(
-            y=1e3 * target[0], line=dotted, annotation_text=target[1], **note, **places[0]
+            y=1e3 * target[0],
+            line=DASHED | {"dash": "dot"},
+            annotation_text=target[1],
+            annotation_font=NOTE,
+            **places[0],
         )
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
-        look = {"yref": "paper", "yanchor": "bottom", "yshift": 13 * (i % 2), "font": NOTE}
-        # neighbours may be close
-        figure.add_annotation(x=memory / scale, y=1, text=name, showarrow=False, **look)
+        figure.add_annotation(
+            x=memory / scale,
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            yshift=13 * (i % 2),  # neighbours may be close
+            text=name,
+            font=NOTE,
+            showarrow=False,
+        )
     figure.update_yaxes(range=[0, 104], row=2)
     return finish(figure, legend="policies: simulated", height=560)
 

@@ -87,14 +87,6 @@ CONTROLS = (
 )
 #: controls in a notebook that are of no view, with the picture that they change
 INTERACTIVE = ".widget-vbox:not(.moelab-view):has(> .widget-output)"
-#: presses a button as soon as it can be pressed
-PRESS = """(button) => new Promise((done) => {
-  const press = () => { if (!button.disabled) button.click(); return !button.disabled; };
-  if (press()) return done();
-  const enabled = new MutationObserver(() => { if (press()) { enabled.disconnect(); done(); } });
-  enabled.observe(button, { attributes: true });
-  setTimeout(done, 10000);
-})"""
 #: what a view's picture looks like now, as a short text, without the names that plotly makes up for
 #: each
 LOOK = """(view) => {
