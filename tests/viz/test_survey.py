@@ -101,8 +101,3 @@ def test_int8_errors_against_a_naive_loop(checkpoint):
     assert survey.error(part, "int8") == pytest.approx(
         (wrong / w.square().sum().item()) ** 0.5, rel=1e-3
     )
-
-
-def test_no_more_than_a_sample_is_read_of_many_tensors(checkpoint):
-    assert survey.sample_size(10) == survey.SAMPLE
-    assert survey.LEAST <= survey.sample_size(20_000) < survey.SAMPLE
