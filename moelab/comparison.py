@@ -1,5 +1,5 @@
 """What runs keep, as types that `moelab.schema` validates, and two runs side by side: the parameters
-that differ, every metric with its spread, the figures that both have.
+that differ, and every metric with its spread.
 
 A run is its folder; a notebook's name or number stands for its newest one. The spread of a metric
 is the least and the most that it was in the runs of the same notebook with the same parameters: one
@@ -62,14 +62,6 @@ class MetricsFile(TypedDict):
     tables: NotRequired[dict[str, list[list[Any]]]]
 
 
-class FigureFile(TypedDict):
-    """figures/NAME.json."""
-
-    caption: str
-    alt: str
-    figure: dict[Literal["data", "layout"], Any]
-
-
 Spread = tuple[float, float]
 
 #: how the name of a run ends whose cells a person executed, in JupyterLab or with papermill itself
@@ -130,13 +122,11 @@ class Metric(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Runs A and B. params : name → values, of parameters that differ. figures : name → what both
-    runs kept of it."""
+    """Runs A and B. params : name → values, of parameters that differ."""
 
     runs: tuple[Path, Path]
     params: dict[str, tuple[Any, Any]]
     metrics: list[Metric]
-    figures: dict[str, tuple[Record, Record]]
 
     @property
     def names(self) -> tuple[str, str]:
@@ -174,14 +164,8 @@ def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> 
     found = [read_json(run / "metrics.json", MetricsFile) for run in runs]
     params, metrics = side_by_side(*found)
     spreads = [_spreads(run) for run in runs]
-    kept = [of.get("figures", {}) for of in found]
-    figures = {
-        name: tuple(read_json(run / of[name]["file"], FigureFile) for run, of in zip(runs, kept))
-        for name in kept[0]
-        if name in kept[1]
-    }
     metrics = [m._replace(spreads=tuple(of.get(m.name) for of in spreads)) for m in metrics]
-    return Comparison(runs, params, metrics, figures)
+    return Comparison(runs, params, metrics)
 
 
 def find_run(run: str | Path, results: str | Path | None = None) -> Path:

@@ -177,18 +177,6 @@ def as_ledger(path, model):
         assert claim.said is not None and claim.verdict(1.0) in claims.VERDICTS
 
 
-def counts_file(path, model):
-    np.save(path, np.ones((2, 3), int))
-
-
-def as_counts(path, model):
-    pytest.importorskip("anywidget")
-    from moelab.viz.views import treemap
-
-    found = treemap.counted(path)
-    assert found.ndim == 2 and found.size and (found >= 0).all() and 0 < found.sum() < math.inf
-
-
 TENSORS = {
     "trace": (trace_file, as_trace),
     "calibration": (calibration_file, as_calibration),
@@ -201,7 +189,7 @@ OBJECTS = {
     "n.ipynb": (notebook_file, as_notebook),
 }
 TEXTS = {"device.toml": (device_file, as_device), "claims.toml": (ledger_file, as_ledger)}
-KINDS = TENSORS | OBJECTS | TEXTS | {"counts.npy": (counts_file, as_counts)}
+KINDS = TENSORS | OBJECTS | TEXTS
 
 
 def valid(kind, folder, model):
@@ -332,15 +320,6 @@ def test_toml_that_is_wrong_anywhere_is_refused_or_right(kind, tmp_path, model):
         for new in ([], [line, line], *([f"{key} = {value}"] for value in values)):
             path.write_text("\n".join([*lines[:i], *new, *lines[i + 1 :]]))
             refused(path, judge, model, (line, new))
-
-
-def test_counts_that_are_none_are_refused(tmp_path):
-    bad = [np.ones(3), np.ones((1, 2, 3)), -np.ones((2, 3)), np.zeros((2, 3)), np.array([["a"]])]
-    bad += [np.full((2, 3), value) for value in (np.nan, np.inf)]
-    bad += [np.ones((2, 3), complex), np.array([[None]]), np.ones((0, 3)), np.array(3)]
-    for array in bad:
-        np.save(tmp_path / "c.npy", array, allow_pickle=True)
-        assert refused(tmp_path / "c.npy", as_counts, None, array)
 
 
 @pytest.mark.parametrize(

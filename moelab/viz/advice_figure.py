@@ -2,72 +2,67 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, DECODED, FORMS
 from moelab.advice.ways import Way
-from moelab.records import Record
 from moelab.table import duration, size, unit_of
 from moelab.viz import theme
-from moelab.viz.charts import ROUND, add_points, finish, point_look
+from moelab.viz.charts import ROUND, finish, hover, point_look
 from moelab.viz.notebook import say, show, table
 from moelab.viz.plotly_json import Figure
 
 #: forms in the order of their colours and symbols
 SERIES = [AS_IS, DECODED, *FORMS]
-#: those that take as many bytes as another one, and often as long: open and larger, so that both
-#: are seen
-OPEN = {"int8", "int4"}
 
 
 def pareto(advice: Advice) -> Figure:
     """TPOT against memory; the lossless Pareto front is a line.
 
     Each form of the experts has its colour and symbol, larger where measured; the legend says what
-    it loses, and it or the axis what was modelled, simulated or measured. The ring is what is
-    advised."""
-    ways = sorted(
-        (*advice.ways, *advice.elsewhere), key=lambda way: (SERIES.index(way.form), way.kind)
-    )
-    best, times = advice.best, [way.tpot for way in ways]
-    kinds = {way.kind for way in ways}
-    (small, B), (fast, s) = unit_of(min(way.memory for way in ways), "B"), unit_of(min(times), "s")
-    kind, wide = best.kind if len(kinds) == 1 else "", max(times) > 3 * min(times)
-    figure = Figure()
-    if wide:
-        figure.update_yaxes(type="log", tickvals=ROUND)
+    it loses and what was modelled, simulated or measured. The ring is what is advised."""
+    every = [*advice.ways, *advice.elsewhere]
+    small, B = unit_of(min(way.memory for way in every), "B")
+    fast, s = unit_of(min(way.tpot for way in every), "s")
     groups: dict[str, list[Way]] = {}
-    for way in ways:
-        name = f"{way.form}, {way.loses}" + f", {way.kind}" * (not kind)
-        groups.setdefault(name, []).append(way)
+    for way in sorted(every, key=lambda way: (SERIES.index(way.form), way.kind)):
+        groups.setdefault(f"{way.form}, {way.loses}, {way.kind}", []).append(way)
+    figure = Figure()
     for name, group in groups.items():
-        text = [f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in group]
-        points = [(way.memory / B, way.tpot / s) for way in group]
-        add_points(figure, points, name, 0, "%{text}", marker=_look(group[0]), text=text)
-    line: list[tuple[float, float]] = []
-    for memory, tpot in sorted((way.memory, way.tpot) for way in ways if way.lossless):
-        if not line or tpot < line[-1][1]:
-            line.append((memory, tpot))
+        first = group[0]
+        size_of = 16 if first.kind == "measured" else 11
+        figure.add_scatter(
+            x=[way.memory / B for way in group],
+            y=[way.tpot / s for way in group],
+            name=name,
+            mode="markers",
+            opacity=0.7,  # some lie on each other
+            marker=point_look(SERIES.index(first.form), size_of),
+            text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in group],
+            hovertemplate=hover("%{text}", name),
+        )
+    lossless = sorted((way.memory / B, way.tpot / s) for way in every if way.lossless)
+    front = np.minimum.accumulate([tpot for _, tpot in lossless])
     # to the end of the axis: what fits less memory fits more
-    line += [(max(way.memory for way in ways), tpot) for _, tpot in line[-1:]]
-    ring = {"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}}
-    step = {"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"}
-    for name, points, look in (
-        ("the best lossless", line, {"mode": "lines", "line": step}),
-        ("advised", [(best.memory, best.tpot)], {"marker": ring}),
-    ):
-        scaled = [(memory / B, tpot / s) for memory, tpot in points]
-        add_points(figure, scaled, name, 0, "", hoverinfo="skip", **look)
-    y = f"{kind} TPOT ({fast}{', log' * wide})".strip()
-    return finish(figure, f"memory of the process ({small})", y, height=440)
-
-
-def _look(way: Way) -> Record:
-    """The marker of a form and a kind."""
-    marker = point_look(SERIES.index(way.form), 16 if way.kind == "measured" else 11)
-    if way.form not in OPEN:
-        return marker
-    size = marker["size"] + 8
-    return marker | {"symbol": f"{marker['symbol']}-open", "size": size, "line": {"width": 2}}
+    figure.add_scatter(
+        x=[*(memory for memory, _ in lossless), max(way.memory for way in every) / B],
+        y=[*front, *front[-1:]],
+        name="the best lossless",
+        mode="lines",
+        line={"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"},
+        hoverinfo="skip",
+    )
+    figure.add_scatter(
+        x=[advice.best.memory / B],
+        y=[advice.best.tpot / s],
+        name="advised",
+        mode="markers",
+        marker={"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}},
+        hoverinfo="skip",
+    )
+    figure.update_yaxes(type="log", tickvals=ROUND)
+    return finish(figure, f"memory of the process ({small})", f"TPOT ({fast}, log)", height=440)
 
 
 def draw(advice: Advice) -> None:

@@ -1,10 +1,9 @@
 """The charts of every notebook and view, one home for each kind: `lines`, `bars`, `intervals`,
-`points`, `matrix`, `gantt`, over the look of `theme`; numbers in, a figure out.
+`matrix`, `gantt`, over the look of `theme`; numbers in, a figure out.
 
-`lines`, `bars`, `intervals` and `points` take one panel or several, {title: panel}. Series differ
+`lines`, `bars` and `intervals` take one panel or several, {title: panel}. Series differ
 in colour *and* in dash, marker or pattern. Seconds are drawn in milliseconds and
-shares from 0 to 1 in per cent, unless an axis says otherwise. Published values are grey lines or
-open diamonds; the axis or the legend's title says whether numbers are exact, measured, simulated or
+shares from 0 to 1 in per cent, unless an axis says otherwise. The axis or the legend's title says whether numbers are exact, measured, simulated or
 modelled."""
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from moelab.viz.plotly_json import Figure, merged
 
 GREY = "#555555"
 EDGE = {"color": theme.BLACK, "width": 1}
-PAPER = {"symbol": "diamond-open", "size": 10, "color": theme.BLACK, "line": {"width": 2}}
 DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
 NOTE = {"size": 11, "color": GREY}
 #: ticks of a logarithmic axis
-ROUND = tuple(digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5))
+ROUND = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 Values = Mapping[str, float]
@@ -177,32 +175,26 @@ def whole_steps(n: int) -> int:
     return max(1, -(-n // 12))
 
 
-def finish(
-    figure: Figure, x: str = "", y: str = "", legend: str | None = None, **layout: Any
-) -> Figure:
-    """The figure in moelab's look: titles of all axes, every name once in the legend.
+def finish(figure: Figure, x: str = "", y: str = "", legend: str = "", **layout: Any) -> Figure:
+    """The figure in moelab's look: titles of all axes, every name once in the legend beside it.
 
-    legend : the title of a legend beside the figure; without, the legend is above, and the right
-    margin holds notes."""
+    legend : its title."""
     if x:
         figure.update_xaxes(title=x)
     if y:
         figure.update_yaxes(title=y)
-    names = [trace.get("name") for trace in figure.traces]
-    for i, (name, trace) in enumerate(zip(names, figure.traces)):
-        if name and names.count(name) > 1 and "showlegend" not in trace:
-            trace |= {"legendgroup": name, "showlegend": name not in names[:i]}
-    notes = figure.frame.get("annotations", ())
-    beside = [len(note["text"]) for note in notes if note.get("xref") == "x domain"]
-    shown = layout.get("showlegend", legend is not None or len(figure.traces) > 1)
-    place = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"}
-    if legend is not None:
-        title = {"text": legend, "font": {"size": 13}}
-        place = {"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title}
-    # plotly leaves no room for notes
-    right = 24 if legend is not None and shown else 20 + 6 * max(beside, default=0)
-    margin = {"l": 72, "r": right, "t": 40, "b": 56}
-    figure.update_layout(legend=place, showlegend=shown, margin=margin)
+    named: set[str] = set()
+    for trace in figure.traces:
+        name = trace.get("name")
+        if name and "showlegend" not in trace:
+            trace |= {"legendgroup": name, "showlegend": name not in named}
+            named.add(name)
+    title = {"text": legend, "font": {"size": 13}}
+    figure.update_layout(
+        legend={"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title},
+        showlegend=len(figure.traces) > 1 or bool(legend),
+        margin={"l": 72, "r": 24, "t": 40, "b": 56},
+    )
     return figure.update_layout(**layout)
 
 
@@ -221,7 +213,7 @@ def by_row(figure: Figure, rows: Sequence[str], x: str) -> Figure:
 
 def lines(
     groups: Mapping[str, Any],
-    y: str | Mapping[str, str],
+    y: str,
     x: str,
     *,
     columns: int = 2,
@@ -237,41 +229,32 @@ def lines(
 
     groups : {series: [(x, y), …]} or {panel: that}; (x, y, low, high) has an interval, NaN is a
         gap, values alone are over 0, 1, 2, … A series looks alike in all panels.
-    y : the title of the vertical axis, or that of each panel; then panels are below one another.
     log : the axes with a logarithmic scale: "x", "y" or "xy". at : where a vertical line is drawn.
     across : {what: value}, horizontal lines. dots : {series: [(x, y), …]}, points beside the first
         panel's lines. top : the upper end of the vertical axes. kind : the legend's title.
     """
     groups = _panelled(groups, 2)
-    below = isinstance(y, Mapping)
-    columns = 1 if below else columns
     rows = -(-len(groups) // columns)
     figure, places = panels(
-        [""] * len(groups) if below else groups,
-        columns,
-        x,
-        "" if below else y,
-        horizontal_spacing=0.08,
-        vertical_spacing=(0.06 if below else 0.2) / rows,
-        shared_xaxes=below,
+        groups, columns, x, y, horizontal_spacing=0.08, vertical_spacing=0.2 / rows
     )
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
-    for place, (panel, of) in zip(places, groups.items()):
+    for place, of in zip(places, groups.values()):
         given = {name: _pairs(points) for name, points in of.items()}
         add_lines(figure, given, names, **({"mode": "lines"} if dots else {}), **place)
         if at is not None:
             figure.add_vline(x=at, line=DASHED, **place)
-        if below:
-            figure.update_yaxes(title=y[panel], **place)
     for name, found in (dots or {}).items():
         i = names.index(name)
         add_points(figure, found, name, i, "%{x:g}: %{y:.3g}", showlegend=False, **places[0])
     _add_across(figure, across or {})
-    _scale_axes(figure, log, each=True)
+    xs = {float(point) for trace in figure.traces for point in trace["x"]}
+    _scale_axes(figure, log)
+    if "x" in log and len(xs) < 9:  # a tick at each
+        figure.update_xaxes(tickvals=sorted(xs))
     if top is not None:
         figure.update_yaxes(range=[0, top])
-    finish(figure, legend=kind, height=(190 if below else 310) * rows + 80)
-    return figure.update_layout(**layout)
+    return finish(figure, legend=kind, height=310 * rows + 80).update_layout(**layout)
 
 
 def _pairs(points: Any) -> Any:
@@ -301,29 +284,14 @@ def _add_across(figure: Figure, across: Values) -> None:
         )
 
 
-def _scale_axes(figure: Figure, log: str, *more: float, each: bool = False) -> None:
-    """Logarithmic axes that include `more`, with round numbers; `each`: with a tick at each x, if
-    they are few."""
+def _scale_axes(figure: Figure, log: str) -> None:
+    """Logarithmic axes, "x", "y" or "xy", with round numbers."""
     for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
-        if axis not in log:
-            continue
-        found = [np.array(more, float)]
-        for trace in figure.traces:
-            of = np.asarray(trace.get(axis, ()), float)
-            ends = trace.get(f"error_{axis}") or {"array": 0, "arrayminus": 0}
-            found += [of, of + ends["array"], of - ends["arrayminus"]]
-        values = np.concatenate(found)
-        values = np.unique(values[values > 0])
-        if not len(values):
-            continue
-        low, high = values[0], values[-1]
-        ticks = [tick for tick in ROUND if low / 1.6 <= tick <= high * 1.6]
-        if len(ticks) > 6:
-            ticks = [tick for tick in ticks if f"{tick:e}"[0] == "1"]
-        ends = np.log10([low / 1.15, high * 1.15]).tolist()
-        if each and axis == "x" and len(values) < 9:
-            ticks, ends = values.tolist(), None
-        update(type="log", tickvals=ticks, range=ends, ticktext=[f"{t:g}" for t in ticks])
+        if axis in log:
+            values = np.concatenate([np.asarray(of[axis], float) for of in figure.traces])
+            values = values[values > 0]
+            wide = len(values) and values.max() > 300 * values.min()
+            update(type="log", tickvals=ROUND[:: 3 if wide else 1])
 
 
 def bars(
@@ -331,7 +299,6 @@ def bars(
     y: str,
     x: str = "",
     *,
-    paper: Mapping[str, Mapping[str, Mapping[str, Sequence[float]]]] | None = None,
     columns: int = 2,
     line: tuple[float, str] | None = None,
     percent: bool = False,
@@ -341,10 +308,8 @@ def bars(
 ) -> Figure:
     """Groups of bars, a panel or several.
 
-    groups : {series: {group: value}} or {panel: that}; (value, low, high) has whiskers, None is
-        drawn as N.S., not supported.
-    paper : {panel: {series: {group: values}}}, open diamonds on the bars; two values are the ends
-        of a range.
+    groups : {series: {group: value}} or {panel: that}; (value, low, high) has whiskers, None is no
+        bar.
     line : (value, what it is), drawn across. percent : values from 0 to 1 are drawn in per cent.
     kind : the legend's title. text : the format of the numbers on bars, such as ".2f". layout :
         barmode="stack" piles the series up.
@@ -356,17 +321,14 @@ def bars(
     )
     scale = 100 if percent else 1
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
-    for at, (panel, of) in zip(places, groups.items()):
+    for at, of in zip(places, groups.values()):
         for n, name in enumerate(names):
             _add_bars(figure, of.get(name, {}), name, n, scale, text, at)
-            if said := (paper or {}).get(panel, {}).get(name):
-                _add_paper(figure, said, name, n, scale, at)
         every = list(dict.fromkeys(group for by_group in of.values() for group in by_group))
         figure.update_xaxes(categoryarray=every, **at)
-        _add_unsupported(figure, of, names, at)
-    shown = len(names) > 1 or bool(paper) or (len(groups) > 1 and bool(line))
+    shown = len(names) > 1 or (len(groups) > 1 and bool(line))
     if line:
-        _add_line(figure, scale * line[0], line[1] * (not shown))
+        figure.add_hline(y=scale * line[0], line=DASHED)
     figure.update_xaxes(type="category", categoryorder="array", showgrid=False)
     look = {"barmode": "group", "scattermode": "group", "bargap": 0.18, "height": height}
     if not shown:
@@ -374,14 +336,10 @@ def bars(
     if layout.get("barmode") == "stack":
         figure.update_traces(offsetgroup=None)
     title = kind + (f"<br>dashed: {line[1]}" if line else "")
-    return finish(figure, legend=title, showlegend=shown).update_layout(**look | layout)
-
-
-def _add_line(figure: Figure, y: float, name: str) -> None:
-    """A line across; its name, if no legend has it, stands in the margin, where no bar is."""
-    figure.add_hline(y=y, line=DASHED)
-    if name:
-        label_right(figure, y, name.replace(" ", "<br>", 1))
+    finish(figure, legend=title, showlegend=shown)
+    if line and not shown:  # what it is stands in the margin, where no bar is
+        label_right(figure, scale * line[0], line[1].replace(" ", "<br>", 1))
+    return figure.update_layout(**look | layout)
 
 
 def _add_bars(
@@ -398,65 +356,21 @@ def _add_bars(
     if not there:
         return
     value, low, high = scale * np.array([np.broadcast_to(v, 3) for v in there.values()], float).T
+    spread = (high > low).any()
     figure.add_bar(
         x=list(there),
         y=value,
         name=name,
         offsetgroup=str(n),
         marker=bar_look(n),
-        error_y=interval(value, low, high, color="#333333") if (high > low).any() else None,
+        error_y=interval(value, low, high, color="#333333") if spread else None,
         texttemplate=f"%{{y:{text}}}" if text else None,
-        textposition="outside" if text else None,
+        textposition="inside" if spread else "outside",  # not on a whisker
+        insidetextanchor="start",
         cliponaxis=False if text else None,
         hovertemplate=hover("%{x}: %{y:.3g}", name),
         **at,
     )
-
-
-def _add_paper(
-    figure: Figure,
-    said: Mapping[str, Sequence[float]],
-    name: str,
-    n: int,
-    scale: float,
-    at: Mapping[str, Any],
-) -> None:
-    """A series' published values, open diamonds on its bars; two are the ends of a line."""
-    # NaN ends a line
-    ends = [(group, v) for group, values in said.items() for v in (*values, np.nan)]
-    figure.add_scatter(
-        x=[group for group, _ in ends],
-        y=[scale * v for _, v in ends],
-        mode="lines+markers",
-        name="the paper",
-        offsetgroup=str(n),
-        marker=PAPER,
-        line=EDGE | {"dash": "solid"},
-        hovertemplate=hover("%{x}: %{y:.3g}", f"{name}, paper"),
-        **at,
-    )
-
-
-def _add_unsupported(
-    figure: Figure, of: Mapping[str, Any], names: Sequence[str], at: Mapping[str, Any]
-) -> None:
-    """N.S. where a series has a group without a value."""
-    for name, by_group in of.items():
-        missing = [group for group, value in by_group.items() if value is None]
-        if missing:
-            figure.add_scatter(
-                x=missing,
-                y=[0] * len(missing),
-                mode="text",
-                text="N.S.",
-                textposition="top center",
-                offsetgroup=str(names.index(name)),
-                showlegend=False,
-                textfont=NOTE,
-                hoverinfo="skip",
-                name="not supported",
-                **at,
-            )
 
 
 def intervals(
@@ -464,7 +378,6 @@ def intervals(
     x: str | Mapping[str, str],
     *,
     limits: Values | None = None,
-    marks: Mapping[str, Values] | None = None,
     series: Mapping[str, str] | None = None,
     zero: float | None = 0,
     log: bool = False,
@@ -474,8 +387,8 @@ def intervals(
     """A point with its interval in each row, a panel or several side by side.
 
     groups : {row: (value, low, high)} or {panel: that}; NaN where a point is off the scale.
-    x : the title of the horizontal axes, of all or of each panel. limits : {panel: value}, the
-        largest that is allowed, dotted. marks : {panel: {what: value}}, dotted lines with a name.
+    x : the title of the horizontal axes, of all or of each panel. limits : {panel: value},
+        dotted lines.
     series : {row: series}, which tells rows apart by colour. zero : where no difference is.
     """
     groups = _panelled(groups, 2)
@@ -483,7 +396,6 @@ def intervals(
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
     kinds = list(dict.fromkeys((series or {}).values())) or [""]
     dotted = {"color": theme.VERMILLION, "dash": "dot", "width": 2}
-    named = _named(limits, marks)
     for at, (panel, of) in zip(places, groups.items()):
         for i, name in enumerate(kinds):
             rows = {row: v for row, v in of.items() if not series or series[row] == name}
@@ -500,68 +412,22 @@ def intervals(
             )
         if zero is not None:
             figure.add_vline(x=zero, line=EDGE, **at)
-        for what, value in named.get(panel, {}).items():
-            figure.add_vline(x=value, line=dotted, **at)
-            _label_above(figure, value, what, log, at)
+        if panel in (limits or {}):
+            figure.add_vline(x=limits[panel], line=dotted, **at)
         figure.update_xaxes(title=x if isinstance(x, str) else x[panel], **at)
     figure.update_xaxes(tickangle=0, nticks=max(3, 10 // len(groups)), tickfont_size=12)
     if log:
-        _scale_axes(figure, "x", *(x for of in named.values() for x in of.values()))
+        _scale_axes(figure, "x")
     figure.update_yaxes(categoryorder="array", categoryarray=names[::-1])
     look = {"height": 150 + 30 * len(names), "margin_l": 30 + 7 * max(map(len, ["", *names]))}
     return finish(figure, legend=kind, **look).update_layout(**layout)
-
-
-def _named(
-    limits: Values | None, marks: Mapping[str, Values] | None
-) -> dict[str, Mapping[str, float]]:
-    """{panel: {name: value}} of vertical lines; limits have no name."""
-    return {panel: {"": value} for panel, value in (limits or {}).items()} | dict(marks or {})
 
 
 def label_right(figure: Figure, y: float, text: str, shift: int = 0) -> None:
     """A name in the right margin at a height; `shift` pixels above it."""
     look = {"xref": "x domain", "xanchor": "left", "align": "left", "font": NOTE, "yshift": shift}
     figure.add_annotation(x=1, y=y, text=f" {text}", showarrow=False, **look)
-
-
-def _label_above(figure: Figure, x: float, text: str, log: bool, at: Mapping[str, int]) -> None:
-    """A name at the top of a panel's vertical line."""
-    (n,) = figure._panels(at["row"], at["col"])
-    look = {"yanchor": "top", "xanchor": "right", "textangle": -90, "font": NOTE}
-    place = {"x": np.log10(x) if log else x, "xref": f"x{n}", "y": 1, "yref": f"y{n} domain"}
-    figure.add_annotation(text=text, showarrow=False, **place, **look)
-
-
-def points(
-    groups: Mapping[str, Mapping[str, Sequence[float]]],
-    y: str,
-    x: str,
-    *,
-    at: Values | None = None,
-    kind: str = "measured",
-) -> Figure:
-    """Named points {series: {name: (x, y)}}; (x, y, low, high) has an interval. at : {what: x},
-    vertical lines."""
-    figure = Figure()
-    for i, (series, named) in enumerate(groups.items()):
-        xs, ys, *ends = zip(*named.values())
-        add_points(
-            figure,
-            [*zip(xs, ys)],
-            series,
-            i,
-            "%{text}: %{x:.3g}, %{y:.3g}",
-            mode="markers+text",
-            text=[f" {name}" for name in named],
-            textposition="middle right",
-            textfont={"size": 11},
-            cliponaxis=False,
-            error_y=interval(ys, *ends) if ends else None,
-        )
-    for what, value in (at or {}).items():
-        figure.add_vline(x=value, line=DASHED, layer="below", annotation_text=what)
-    return finish(figure, x, y, legend=kind, height=440, showlegend=len(groups) > 1)
+    figure.update_layout(margin_r=150)  # plotly leaves no room for notes
 
 
 def matrix(
@@ -572,12 +438,11 @@ def matrix(
     *,
     rows: Sequence[str] | None = None,
     columns: Sequence[str] | None = None,
-    high: float | None = None,
     numbers: str = "",
 ) -> Figure:
     """A map of values [rows, columns], the first row at the top.
 
-    what : the title of the scale, from 0 to `high`. numbers : the format of a number in each cell.
+    what : the title of the scale. numbers : the format of a number in each cell.
     """
     values = np.asarray(values, dtype=float)
     figure = Figure().add_heatmap(
@@ -585,7 +450,7 @@ def matrix(
         x=columns and list(columns),
         y=rows and list(rows),
         zmin=0,
-        zmax=np.nanmax(values, initial=0) if high is None else high,
+        zmax=np.nanmax(values, initial=0),
         xgap=1,
         ygap=1,
         texttemplate=f"%{{z:{numbers}}}" if numbers else None,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from moelab.specs import Event
 from moelab.viz import theme
@@ -18,13 +17,10 @@ from moelab.viz.charts import (
     EDGE,
     NOTE,
     Values,
+    add_lines,
     bar_look,
     finish,
-    gantt,
     hover,
-    label_right,
-    line_look,
-    lines,
     panels,
     pattern,
 )
@@ -48,42 +44,55 @@ def budget_curve(
         …], points. target : (seconds, what it is), a horizontal line.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
-    drawn = {name: sorted(points) for name, points in curves.items()}
-    best = {"Belady, whole experts": sorted(optimum)} if optimum else {}
-    stars = {"measured": [point for _, point in measured]} if measured else {}
-    shown = {
-        title: {
-            name: [(point[0] / scale, factor * point[place]) for point in points]
-            for name, points in (drawn | best | stars).items()
-        }
-        for place, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))
+    groups = {name: sorted(points) for name, points in curves.items()}
+    looks = {
+        "Belady, whole experts": {
+            "mode": "lines",
+            "line": {"width": 3, "color": theme.BLACK, "dash": "solid"},
+        },
+        "measured": {
+            "mode": "markers",
+            "text": [name for name, _ in measured],
+            "marker": {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE},
+        },
     }
-    figure = lines(
-        shown, dict(zip(shown, shown)), f"memory for experts ({unit})", kind="policies: simulated"
-    )
-    for trace in figure.traces:
-        if trace["name"] in best:
-            look = {"width": 3, "color": theme.BLACK, "dash": "solid"}
-            trace |= {"mode": "lines", "line": look}
-        if trace["name"] in stars:
-            star = {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE}
-            trace |= {"mode": "markers", "text": [name for name, _ in measured], "marker": star}
-    upper = {"row": 1, "col": 1}
+    more = zip(looks, (sorted(optimum), [point for _, point in measured]))
+    groups |= {name: points for name, points in more if points}
+    x = f"memory for experts ({unit})"
+    figure, places = panels([""] * 2, 1, x, shared_xaxes=True, vertical_spacing=0.04)
+    quantities = (1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")
+    for panel, (place, factor, title) in zip(places, quantities):
+        figure.update_yaxes(title=title, **panel)
+        for name, points in groups.items():
+            shown = [(point[0] / scale, factor * point[place]) for point in points]
+            add_lines(figure, {name: shown}, [*groups], **looks.get(name, {}), **panel)
     if target is not None:
-        note = {"annotation_position": "top right", "annotation_font": NOTE}
-        dotted = DASHED | {"dash": "dot"}
-        figure.add_hline(y=1e3 * target[0], line=dotted, annotation_text=target[1], **note, **upper)
+        figure.add_hline(
+            y=1e3 * target[0],
+            line=DASHED | {"dash": "dot"},
+            annotation_text=target[1],
+            annotation_font=NOTE,
+            **places[0],
+        )
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
-        look = {"yref": "paper", "yanchor": "bottom", "yshift": 13 * (i % 2), "font": NOTE}
-        # neighbours may be close
-        figure.add_annotation(x=memory / scale, y=1, text=name, showarrow=False, **look)
-    return figure.update_yaxes(range=[0, 104], row=2).update_layout(height=560)
+        figure.add_annotation(
+            x=memory / scale,
+            y=1,
+            yref="paper",
+            yanchor="bottom",
+            yshift=13 * (i % 2),  # neighbours may be close
+            text=name,
+            font=NOTE,
+            showarrow=False,
+        )
+    figure.update_yaxes(range=[0, 104], row=2)
+    return finish(figure, legend="policies: simulated", height=560)
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:
-    """What takes memory, {part: bytes}, stacked; a line where memory ends and the part `on_disk`
-    begins, hatched."""
+    """What takes memory, {part: bytes}, stacked; the part `on_disk`, which is not in memory, is
+    hatched."""
     scale, unit = _unit([sum(parts.values())])
     grey = {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
     figure = Figure()
@@ -96,54 +105,9 @@ def memory_bar(parts: Values, on_disk: str) -> Figure:
             marker=(grey if name == on_disk else bar_look(i)) | {"line": EDGE},
             hovertemplate=hover("%{x:.3g} " + unit, name),
         )
-    end = sum(nbytes for name, nbytes in parts.items() if name != on_disk) / scale
-    look = {"yref": "paper", "yanchor": "bottom", "showarrow": False, "font": NOTE}
-    figure.add_vline(x=end, line={"color": theme.BLACK, "width": 3})
-    figure.add_annotation(x=end, y=1, text=f"in memory: {end:.3g} {unit}", **look)
     figure.update_yaxes(showgrid=False, showticklabels=False)
     finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250)
     return figure.update_layout(legend_traceorder="normal")
-
-
-def load_distribution(loads: ArrayLike, capacities: Values | None = None) -> Figure:
-    """Tokens of each expert of one layer in a chunk, `loads` [chunks, E], busiest expert first.
-
-    Bands: all chunks, and the middle half of them; line: the median; `capacities` are drawn across.
-    """
-    loads = np.asarray(loads)
-    order = np.argsort(-loads.mean(0), kind="stable")
-    low, q1, median, q3, high = np.quantile(loads[:, order], [0, 0.25, 0.5, 0.75, 1], axis=0)
-    ranks = np.arange(loads.shape[1])
-    figure = Figure()
-    bands = {"all chunks": (low, high, 0.25), "middle half of the chunks": (q1, q3, 0.5)}
-    for name, (below, above, opacity) in bands.items():
-        figure.add_scatter(
-            x=np.r_[ranks, ranks[::-1]],
-            y=np.r_[above, below[::-1]],
-            fill="toself",
-            name=name,
-            mode="lines",
-            line={"width": 0},
-            fillcolor=f"rgba(0,114,178,{opacity})",  # blue
-            hoverinfo="skip",
-        )
-    figure.add_scatter(
-        x=ranks,
-        y=median,
-        name="median chunk",
-        customdata=order,
-        **line_look(0),
-        hovertemplate="expert %{customdata} (rank %{x}): %{y:.0f} tokens<extra></extra>",
-    )
-    shift = 0
-    below = -np.inf
-    for name, tokens in sorted((capacities or {}).items(), key=lambda item: item[1]):
-        # labels that would overlap move up
-        shift = shift + 12 if tokens - below < 0.05 * high.max() else 0
-        figure.add_hline(y=tokens, line=DASHED)
-        label_right(figure, tokens, f"{name}: {tokens:.0f}", shift)
-        below = tokens
-    return finish(figure, "popularity rank of the expert (0 = busiest)", "tokens in a chunk")
 
 
 def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
@@ -171,25 +135,6 @@ def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
         )
         figure.update_xaxes(title=name, showgrid=False, **at)
     return finish(figure, showlegend=False, bargap=0.05, height=320)
-
-
-def token_timeline(runs: Mapping[str, Sequence[Event]]) -> Figure:
-    """One token in each mode, measured: {mode: the events of one token}; numbers in bars are
-    layers."""
-    return gantt(
-        {
-            mode: [
-                e._replace(
-                    resource="copy" if e.resource in READS else e.resource, kind=kind_of(e, events)
-                )
-                for e in events
-                if e.resource in (*READS, "compute")
-            ]
-            for mode, events in runs.items()
-        },
-        "layers",
-        "measured",
-    )
 
 
 def kind_of(event: Event, events: Sequence[Event]) -> str:

@@ -85,26 +85,36 @@ def interact(
     shown : the cell has shown just that. In Jupyter it gives way to the controls, and is there again
         where the notebook is opened without them.
     """
-    for name, control in controls.items():
-        if not getattr(control, "description", ""):
-            raise ValueError(
-                f"the control {name!r} has no description; name the quantity and its unit"
-            )
-        control.style.description_width = LABEL
-        control.layout.width = "auto"
-    text = (
-        "[To be turned in JupyterLab: "
-        f"{', '.join(control.description for control in controls.values())}]"
-    )
     if not shown:
         function(**{name: control.value for name, control in controls.items()})
+    _turn(function, controls, shown_again=True)
+
+
+def _turn(
+    function: Callable[..., Any], controls: Mapping[str, Any], shown_again: bool = False
+) -> None:
+    """Show controls, and below them what `function` shows when one is turned; shown_again : and
+    at once, in the place of what the cell has shown."""
+    text = f"[To be turned in JupyterLab: {', '.join(of.description for of in controls.values())}]"
     if os.environ.get("MOELAB_HEADLESS"):
         return display({"text/plain": text}, raw=True)
-    turned = ipywidgets.interactive_output(function, controls)
-    box = ipywidgets.VBox([*controls.values(), turned])
-    box.add_class("moelab-turned")
+    shown = ipywidgets.Output()
+
+    def turned(_: Any = None) -> None:
+        shown.clear_output(wait=True)
+        with shown:
+            function(**{name: control.value for name, control in controls.items()})
+
+    for control in controls.values():
+        control.style.description_width, control.layout.width = LABEL, "auto"
+        control.observe(turned, "value")
+    box = ipywidgets.VBox([*controls.values(), shown])
+    if shown_again:
+        turned()
+        box.add_class("moelab-turned")
     live(box, text)
-    display({"text/html": FAILED, "text/plain": ""}, raw=True)
+    if shown_again:
+        display({"text/html": FAILED, "text/plain": ""}, raw=True)
 
 
 def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
@@ -120,32 +130,23 @@ def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
     first = [i for i, cell in enumerate(cells) if since in cell]
     if not first:
         raise ValueError(f"no cell that has run contains {since!r}; run all cells first")
-    shown = ipywidgets.Output()
     controls = {}
     for name, values in choices.items():
         values = sorted({*values, space[name]})
         controls[name] = ipywidgets.SelectionSlider(
             options=values, value=space[name], description=name, continuous_update=False
         )
-        controls[name].style.description_width, controls[name].layout.width = LABEL, "auto"
 
-    def turned(_: Any) -> None:
-        given = {name: control.value for name, control in controls.items()}
-        shown.clear_output(wait=True)
-        with shown, TemporaryDirectory() as folder:
+    def again(**given: Any) -> None:
+        with TemporaryDirectory() as folder:
             print("running", ", ".join(f"{name} = {value}" for name, value in given.items()), "…")
             kept = {of: copy(getattr(space["run"], of)) for of in ("metrics", "figures", "tables")}
             run = replace(space["run"], directory=Path(folder), takeaways=[], home=None, **kept)
-            again = space | given | {"run": run}
+            names = space | given | {"run": run}
             for cell in cells[first[-1] :]:
-                exec(compile(cell, "<cell>", "exec"), again)
+                exec(compile(cell, "<cell>", "exec"), names)
 
-    text = f"[To be turned in JupyterLab: {', '.join(controls)}]"
-    if os.environ.get("MOELAB_HEADLESS"):
-        return display({"text/plain": text}, raw=True)
-    for control in controls.values():
-        control.observe(turned, "value")
-    live(ipywidgets.VBox([*controls.values(), shown]), text)
+    _turn(again, controls)
 
 
 def follow_the_theme() -> None:

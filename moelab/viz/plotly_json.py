@@ -17,8 +17,6 @@ import numpy as np
 
 from moelab.viz import theme
 
-OPPOSITE = {"left": "right", "right": "left", "top": "bottom", "bottom": "top", "": "middle"}
-
 
 class Figure:
     """traces : dictionaries.   frame : what plotly calls the layout.
@@ -100,18 +98,17 @@ class Figure:
     def _across(
         self, axis: str, row: int | None = None, col: int | None = None, **look: Any
     ) -> Figure:
-        """A line at a value of an axis, through a panel or all; an `annotation_text` is beside one
-        of its ends, at an `annotation_position`."""
+        """A line at a value of an axis, through a panel or all; an `annotation_text` is above its right
+        end, or below at an `annotation_position` "bottom right"; of a vertical one right of its
+        top."""
         value = look.pop(axis)
         line = merged({}, look)
         note = line.pop("annotation", {})
-        end, side = note.pop("position", "top right").rpartition(" ")[::2]
-        other = "x" if axis == "y" else "y"
-        at = {"x": value, "y": float(end == "top"), "yanchor": end, "xanchor": OPPOSITE[side]}
+        below = note.pop("position", "") == "bottom right"
+        other, at = "y", {"x": value, "y": 1, "xanchor": "left", "yanchor": "top"}
         if axis == "y":
-            beside = side if end else OPPOSITE[side]
-            at = {"x": float(side == "right"), "y": value, "yanchor": OPPOSITE[end]}
-            at["xanchor"] = beside
+            other, at = "x", {"x": 1, "y": value, "xanchor": "right"}
+            at["yanchor"] = "top" if below else "bottom"
         ends = {f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1}
         for n in self._panels(row, col):
             of = {f"{axis}ref": f"{axis}{n}", f"{other}ref": f"{other}{n} domain"}

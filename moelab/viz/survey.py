@@ -1,7 +1,7 @@
 """What fills a checkpoint, read as it is, tensor by tensor: bytes, how compressible, what a few-bit
 format would lose.
 
-A tensor is looked at by a sample of whole rows at four places, so that a checkpoint of any size is
+A tensor is looked at by whole rows from its middle, so that a checkpoint of any size is
 surveyed within a few hundred megabytes of reading per thousand tensors, and never more than one
 sample is in memory. Tensors that fit their sample are counted whole. Stacked experts [E, …] are
 told apart."""
@@ -9,7 +9,6 @@ told apart."""
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +24,6 @@ from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 SAMPLE = 4 << 20
 TOTAL = 4 << 30
 LEAST = 64 << 10
-PLACES = 4
 LAYER = re.compile(r"(.*?\.\d+)\.(.+)$")
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
@@ -78,8 +76,7 @@ def sample_size(tensors: int) -> int:
 
 
 def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
-    """Rows [r, n] of a tensor, about `most` bytes of it: all of them, or runs of neighbours from
-    four places."""
+    """Rows [r, n] from the middle of a tensor, about `most` bytes of it, or all of them."""
     dtype = DTYPES[stored.dtype]
     n = stored.shape[-1] if stored.shape else 1
     if not stored.nbytes:
@@ -87,11 +84,8 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     row, rows = n * dtype.itemsize, prod(stored.shape[:-1])
     if rows < 2:
         row, rows = min(stored.nbytes, most // 64 * 64), 1
-    run = rows
-    if rows * row > most:
-        run = min(max(1, most // row // PLACES), max(1, rows // PLACES))
-    first = np.linspace(0, rows - run, min(PLACES, rows)).astype(int) if run < rows else [0]
-    read = np.concatenate([stored.read(int(at) * row, run * row) for at in first])
+    run = min(rows, max(1, most // row))
+    read = stored.read((rows - run) // 2 * row, run * row)
     return torch.from_numpy(read).view(dtype).view(-1, row // dtype.itemsize)
 
 
@@ -121,24 +115,3 @@ def error(part: Part, form: str, most: int = SAMPLE) -> float | None:
     find_format(form).decompress(blob, made)
     w = w.double()
     return float((w - made.double()).norm() / w.norm()) if w.any() else 0.0
-
-
-def popularity(found: Sequence[Part], counts: np.ndarray) -> list[float | None]:
-    """How often each part's expert is chosen, over the mean of its layer; None for what is no
-    expert's.
-
-    counts : [L, E], as of a trace or a calibration; the layers that have experts are its rows.
-
-    Raises ValueError: the checkpoint has other layers or experts than were counted.
-    """
-    experts = [part for part in found if part.expert is not None]
-    layers = list(dict.fromkeys(part.layer for part in experts))
-    E = 1 + max((part.expert for part in experts), default=-1)
-    if np.shape(counts) != (len(layers), E):
-        raise ValueError(
-            f"counts are {list(np.shape(counts))}, and the checkpoint has {len(layers)} layers of {E} "
-            f"experts; count on this model: moelab.record(model, prompts).counts()"
-        )
-    over = counts / np.maximum(np.mean(counts, 1, keepdims=True), 1e-12)
-    rows = dict(zip(layers, over.tolist()))
-    return [None if part.expert is None else rows[part.layer][part.expert] for part in found]

@@ -153,11 +153,7 @@ def packed(part: Any, name: str = "") -> Any:
     ):
         return [packed(value, name) for value in part]
     with np.errstate(all="ignore"):
-        kind = next(
-            kind
-            for kind in (("f4", "f8") if array.dtype.kind == "f" else ("i1", "i2", "i4", "f8"))
-            if np.allclose(array.astype(kind), array, rtol=1e-6, atol=0, equal_nan=True)
-        )
+        kind = "f4" if np.allclose(array.astype("f4"), array, 1e-6, 0, equal_nan=True) else "f8"
     return {
         "dtype": kind,
         "bdata": b64encode(array.astype(kind).tobytes()).decode(),

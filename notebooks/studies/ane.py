@@ -17,6 +17,8 @@ from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import SYSTEMS, Unit
 from moelab.cards import load_model
+from moelab.viz import theme
+from moelab.viz.plotly_json import Figure
 
 from .ane_device import DeviceModel, Prefill
 from .ane_published import ATTENTION_CPU, TABLE_5
@@ -234,3 +236,24 @@ OPERATORS = (
     ),
     Operator("residual addition", "cpu", "follows the scatter [Table 4]"),
 )
+
+
+def add_paper(figure: Figure, *panels: dict[str, dict[str, float]]) -> Figure:
+    """Published values, open diamonds on the bars of a figure; panels: {series: {group: value}}."""
+    look = {"size": 10, "color": theme.BLACK, "line": {"width": 2}}
+    for col, of in enumerate(panels, 1):
+        for n, (name, said) in enumerate(of.items()):
+            figure.add_scatter(
+                x=[*said],
+                y=[*said.values()],
+                mode="markers",
+                name="the paper",
+                legendgroup="the paper",
+                showlegend=(col, n) == (1, 0),
+                offsetgroup=str(n),
+                marker=look | {"symbol": "diamond-open"},
+                hovertemplate=f"%{{x}}: %{{y:.3g}}<extra>{name}, paper</extra>",
+                row=1,
+                col=col,
+            )
+    return figure

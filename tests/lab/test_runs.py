@@ -1,18 +1,13 @@
 """The commands `list` and `compare`, and the comparison behind it."""
 
 from moelab.__main__ import main
-from moelab.comparison import compare, find_run
+from moelab.comparison import find_run
 from moelab.files import write_json
 
 
-def put(results, run_id, value, smoke=True, notebook="01_calibration", figures=(), **more):
+def put(results, run_id, value, smoke=True, notebook="01_calibration", **more):
     folder = results / "runs" / notebook / run_id
     metrics = {"hits": value, "name": "lru"} | more
-    for name in figures:
-        write_json(
-            folder / "figures" / f"{name}.json",
-            {"figure": {"data": [{"name": run_id}], "layout": {}}, "caption": name, "alt": name},
-        )
     write_json(
         folder / "metrics.json",
         {
@@ -22,7 +17,6 @@ def put(results, run_id, value, smoke=True, notebook="01_calibration", figures=(
             "metrics": {
                 name: {"value": of, "unit": "", "kind": "exact"} for name, of in metrics.items()
             },
-            "figures": {name: {"file": f"figures/{name}.json"} for name in figures},
         },
     )
     return folder
@@ -55,19 +49,3 @@ def test_parameters_that_differ_come_first_and_notebooks_stand_for_their_newest_
     assert main(["compare", "1", "2"]) == 0
     told = capsys.readouterr().out
     assert told.index("smoke") < told.index("hits") and "01_calibration 20250102-1" in told
-
-
-def test_only_figures_that_both_have_are_paired(results):
-    one, other = (
-        put(results, run, 1, figures=names, **more)
-        for run, names, more in (
-            ("20250101-1", ("a", "b"), {"gone": 1}),
-            ("20250102-1", ("b", "c"), {}),
-        )
-    )
-    found = compare(one, other)
-    assert {
-        name: [of["figure"]["data"][0]["name"] for of in both]
-        for name, both in found.figures.items()
-    } == {"b": ["20250101-1", "20250102-1"]}
-    assert {m.name: m.note for m in found.metrics}["gone"] == "only one has it"

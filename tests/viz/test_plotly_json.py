@@ -28,7 +28,7 @@ def draw(figure, at):
     )
     figure.update_xaxes(title="x (s)").update_xaxes(title_font_size=9, type="log", **at)
     figure.update_yaxes(title="y (ms)", col=1).update_yaxes(range=[0, 1], showgrid=None)
-    for place in ("top right", "top left", "bottom left", "bottom right", "right", "left"):
+    for place in ("top right", "bottom right"):
         figure.add_hline(
             y=0.5,
             line=DASHED,
@@ -37,10 +37,7 @@ def draw(figure, at):
             annotation_font={"size": 9},
             **at,
         )
-        if " " in place:
-            figure.add_vline(
-                x=1, layer="below", annotation_text=place, annotation_position=place, **at
-            )
+    figure.add_vline(x=1, layer="below", annotation_text="here", **at)
     figure.add_vline(x=2, line=DASHED | {"dash": "dot"})
     figure.add_annotation(x=1, y=0, text="note", font_size=3)
     figure.add_shape(type="rect", x0=0, x1=1, y0=0, y1=1, yref="y domain", line_width=0)

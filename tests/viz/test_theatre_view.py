@@ -13,8 +13,14 @@ from moelab.simulation.costs import Delays, Machine
 from moelab.speculate.routers import route
 from moelab.viz import views
 from moelab.viz.views import stage as theatre
+from moelab.viz.views.recorded import seconds_of
 from tests.models import tiny
 from tests.viz.conftest import a_run
+
+
+def took(run):
+    return mean(seconds_of(run))
+
 
 STEPS = [
     [(layer, {(3 * n + layer + e) % 6: 1 for e in range(2)}) for layer in range(3)]
@@ -37,7 +43,6 @@ WRONG = [{}] + [
 
 def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
     right, wrong = stage(TRUE), stage(WRONG)
-    assert right.recall("mine", 1) == 1 and wrong.recall("mine", 1) == 0
     assert right.steps("speculative", "mine", 1) == STEPS == wrong.steps("hint", "mine", 1)
     changed = wrong.steps("speculative", "mine", 1)
     for step, new, true in zip(STEPS[1:], changed[1:], WRONG[1:]):
@@ -45,24 +50,26 @@ def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
             true.items()
         )
     hint = theatre.scene(right, "hint", "mine", 1, 250e3, 2)
-    assert mean(hint.took) < hint.none and hint.loss == 0
+    assert took(hint.simulation) < took(hint.none) and right.loss("hint", "mine", 1) == 0
     seen = theatre.scene(right, "speculative", "mine", 1, 250e3, 2)
-    assert seen.loss == pytest.approx(5) and right.bandwidth == pytest.approx(250e3)
+    assert "the loss changes by +5.00 %" in theatre.words(seen)[0]
+    assert right.bandwidth == pytest.approx(250e3)
     slow = theatre.scene(right, "none", "mine", 1, 125e3, 2)
-    assert mean(slow.took) == slow.none > hint.none
+    assert took(slow.simulation) == took(slow.none) > took(hint.none)
 
 
 def test_stalls_and_events_are_those_of_each_step():
     seen = theatre.scene(stage(TRUE), "hint", "mine", 1, 250e3, 99)
-    assert seen.token == 4 and len(seen.stalls) == len(seen.took) == 5
+    times = seconds_of(seen.simulation)
+    assert seen.token == 4 and len(seen.stalls) == len(times) == 5
     forwards = [forward for forward in seen.simulation.forwards if forward.phase == "decode"]
-    for forward, stall, took in zip(forwards, seen.stalls, seen.took):
+    for forward, stall, time in zip(forwards, seen.stalls, times):
         naive = 0.0
         for event in seen.simulation.events:
             if event.kind == "wait" and forward.start <= event.start and event.end <= forward.end:
                 naive += event.end - event.start
         assert (
-            stall == pytest.approx(naive) and took == forward.end - forward.start and stall <= took
+            stall == pytest.approx(naive) and time == forward.end - forward.start and stall <= time
         )
     for _title, events in seen.runs.items():
         assert events and min(e.start for e in events) <= min(e.end for e in events)
@@ -85,7 +92,7 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
         view = views.theatre(
             lm, prompt=[5, 6, 7, 8], tokens=5, predictors=("router",), distances=(1,)
         )
-    assert view.data.loss is None  # no tokenizer, so no text to measure the loss on
+    assert view.data.stage.losses == {}  # no tokenizer, so no text to measure the loss on
     view.widget
     strip = view.pictures[1]
     view.set(way="speculative", bandwidth=view.values["bandwidth"] / 2)

@@ -149,6 +149,16 @@ class Budgets(NamedTuple):
     curves: dict[str, list[Point]]
     target: float
 
+    @property
+    def policies(self) -> list[str]:
+        """Those that can be had; Belady's rule where none is chosen."""
+        return [policy for policy in self.at if policy != BELADY] or [BELADY]
+
+    @property
+    def best(self) -> str:
+        """The fastest of them."""
+        return min(self.policies, key=lambda policy: self.at[policy].tpot)
+
     def needs(self, policy: str) -> int | None:
         """The smallest budget simulated that gives the target; None if none does."""
         enough = (of.memory for of in self.curves[policy] if of.tpot * self.target <= 1)
@@ -198,19 +208,23 @@ def rows(found: Budgets) -> Rows:
 
 
 def words(found: Budgets) -> tuple[str, str]:
-    chosen = [policy for policy in found.at if policy != BELADY] or [BELADY]
-    best = min(chosen, key=lambda policy: found.at[policy].tpot)
-    least = {policy: memory for policy in chosen if (memory := found.needs(policy)) is not None}
-    first = min(least, key=least.get, default="")
-    needs = f"needs {size(least[first])} with {first}" if least else "is out of reach here"
-    source = found.explorer.found
+    best, source = found.best, found.explorer.found
+    least = [(n, policy) for policy in found.policies if (n := found.needs(policy)) is not None]
+    needs = "is out of reach here"
+    if least:
+        memory, first = min(least)
+        needs = f"needs {size(memory)} with {first}"
+    ran = "".join(
+        f" Measured with {policy} and {size(of.memory)}: {duration(of.tpot)}."
+        for policy, of in found.explorer.measured
+    )
     return (
         f"{source.name} on {found.device}, {size(found.memory)} for experts: with {best}, "
         f"{duration(found.at[best].tpot)} a token and {found.at[best].hit_rate:.0%} of the experts "
         f"found in memory. {_rate(found.target)} {needs}. TPOT is the mean of decode steps "
-        f"(simulated; routing {source.how}).",
+        f"(simulated; routing {source.how}).{ran}",
         "Above, TPOT falls as memory for experts grows, a line a policy; in the middle their hit "
-        "rates rise; below, a bar of what takes the memory, with a line at what it holds.",
+        "rates rise; below, a bar of what takes the memory, hatched what stays on disk.",
     )
 
 

@@ -2,7 +2,7 @@
 
 moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
 moelab view theatre --memory 25% -p way=hint --output theatre.csv
-moelab view model_map qwen.folder --output map.html         # with --counts FILE also by popularity
+moelab view model_map qwen.folder --output map.html
 moelab view arena mine:TakeTurns                            # a class of mine.py
 moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
 """
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
+from runpy import run_path
 from shlex import quote
 from typing import Any
 
@@ -36,7 +36,9 @@ def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
     """What reproduces a view of a recorded run: values → (a line for a shell, Python)."""
     opened = {} if found.memory is None else {"memory": found.memory} | found.options
     flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
-    source = None if found.source == str(small_model()) else found.source
+    source = found.source
+    if source and Path(source).resolve() == small_model().resolve():
+        source = None  # the small model needs no name
     if found.source is None:  # a card, or a run of which nobody knows what it was of
         source = found.name
         made = f"views.{name}({repr(source) if source in registry.names('model') else 'run'})"
@@ -107,12 +109,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generated (default: %(default)s)",
     )
     parser.add_argument(
-        "--counts",
-        type=Path,
-        metavar="FILE",
-        help="of model_map: how often each expert is chosen, as `moelab calibrate` writes it",
-    )
-    parser.add_argument(
         "-p",
         "--parameter",
         action="append",
@@ -134,8 +130,6 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
         )
-    if args.counts is not None and args.view != "model_map":
-        raise ValueError(f"--counts is for the view model_map, not for {args.view}")
     model = args.what[0] if args.what else None
     card = registry.like("model", model)
     if args.view in OF_A_MODEL and not (args.view == "budget" and card):
@@ -143,8 +137,7 @@ def main(args: argparse.Namespace) -> int:
             view = turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter)
     else:
         what = [_class(model)] if args.view == "arena" else [card] if card else args.what
-        more = {"counts": args.counts} if args.counts is not None else {}
-        view = turned(make(*what, **more), args.parameter)
+        view = turned(make(*what), args.parameter)
     print(filled(view.words[0]))
     if args.output is not None:
         content = WRITERS[args.output.suffix](view)
@@ -175,11 +168,9 @@ def _class(text: str | None) -> type:
     module, _, name = (text or "").partition(":")
     sys.path.insert(0, "")
     try:
-        if not module.isidentifier() or not Path(f"{module}.py").is_file():
+        if not Path(f"{module}.py").is_file():
             raise ValueError(f"there is no {module}.py in this folder")
-        found = getattr(import_module(module), name)
-        if Path(sys.modules[module].__file__ or "").resolve() != Path(f"{module}.py").resolve():
-            raise ValueError(f"{module} is the name of another module; give the file another name")
+        found = run_path(f"{module}.py", run_name=module)[name]
         if not isinstance(found, type):
             raise ValueError(f"{name} is no class")
         contests.kind_of(found)

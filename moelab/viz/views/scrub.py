@@ -131,7 +131,7 @@ def draw(found: Scrub, token: int) -> Figure:
                 hovertemplate=hover("layer %{y}, expert %{x}", what),
                 marker=look,
             )
-    figure.update_yaxes(autorange="reversed", dtick=whole_steps(len(states)))
+    figure.update_yaxes(range=[len(states) - 0.4, -0.6], dtick=whole_steps(len(states)))
     height = 120 + 26 * len(states)
     return finish(figure, "expert", "MoE layer", legend=f"step {token}", height=height)
 

@@ -87,17 +87,6 @@ class Stage:
             for step, predicted in zip(self.run.steps, self.predictions[predictor, distance][0])
         ]
 
-    def recall(self, predictor: str, distance: int) -> float:
-        """Share of the experts that are truly needed which had been predicted, where there is a
-        prediction."""
-        found = [
-            (len(experts.keys() & {*predicted[layer]}), len(experts))
-            for step, predicted in zip(self.run.steps, self.predictions[predictor, distance][0])
-            for layer, experts in step
-            if layer in predicted
-        ]
-        return sum(right for right, _ in found) / max(1, sum(true for _, true in found))
-
     def _play(self, way: str, bandwidth: float, *predicted: Any) -> Simulation:
         """The decode steps in simulated time; the prompt only fills the cache. As much memory as
         may be read ahead lies beside the cache."""
@@ -125,24 +114,38 @@ class Stage:
 
 
 class Scene(NamedTuple):
-    """What is seen: one way of prefetching, and one decode step of it.
+    """What is seen: one way of prefetching, by a predictor at a distance, and one decode step of
+    it; the simulation, and that without prefetching. bandwidth : of the disk, bytes/s."""
 
-    runs : {title: events of this step}, without prefetching and so.
-    stalls, took : [n], seconds of each decode step. none : of one without prefetching.
-    loss : its change in per cent, or None."""
-
+    stage: Stage
     way: str
-    title: str
-    token: int
+    of: tuple[str, int]
     bandwidth: float
-    runs: dict[str, list[Event]]
-    stalls: list[float]
-    took: list[float]
-    none: float
-    loss: float | None
-    recall: float
-    words: list[str]
+    token: int
     simulation: Simulation
+    none: Simulation
+
+    @property
+    def title(self) -> str:
+        predictor, distance = self.of
+        return "none" if self.way == "none" else f"{self.way}: {predictor}, {distance} ahead"
+
+    @property
+    def runs(self) -> dict[str, list[Event]]:
+        """The events of this step, without prefetching and so."""
+        return {
+            name: step_events(done.events, decode_steps(done)[self.token])
+            for name, done in {"none": self.none, self.title: self.simulation}.items()
+        }
+
+    @property
+    def stalls(self) -> list[float]:
+        """Seconds that each decode step waits."""
+        waits = [event for event in self.simulation.events if event.kind == "wait"]
+        return [
+            sum(event.end - event.start for event in waits if of.start <= event.start < of.end)
+            for of in decode_steps(self.simulation)
+        ]
 
 
 def scene(
@@ -150,32 +153,8 @@ def scene(
 ) -> Scene:
     """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
     of = predictor, distance
-    none, run = (stage.play(name, *of, bandwidth) for name in ("none", way))
-    title = way if way == "none" else f"{way}: {predictor}, {distance} ahead"
-    token = min(token, stage.last)
-    shown = {
-        name: step_events(done.events, decode_steps(done)[token])
-        for name, done in {"none": none, title: run}.items()
-    }
-    waits = [event for event in run.events if event.kind == "wait"]
-    stalls = [
-        sum(event.end - event.start for event in waits if of.start <= event.start < of.end)
-        for of in decode_steps(run)
-    ]
-    return Scene(
-        way,
-        title,
-        token,
-        bandwidth,
-        shown,
-        stalls,
-        seconds_of(run),
-        fmean(seconds_of(none)),
-        stage.loss(way, *of),
-        stage.recall(*of),
-        stage.found.words(stage.found.new),
-        run,
-    )
+    run, none = (stage.play(name, *of, bandwidth) for name in (way, "none"))
+    return Scene(stage, way, of, bandwidth, min(token, stage.last), run, none)
 
 
 def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
@@ -200,19 +179,25 @@ def draw(found: Scene) -> Iterator[Figure]:
 
 def strip(found: Scene) -> Figure:
     """Every token's time: its stall and the rest."""
+    took, stalls = seconds_of(found.simulation), found.stalls
+    texts = found.stage.found.words(found.stage.found.new)[: len(took)]
+    width = [3.0 if i == found.token else 0.5 for i in range(len(took))]
+    works = [a - b for a, b in zip(took, stalls)]
     figure = Figure()
-    width = [3.0 if i == found.token else 0.5 for i in range(len(found.took))]
     for name, values, colour, shape in (
-        ("works", [a - b for a, b in zip(found.took, found.stalls)], theme.SKY, ""),
-        ("waits", found.stalls, theme.VERMILLION, "x"),
+        ("works", works, theme.SKY, ""),
+        ("waits", stalls, theme.VERMILLION, "x"),
     ):
-        line = {"color": theme.BLACK, "width": width}
         figure.add_bar(
             x=[*range(len(values))],
             y=[1e3 * value for value in values],
             name=name,
-            customdata=[f"{i}: {word!r}" for i, word in enumerate(found.words[: len(values)])],
-            marker={"color": colour, "pattern": pattern(shape, size=6), "line": line},
+            customdata=[f"{i}: {text!r}" for i, text in enumerate(texts)],
+            marker={
+                "color": colour,
+                "pattern": pattern(shape, size=6),
+                "line": {"color": theme.BLACK, "width": width},
+            },
             hovertemplate=hover("%{customdata}: %{y:.2f} ms", name),
         )
     legend = {"legend": "simulated", "barmode": "stack", "height": 280}
@@ -230,18 +215,19 @@ def rows(found: Scene) -> Rows:
             "stall_s": stall,
             "kind": "simulated",
         }
-        for i, (took, stall) in enumerate(zip(found.took, found.stalls))
+        for i, (took, stall) in enumerate(zip(seconds_of(found.simulation), found.stalls))
     ]
 
 
 def words(found: Scene) -> tuple[str, str]:
-    change = "no bit of the output changes"
+    change = "" if found.way == "none" else "; no bit of the output changes"
     if found.way == "speculative":
-        change = "" if found.loss is None else f"the loss changes by {found.loss:+.2f} % (measured)"
-    how = "" if found.way == "none" else f", recall {found.recall:.0%}; {change}"
+        loss = found.stage.loss(found.way, *found.of)
+        change = "" if loss is None else f"; the loss changes by {loss:+.2f} % (measured)"
+    took, none = (fmean(seconds_of(run)) for run in (found.simulation, found.none))
     return (
-        f"{found.title}{how}. Disk: {found.bandwidth / 1e6:.4g} MB/s. {ms(fmean(found.took))} ms a token, of "
-        f"which {ms(fmean(found.stalls))} ms waiting; {ms(found.none)} ms without "
+        f"{found.title}{change}. Disk: {found.bandwidth / 1e6:.4g} MB/s. {ms(took)} ms a token, of "
+        f"which {ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without "
         f"prefetching (simulated). Step {found.token} is shown; a click on a bar shows another. "
         "Numbers in the timelines are experts.",
         "Two timelines, one below the other: disk, workers and compute as rows; with "

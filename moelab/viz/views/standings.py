@@ -10,20 +10,15 @@ from typing import Any
 
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
-from moelab.progress import progress
 from moelab.records import Rows
 from moelab.viz import theme
 from moelab.viz.charts import EDGE, bar_look, finish, hover
 from moelab.viz.plotly_json import Figure
-from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 TRACEBACK = "traceback"
 #: of what was chosen wrongly, how much is listed
 LISTED = 20
-#: experts that fit in memory, per cent, at which policies are ranked beside the share that is asked
-#: for
-SHARES = (25, 50, 75)
 
 
 def draw(contest: Contest) -> Figure:
@@ -90,38 +85,30 @@ def arena(
     """Rank a class or an object of one's own; see `moelab.bench.arena.arena`, whose arguments these
     are.
 
-    What it raises is shown with its traceback, and breaks nothing. Policies have a control: how
-    many experts fit."""
-    first = contests.arena(mine, model, share, tokens, each)
-    percent = round(100 * share)
-    every = {percent: first}
-    # a contest takes seconds: all are held before the picture is there
-    others = {*SHARES} - {percent} if first.kind == "cache policy" else ()
-    for other in progress(sorted(others), "ranking with another memory", unit="contest"):
-        every[other] = contests.arena(mine, model, other / 100, tokens, each)
+    What it raises is shown with its traceback, and breaks nothing."""
+    contest = contests.arena(mine, model, share, tokens, each)
 
-    def command(share: int) -> tuple[str, str]:
+    def command() -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
-        given = f"{first.own.name}, {str(model)!r}" if model else first.own.name
-        call = f"moelab.lab.arena({given}, share={share / 100:g}, tokens={tokens}, each={each})"
-        lines = [f"from {home} import {first.own.name}", "import moelab.lab"]
+        given = f"{contest.own.name}, {str(model)!r}" if model else contest.own.name
+        call = f"moelab.lab.arena({given}, share={share:g}, tokens={tokens}, each={each})"
+        lines = [f"from {home} import {contest.own.name}", "import moelab.lab"]
         printed = "; ".join([*lines, f"print({call}.csv())"])
         return f'python -c "{printed}"', "\n".join([*lines, call])
 
     return Detailed(
         "arena",
-        {"share": menu("experts in memory (%)", percent, sorted(every))},
-        lambda share: every[share],
+        {},
+        lambda: contest,
         draw,
         _rows,
         command,
         words,
-        plays=("share",),
         label="where it chose wrongly",
         names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling),
         tell=tell,
-        first=TRACEBACK if first.own.error else "",
+        first=TRACEBACK if contest.own.error else "",
     )
 
 

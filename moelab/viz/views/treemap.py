@@ -1,7 +1,7 @@
 """The model map: what fills a checkpoint, by bytes, coloured by what compression or quantisation
-would do, or by use.
+would do.
 
-    views.model_map("Qwen/Qwen3-30B-A3B")       views.model_map(folder, counts=trace)
+    views.model_map("Qwen/Qwen3-30B-A3B")
     views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
@@ -13,18 +13,15 @@ from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from moelab.advice.model import Model, find_model
-from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import locate
-from moelab.files import absolute
 from moelab.progress import progress
 from moelab.records import Rows
 from moelab.registry import like, names
-from moelab.schema import naming
 from moelab.store.headers import Stored
 from moelab.table import format_value
 from moelab.viz import survey
@@ -36,10 +33,7 @@ from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
 BOUND = "entropy bound"
-POPULARITY = "expert popularity"
 ERROR = "error of "
-#: what a colour is, for its bar
-SCALES = {BOUND: "compressed ÷ size", POPULARITY: "uses ÷ the layer's mean"}
 #: rectangles beyond which an expert's tensors are one
 MOST = 8000
 #: bytes of a survey up to which a page has all colours
@@ -100,14 +94,6 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
     ]
 
 
-def middle(values: Sequence[tuple[float, int]]) -> list[float]:
-    """The range of (value, bytes) without the outermost per cent of the bytes: a few tiny tensors
-    would else take all colours."""
-    value, nbytes = np.array(sorted(values) or [(0.0, 0), (1.0, 1)]).T
-    share = np.cumsum(nbytes) / nbytes.sum()
-    return value[np.searchsorted(share, (0.01, 0.99)).clip(max=len(value) - 1)].tolist()
-
-
 def draw(tree: Sequence[Node], colour: str) -> Figure:
     """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
     there = [
@@ -115,8 +101,14 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
         for node in tree
         if node.value is not None and node.part is not None
     ]
-    low, high = middle(there)
-    title = {"text": SCALES.get(colour, "relative error"), "side": "right", "font": {"size": 13}}
+    value, nbytes = zip(*there or [(0.0, 1)])
+    # without the outermost per cent of the bytes: a few tiny tensors would else take all colours
+    low, high = np.quantile(value, (0.01, 0.99), weights=nbytes, method="inverted_cdf").tolist()
+    title = {
+        "text": "compressed ÷ size" if colour == BOUND else "relative error",
+        "side": "right",
+        "font": {"size": 13},
+    }
     figure = Figure().add_treemap(
         ids=[node.name for node in tree],
         parents=[node.parent for node in tree],
@@ -148,53 +140,21 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
     return finish(figure, height=560, showlegend=False, margin=margin)
 
 
-def counted(counts: Any) -> np.ndarray | None:
-    """Expert counts [L, E] of a trace, a calibration, the file of one, an .npy file or an array;
-    None of None.
-
-    Raises FileNotFoundError, ValueError: no such file, or nothing that has counts in it.
-    """
-    if isinstance(counts, (str, Path)):
-        if (path := absolute(counts)).suffix == ".npy":
-            with naming(path, "array of expert counts", "numpy.save(path, counts)"):
-                counts = np.load(path)
-        else:
-            counts = Calibration.load(counts)
-    if counts is None:
-        return None
-    found = np.asarray(counts.counts() if callable(getattr(counts, "counts", None)) else counts)
-    numbers = found.ndim == 2 and found.dtype.kind in "iuf"
-    if not (numbers and (found >= 0).all() and 0 < found.sum() < np.inf):
-        raise ValueError(
-            f"counts of experts are numbers of 0 or more, [layers, experts], not all 0; these are "
-            f"{found.dtype} {list(found.shape)}"
-        )
-    return found
-
-
-def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
+def model_map(model: str | Path | None = None) -> Detailed:
     """The checkpoint of a model as a map.
 
     model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model;
-        or a card's name, of whose parts only the bytes are known, and with counts the popularity.
-    counts : how often each expert is chosen, [L, E], or a trace or calibration of this model, or
-        the file that `moelab calibrate` wrote: for the colour "expert popularity".
+        or a card's name, of whose parts only the bytes are known.
 
-    Raises FileNotFoundError, ValueError: no safetensors files, a damaged one, or counts of another
-    geometry."""
+    Raises FileNotFoundError, ValueError: no safetensors files, or a damaged one."""
     card = find_model(model) if like("model", model) and not Path(model).exists() else None
     path = Path(card.spec.name) if card else locate(model)[1]
     parts = parts_of(card) if card else survey.parts(path)
     most = survey.sample_size(len(parts))
-    seen = counted(counts)
     colours = [BOUND, *(f"{ERROR}{name}" for name in names("format"))]
-    if seen is not None:
-        colours.append(POPULARITY)
 
     @cache
     def values(colour: str) -> list[float | None]:
-        if colour == POPULARITY:
-            return survey.popularity(parts, seen)
         form = colour.removeprefix(ERROR)
         every = progress(parts, colour, unit="tensor")
         if colour == BOUND:
@@ -202,7 +162,7 @@ def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
         return [survey.error(part, form, most) for part in every]
 
     def words(data: Shown) -> tuple[str, str]:
-        sampled = sum(part.stored.nbytes > most for part in parts) * (data[1] != POPULARITY)
+        sampled = sum(part.stored.nbytes > most for part in parts)
         kind = "exact"
         if card:
             kind = f"by its card: experts' bytes are exact, others the {card.how}"
@@ -217,7 +177,7 @@ def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
         lambda colour: (nodes(parts, values(colour), path.name), colour),
         lambda data: draw(*data),
         _rows,
-        partial(_command, model, counts),
+        partial(_command, model),
         words,
         plays=("colour",) if small else (),
         label="tensor",
@@ -226,16 +186,12 @@ def model_map(model: str | Path | None = None, counts: Any = None) -> Detailed:
     )
 
 
-def _command(model: str | Path | None, counts: Any, colour: str) -> tuple[str, str]:
-    """Counts that are in no file are the reader's own `counts`."""
-    file = str(absolute(counts)) if isinstance(counts, (str, Path)) else ""
+def _command(model: str | Path | None, colour: str) -> tuple[str, str]:
     said = [quote(str(model))] if model is not None else []
-    said += ["--counts", quote(file)] if file else []
-    given = [repr(str(model))] if model is not None else []
-    given += [f"counts={repr(file) if file else 'counts'}"] if counts is not None else []
+    given = repr(str(model)) if model is not None else ""
     return (
         " ".join(["moelab view model_map", *said, f"-p colour={quote(colour)}"]),
-        f"from moelab.viz import views\nviews.model_map({', '.join(given)}).set(colour={colour!r})",
+        f"from moelab.viz import views\nviews.model_map({given}).set(colour={colour!r})",
     )
 
 
