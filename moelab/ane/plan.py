@@ -2,10 +2,11 @@
 §3, §4).
 
 `make_plan` turns counts into static graphs: capacities in tiers, experts of equal tier in groups
-whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. An `Account`
-says what a plan executed, dropped and padded.
+whose weights one graph can hold, each group, and attention, on the ANE or on the CPU. `count` says
+what a plan executes, drops and pads.
 
     counts [L, E]   tokens counted   B tokens of a chunk   G experts a group   C capacity
+    loads [n, L, E]
 
 A graph on the ANE costs its launch and all of its G·C rows, however few are used; on the CPU shapes
 are free, so an expert costs what its tokens cost, nothing is padded or dropped, and a capacity does
@@ -25,7 +26,7 @@ from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, ANESystem, Unit, why_no_g
 from moelab.files import absolute, write_text
 from moelab.registry import require
 from moelab.schema import Amount, Count, Size, naming, parse_json, typed
-from moelab.specs import DeviceSpec, MoESpec
+from moelab.specs import MoESpec
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
 from moelab.table import head_and_rows, text_table
 
@@ -96,15 +97,6 @@ class ANEPlan:
                 f"the plan was made from a calibration of {self.spec.name} (identity "
                 f"{self.model_id}), and {spec.name} is another model (identity {model_id}): "
                 "calibrate and plan this one"
-            )
-
-    def require_memory(self, device: DeviceSpec) -> None:
-        """ValueError if the weights are more than a machine's memory, which CPU and ANE share."""
-        if self.weight_bytes > 1e9 * device["memory_gb"]:
-            raise ValueError(
-                f"{self.spec.name} has at least {self.weight_bytes / 1e9:,.0f} GB of weights, "
-                f"{device.name} {device['memory_gb']:,.0f} GB of memory: plan experts of fewer bytes "
-                "a weight, or a larger machine"
             )
 
     @property
@@ -350,7 +342,8 @@ def attention_params(spec: MoESpec) -> int:
 
 @dataclass
 class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each."""
+    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` at
+    0."""
 
     chunks: Any = 0
     launches: Any = 0  # expert graphs run on the ANE
@@ -373,3 +366,42 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+def count(plan: ANEPlan, loads: Any) -> Account:
+    """The account [L] of a plan under loads [n, L, E], tokens that each expert gets in each chunk.
+
+    On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes
+    all rows of each chunk in which any of its experts has a token; on the CPU, and for a chunk of a
+    single token, exactly its tokens."""
+    loads = check_loads(plan, loads)
+    executed, slots, launches = (
+        loads.sum((0, 2)),
+        loads.sum((0, 2)),
+        np.zeros(plan.spec.L, dtype=np.int64),
+    )
+    alone = loads.sum(2) <= plan.spec.K  # [n, L], chunks of a single token
+    for l, layer in enumerate(plan.layers):
+        for group in layer.on("ane"):
+            mine = loads[:, l, list(group.experts)][~alone[:, l]]  # [≤ n, G]
+            launched = int(mine.any(1).sum())
+            executed[l] -= np.maximum(mine - group.capacity, 0).sum()
+            slots[l] += launched * group.slots - mine.sum()
+            launches[l] += launched
+    return Account(launches=launches, routed=loads.sum((0, 2)), executed=executed, slots=slots)
+
+
+def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
+    """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
+    loads = np.asarray(loads)
+    if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
+        raise ValueError(
+            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
+            f"{plan.spec.E} experts"
+        )
+    if loads.max() > plan.chunk:
+        raise ValueError(
+            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
+            "loads for it"
+        )
+    return loads

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from moelab.ane.device.device_model import DeviceModel, Prefill
+from moelab.ane.device.published import ATTENTION_CPU, TABLE_5
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.popularity import assumed_counts, assumed_loads
-from moelab.ane.systems import SYSTEMS, Unit
+from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure
 
-from .ane_device import DeviceModel, Prefill
-from .ane_published import ATTENTION_CPU, TABLE_5
-
-TABLE_2 = ("cpu", "naive", "anemll", "npumoe")
-ABLATION = ("base", "base+T", "base+TG", "npumoe")
 #: (prompt, chunk) of Figures 14 to 16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
 #: what is compared → the figure of a prefill
@@ -163,79 +160,6 @@ def modelled(found: dict[str, Study], seed: int = 0) -> dict[str, tuple[float, s
         name: (*of, "modelled", {reading: values[name][0] for reading, values in by.items()})
         for name, of in figures(found).items()
     }
-
-
-class Operator(NamedTuple):
-    """One operator of a layer, the best unit that can run it, and why, with its source."""
-
-    name: str
-    unit: Unit
-    reason: str
-
-
-OPERATORS = (
-    Operator(
-        "input and post-attention norm",
-        "cpu",
-        "LayerNorm is not supported on the ANE [§3.2; Fig. 4: Layernorm ×]",
-    ),
-    Operator(
-        "Q, K, V and output projection",
-        "ane",
-        "dense, static once the prompt is cut into chunks; written as 1×1 convolutions [§3.2; Fig. 4: nn.Linear (as Conv2d) ✓]",
-    ),
-    Operator(
-        "rotary embedding",
-        "ane",
-        "element-wise, positions come in as tensors [Fig. 4: Element-wise ✓]",
-    ),
-    Operator(
-        "KV cache update",
-        "ane",
-        "the cache has a fixed shape, so no index is dynamic [§3.2 (stateful KV cache update; fixed-shape KV caches)]",
-    ),
-    Operator(
-        "attention scores and values",
-        "ane",
-        "batched matrix products of static shape [§3.2; Fig. 4: Batched MatMul ✓]",
-    ),
-    Operator("softmax", "ane", "runs where the scores are [§3.2 (Q/K/V projections, softmax)]"),
-    Operator(
-        "attention mask",
-        "cpu",
-        "made by comparing positions; the graph only adds it [§3.2; Fig. 4: Comparison Ops ×]",
-    ),
-    Operator(
-        "router projection",
-        "cpu",
-        "too small to launch, and its result is needed on the CPU [§3.2]",
-    ),
-    Operator(
-        "top-k of the router",
-        "cpu",
-        "TopK and argmax are not supported [§3.2; Fig. 4: TopK sampling ×]",
-    ),
-    Operator("overflow ranking and pruning", "cpu", "sorts by saliency [§3.2 (performed on CPU)]"),
-    Operator(
-        "gather into expert buffers",
-        "cpu",
-        "indices are known at run time only [§3.2; Fig. 4: Scatter/Gather ×, Indexing ×]",
-    ),
-    Operator(
-        "padding of expert buffers", "cpu", "fills what the gather leaves empty [§4.2, step 4]"
-    ),
-    Operator(
-        "expert FFN",
-        "ane",
-        "dense and of static capacity; one graph a group of experts [§3.2, §4.2; Fig. 4: Standard Convolution ✓, Activations ✓, Element-wise ✓]",
-    ),
-    Operator(
-        "scatter with routing weights",
-        "cpu",
-        "indices are known at run time only [§3.2 (weighted combine); Fig. 4: Scatter/Gather ×]",
-    ),
-    Operator("residual addition", "cpu", "follows the scatter [Table 4]"),
-)
 
 
 def add_paper(figure: Figure, *panels: dict[str, dict[str, float]]) -> Figure:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.ane.plan import Account, ANEPlan, make_plan
+from moelab.ane.plan import Account, ANEPlan, count, make_plan
 from moelab.ane.runtime import prefill_through
 from moelab.arguments import number, one_of, several, whole
 from moelab.calibration import calibrate
@@ -27,8 +27,6 @@ from moelab.recording import record
 from moelab.records import Record, Records
 from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
-
-from .ane_counts import count
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
 MODES = {

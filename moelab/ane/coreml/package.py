@@ -120,7 +120,7 @@ def coremltools() -> Any:
         raise ImportError(
             "Core ML packages are read and written with coremltools, which is not installed: "
             "pip install 'moelab[ane]' (it exists for macOS, and for Linux on x86-64; "
-            "elsewhere the planning still works)"
+            "elsewhere the planning and the device model still work)"
         ) from error
     return coremltools
 

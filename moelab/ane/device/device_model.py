@@ -22,15 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params
-from moelab.ane.systems import GROUPED_QUERY, Unit
-from moelab.cards import load_device
-from moelab.records import Records
-from moelab.registry import require
-from moelab.specs import DeviceSpec, MoESpec
-
-from .ane_counts import check_loads
-from .ane_published import (
+from moelab.ane.device.published import (
     ATTENTION_CPU,
     REFERENCE_BYTES,
     REFERENCE_H,
@@ -38,7 +30,7 @@ from .ane_published import (
     TABLE_5,
     Sample,
 )
-from .ane_rates import (
+from moelab.ane.device.rates import (
     MODES,
     CPURates,
     Rates,
@@ -48,9 +40,12 @@ from .ane_rates import (
     relative_errors,
     rms,
 )
-
-#: architectures with multi-head latent attention (MLA), which is another cost
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params, check_loads
+from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
+from moelab.cards import load_device
+from moelab.records import Records
+from moelab.registry import require
+from moelab.specs import MoESpec
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ class DeviceModel:
     rates: Rates
     cpu: CPURates
     samples: tuple[Sample, ...]  # what the rates were fitted to
-    card: DeviceSpec  # of the machine
+    memory_bytes: float  # of the machine, which CPU and ANE share
     overlap: bool  # whether experts on the CPU run while the ANE runs its groups
 
     @classmethod
@@ -132,16 +127,26 @@ class DeviceModel:
         half the rates and half the powers, by the cards' `npu_tops`."""
         require("device with published figures", device, ("m2-ultra", "m2-max"))
         rates = fit(samples)
-        card = load_device(device)
-        slower = load_device("m2-ultra")["npu_tops"] / card["npu_tops"]
+        slower = load_device("m2-ultra")["npu_tops"] / load_device(device)["npu_tops"]
         return cls(
             device,
             rates.scaled(slower, slower, power=1 / slower),
             fit_cpu(rates, attention).scaled(slower),
             tuple(samples),
-            card,
+            load_device(device)["memory_gb"] * 1e9,
             overlap,
         )
+
+    def require(self, plan: ANEPlan) -> None:
+        """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE
+        share."""
+        if plan.weight_bytes > self.memory_bytes:
+            raise ValueError(
+                f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
+                f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading "
+                "them from a disk takes is not modelled: plan experts of fewer bytes a "
+                "weight, or a larger machine"
+            )
 
     def fit_table(self) -> Records:
         """The fit's errors: for latency and energy in each mode, as fitted and leaving one out."""
@@ -200,8 +205,8 @@ class DeviceModel:
         rates = self.rates.scaled(size, size)
         ane = sum((self._on_ane(rates, len(g.experts), g.capacity) for g in graphs), Cost())
         heavy = sum(group.weight_bytes for group in graphs) / REFERENCE_BYTES
-        # in the naïve system Core ML places graphs, at a dispatch each
-        placing = self._on_cpu(self.cpu.dispatch * heavy if plan.system == "naive" else 0.0)
+        managed = SYSTEMS[plan.system].managed
+        placing = self._on_cpu(0.0 if managed else self.cpu.dispatch * heavy)
         on_cpu = [e for group in layer.on("cpu") for e in group.experts]
         others = self.cpu_experts(spec, loads[on_cpu], None if visited is None else visited[on_cpu])
         others += self.dense(spec, spec.shared_I, plan.chunk)
@@ -225,7 +230,7 @@ class DeviceModel:
             raise ValueError(
                 f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew"
             )
-        plan.require_memory(self.card)
+        self.require(plan)
         spec = plan.spec
         chunks = math.ceil(prompt / plan.chunk)
         if loads is None:
