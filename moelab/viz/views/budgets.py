@@ -250,7 +250,9 @@ def budget(source: Any, prompt: Any = None, tokens: int = TOKENS) -> View:
             "memory="
         )
     machine, first = next(iter(explorers.items()))
-    fastest = min(first.play(policy, first.share(50)).tpot for policy in POLICIES)
+    had = 50 if found.memory is None else round(100 * found.memory / first.everything)
+    had = min(max(had, 1), 100)  # of all that experts take
+    fastest = min(first.play(policy, first.share(had)).tpot for policy in POLICIES)
     target = float(f"{0.99 / fastest:.2g}")
 
     def compute(share: float, policies: Any, machine: str, target: float) -> Budgets:
@@ -259,7 +261,7 @@ def budget(source: Any, prompt: Any = None, tokens: int = TOKENS) -> View:
     return View(
         "budget",
         {
-            "share": slider("memory for experts (% of all)", 50, 1, 100, steps=SHARES),
+            "share": slider("memory for experts (% of all)", had, 1, 100, steps=SHARES),
             "policies": several(
                 "cache policies", POLICIES, [name for name in names("cache") if name not in NEEDS]
             ),
