@@ -53,12 +53,12 @@ import torch
 import torch.nn.functional as F
 
 import moelab
-from moelab import registry
-from moelab.arguments import whole
+from moelab.base import registry
+from moelab.base.arguments import whole
+from moelab.base.library import budget, library
+from moelab.base.progress import progress
 from moelab.evaluation import accuracy, questions
 from moelab.evaluation.scores import text_windows
-from moelab.library import budget, library
-from moelab.progress import progress
 
 END = "<|endoftext|>"
 TOKENS_A_STEP = 2048

@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from moelab.base.files import atomic, read_json, results_root
 from moelab.bench.results import bench_file, sections_of
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.comparison import MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
-from moelab.files import atomic, read_json, results_root
 from moelab.viz import theme
 from moelab.viz.charts import NOTE, Values, bars, intervals, lines
 from moelab.viz.plotly_json import Figure

@@ -2,7 +2,7 @@
 
 A map of the package, lower rooms first; no room imports one above it.
 
-    specs configs cards files …     what a model and a machine are; small things that all use
+    base, cards                     what a model and a machine are; small things that all use
     kernels                         everything compiled
     store                           codecs and the expert store: its format, reading, writing
     models                          the seam: how transformers' call of a layer's experts gets here
@@ -40,11 +40,11 @@ _HOMES = {
     "restore": "moelab.checkpoint.restore",
     "simulate": "moelab.simulation.simulator:replay",
     "profile": "moelab.bench.profile",
-    "names": "moelab.registry",
-    "describe": "moelab.registry",
-    "MoESpec": "moelab.specs",
-    "DeviceSpec": "moelab.specs",
-    "ExpertKey": "moelab.specs",
+    "names": "moelab.base.registry",
+    "describe": "moelab.base.registry",
+    "MoESpec": "moelab.base.specs",
+    "DeviceSpec": "moelab.base.specs",
+    "ExpertKey": "moelab.base.specs",
     "ExpertStore": "moelab.store.layout",
     "StoreExperts": "moelab.store.reader",
     "Pools": "moelab.cache.pools",

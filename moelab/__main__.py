@@ -14,8 +14,8 @@ import re
 import sys
 
 from moelab import __version__
-from moelab.arguments import Parser
-from moelab.table import filled
+from moelab.base.arguments import Parser
+from moelab.base.table import filled
 
 #: name → (module, what it does, an example of its arguments)
 COMMANDS = {

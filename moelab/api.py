@@ -19,15 +19,15 @@ from typing import Any
 
 import torch
 
-from moelab import registry
-from moelab.arguments import number
+from moelab.base import registry
+from moelab.base.arguments import number
+from moelab.base.library import passages, token_count
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
-from moelab.library import passages, token_count
 from moelab.models import eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import torch
 
-from moelab.files import load_tensors, save_tensors
+from moelab.base.files import load_tensors, save_tensors
+from moelab.base.schema import Count, checked
+from moelab.base.specs import MoESpec
 from moelab.models.identity import same_source
-from moelab.schema import Count, checked
-from moelab.specs import MoESpec
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
 
 FORMAT = "moelab.calibration/1"

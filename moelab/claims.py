@@ -1,7 +1,7 @@
 """`moelab claims`: what the five sources claim, what answers it, and a verdict by rule.
 
 `data/claims.toml` is the ledger; tables of the papers, which nobody disputes, are in
-`moelab.papers`. A claim is a number, a range, a word or an order (`above`,
+`moelab.base.papers`. A claim is a number, a range, a word or an order (`above`,
 `below`), and is answered by metrics of a notebook or of a bench, or by what testing it would need.
 Its verdict is the first that applies:
 
@@ -40,13 +40,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moelab.base.files import read_json, results_root, shipped
+from moelab.base.records import Record, Records
+from moelab.base.registry import require
+from moelab.base.schema import Amount, naming, typed
+from moelab.base.table import format_value, text_table
 from moelab.bench.results import bench_file, metrics_of
 from moelab.comparison import MetricsFile, are_numbers, finished_runs
-from moelab.files import read_json, results_root, shipped
-from moelab.records import Record, Records
-from moelab.registry import require
-from moelab.schema import Amount, naming, typed
-from moelab.table import format_value, text_table
 
 REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = (
     VERDICTS

@@ -1,4 +1,4 @@
-"""What runs keep, as types that `moelab.schema` validates, and two runs side by side: the parameters
+"""What runs keep, as types that `moelab.base.schema` validates, and two runs side by side: the parameters
 that differ, and every metric with its spread.
 
 A run is its folder; a notebook's name or number stands for its newest one. The spread of a metric
@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
 
-from moelab.files import absolute, read_json, results_root
-from moelab.records import Record, Value
-from moelab.registry import require
-from moelab.schema import Amount, Count, Must
-from moelab.table import format_value
+from moelab.base.files import absolute, read_json, results_root
+from moelab.base.records import Record, Value
+from moelab.base.registry import require
+from moelab.base.schema import Amount, Count, Must
+from moelab.base.table import format_value
 
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a
 #: device card; modelled: a fitted formula; paper: a source's figure

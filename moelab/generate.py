@@ -27,14 +27,14 @@ from typing import Any
 
 import torch
 
-from moelab import registry
 from moelab.api import OpenOptions, make_predictor, open_model
-from moelab.arguments import output, whole
+from moelab.base import registry
+from moelab.base.arguments import output, whole
+from moelab.base.files import writable
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation.questions import prompts
-from moelab.files import writable
 from moelab.models.greedy import greedy, not_followed
 from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session

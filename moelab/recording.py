@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.base.progress import progress
 from moelab.checkpoint.opening import spec_of
 from moelab.models.forward import forward_info
 from moelab.models.greedy import greedy
@@ -23,7 +24,6 @@ from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer
 from moelab.models.stream import stacks, streams
-from moelab.progress import progress
 from moelab.trace import (
     DECODE,
     HIDDEN,

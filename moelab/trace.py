@@ -15,9 +15,9 @@ from typing import Literal
 
 import torch
 
-from moelab.files import absolute, atomic, load_tensors, save_tensors
-from moelab.schema import FLOATS, checked
-from moelab.specs import MoESpec
+from moelab.base.files import absolute, atomic, load_tensors, save_tensors
+from moelab.base.schema import FLOATS, checked
+from moelab.base.specs import MoESpec
 from moelab.store.headers import NAMES, header_bytes
 
 PREFILL = 0

@@ -15,42 +15,13 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 HEAVY = ("torch", "transformers", "plotly", "papermill", "coremltools", "numba")
 
 #: what every part may use
-COMMON = {
-    "specs",
-    "configs",
-    "progress",
-    "table",
-    "cards",
-    "library",
-    "kernels",
-    "arguments",
-    "files",
-    "registry",
-    "journal",
-    "schema",
-    "records",
-    "forks",
-    "papers",
-}
-#: what cards, configs and library may use of these
-BASE = {"specs", "progress", "files", "registry", "schema"}
+COMMON = {"base", "cards", "kernels"}
+#: what these three may use of each other
+BELOW = {"base": set(), "cards": {"base"}, "kernels": {"base"}}
 #: part of moelab → the parts that it may import, COMMON aside
 DIRECTIONS = {
-    "schema": set(),
-    "specs": {"schema"},
-    "configs": set(),
-    "progress": set(),
-    "table": set(),
-    "cards": set(),
-    "library": set(),
-    "kernels": {"progress", "forks"},
-    "arguments": {"files", "registry"},
-    "files": {"schema"},
-    "registry": {"schema", "table"},
-    "journal": set(),
-    "forks": set(),
-    "records": set(),
-    "papers": {"files", "records"},
+    **BELOW,
+    "files": {"base"},
     "comparison": set(),
     "store": set(),
     "models": {"store"},
@@ -169,19 +140,14 @@ def part_of(path):
 
 @lru_cache(None)
 def imports(path):
-    """(imported dotted name, whether it is inside a function) of a file, relative imports
-    resolved."""
+    """(imported dotted name, whether it is inside a function) of a file, for types alone, too;
+    relative imports resolved."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = ["moelab", *path.relative_to(PACKAGE).parts[:-1]]
 
     def visit(node, inside):
         inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.If) and ast.unparse(child.test) in (
-                "TYPE_CHECKING",
-                "typing.TYPE_CHECKING",
-            ):
-                continue  # never executed
             if isinstance(child, ast.Import):
                 yield from ((alias.name, inside) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
@@ -199,9 +165,7 @@ def violations(path):
     part = part_of(path)
     if part not in DIRECTIONS:
         yield f"{part} is new: say in DIRECTIONS what it may import"
-    common = (
-        BASE if part in ("cards", "configs", "library") else set() if part in COMMON else COMMON
-    )
+    common = set() if part in BELOW else COMMON
     for name, inside in imports(path):
         package, _, rest = name.partition(".")
         other = rest.partition(".")[0]

@@ -22,16 +22,16 @@ from safetensors.torch import save_file
 from moelab import claims
 from moelab.__main__ import main
 from moelab.ane.plan import ANEPlan, make_plan
+from moelab.base.files import read_json, write_json
+from moelab.base.schema import checked, parse_json, typed
+from moelab.base.specs import MoESpec
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.comparison import MetricsFile, compare
-from moelab.files import read_json, write_json
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
-from moelab.schema import checked, parse_json, typed
-from moelab.specs import MoESpec
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import MoESpec
 from moelab.calibration import Calibration, calibrate
-from moelab.specs import MoESpec
 from moelab.static.loads import chunk_loads
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 from notebooks.studies.popularity import (

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from moelab import cards
-from moelab.configs import spec_from_config
+from moelab.base.configs import spec_from_config
 
 WANTED = {
     "Phi-3.5-MoE",

@@ -9,6 +9,7 @@ import pytest
 
 from moelab import claims
 from moelab.__main__ import main
+from moelab.base.files import CHECKOUT
 from moelab.claims import (
     CONTRADICTED,
     DIRECTION,
@@ -22,7 +23,6 @@ from moelab.claims import (
     load,
     rows,
 )
-from moelab.files import CHECKOUT
 
 BASELINES = CHECKOUT / "results"
 EFFECT = {"value": 1.2, "tolerance": 0.2, "neutral": 1.0}

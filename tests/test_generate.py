@@ -13,7 +13,7 @@ import pytest
 
 from moelab import open_model
 from moelab.__main__ import main
-from moelab.files import small_model
+from moelab.base.files import small_model
 from moelab.generate import generate
 from moelab.models.greedy import OPTIONS
 from moelab.models.identity import identity

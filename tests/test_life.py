@@ -168,7 +168,7 @@ def predictors(model):
         "trace": moelab.record(model, [PROMPTS[2][0].tolist()], max_new_tokens=3),
     }
     return {
-        name: lambda model, name=name: moelab.registry.make(
+        name: lambda model, name=name: moelab.base.registry.make(
             "predictor", name, model, **{part: made[part] for part in moelab.speculate.takes(name)}
         )
         for name in moelab.names("predictor")

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from moelab.__main__ import COMMANDS, build_parser, main
-from moelab.files import CHECKOUT
+from moelab.base.files import CHECKOUT
 
 
 def test_the_list_of_commands_imports_nothing_heavy():

@@ -143,7 +143,7 @@ def test_an_installed_package_finds_what_it_ships(tmp_path):
     assert done.returncode == 0, done.stderr
     assert (home / "qwen.store").is_dir()
     found = subprocess.run(
-        [python, "-c", "import moelab, moelab.files as f; print(moelab.__file__, f.CHECKOUT)"],
+        [python, "-c", "import moelab, moelab.base.files as f; print(moelab.__file__, f.CHECKOUT)"],
         cwd=home,
         env=environment,
         capture_output=True,

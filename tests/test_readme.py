@@ -17,11 +17,11 @@ from torch import nn
 import moelab
 from moelab import cards
 from moelab.__main__ import COMMANDS, main
+from moelab.base.registry import Entry
 from moelab.bench.results import why_busy
 from moelab.experts import EXECUTORS
 from moelab.models import eager, plug
 from moelab.models.dialects import BLOCKS, ROUTING
-from moelab.registry import Entry
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab import registry
 from moelab.__main__ import main
 from moelab.advice import doctor
-from moelab.arguments import Parser, one_of
-from moelab.table import text_table
+from moelab.base import registry
+from moelab.base.arguments import Parser, one_of
+from moelab.base.table import text_table
 
 ENCODINGS = ["ascii", "cp437", "utf-16"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 from moelab.trace import FIELDS, HIDDEN, RoutingTrace, growing_tensor, hidden_path
 
 

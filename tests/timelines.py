@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
 
-from moelab.specs import Event
+from moelab.base.specs import Event
 
 
 def check(events: Iterable[Event]) -> list[str]:

@@ -10,12 +10,13 @@ from pathlib import Path
 from _site import DOCS, ROOT, keep, keep_only
 from _site.links import rewritten
 from _site.tutorials import newest, question
-from moelab import _HOMES, claims, registry
+from moelab import _HOMES, claims
 from moelab.__main__ import COMMANDS, build_parser
+from moelab.base import registry
+from moelab.base.files import read_json
+from moelab.base.table import markdown_table
 from moelab.comparison import KINDS as KINDS_OF_NUMBERS
 from moelab.comparison import MetricsFile
-from moelab.files import read_json
-from moelab.table import markdown_table
 from moelab.viz.notebook import inert
 
 #: caption → pages, first those that are read first; "folder/*" is what else lies there
@@ -54,8 +55,8 @@ KINDS = {
     "codec": ("Codecs store experts", "moelab.store.codec.Codec"),
     "format": ("Formats round weights to few bits", None),
     "scheduler": ("Schedulers order reading and decompressing", None),
-    "model": ("Cards of models", "moelab.specs.MoESpec"),
-    "device": ("Cards of devices", "moelab.specs.DeviceSpec"),
+    "model": ("Cards of models", "moelab.base.specs.MoESpec"),
+    "device": ("Cards of devices", "moelab.base.specs.DeviceSpec"),
 }
 GROUPS = {
     "Open and run": ("open_model", "using", "names", "describe", "advise"),

@@ -8,8 +8,8 @@ from typing import Any
 
 from _site import ROOT, keep, keep_only
 from _site.links import rewritten
+from moelab.base.files import read_json
 from moelab.comparison import MetricsFile, finished_runs
-from moelab.files import read_json
 from moelab.viz.theme import PLOTLY, in_script, plotly_js
 
 #: what a reader is shown of an output, the first that there is

@@ -30,16 +30,16 @@ from moelab.advice.space import PROMPT, TIMED, WARM, CostsOf, Look, Search, form
 from moelab.advice.verify import options_of, stored
 from moelab.advice.verify import run as run_way
 from moelab.advice.ways import Way
-from moelab.arguments import number, several, whole
+from moelab.base.arguments import number, several, whole
+from moelab.base.progress import progress
+from moelab.base.records import Record, Records
+from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.grid import synthetic
 from moelab.bench.measure import turns, working
 from moelab.bench.memory_limit import drop_cached
 from moelab.bench.results import watched
 from moelab.evaluation.intervals import typical
-from moelab.progress import progress
-from moelab.records import Record, Records
-from moelab.specs import MoESpec
 
 #: about 200 MB of experts each: few wide ones, some, many narrow ones
 SPECS = (

@@ -28,10 +28,10 @@ from moelab.advice.machine import here
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.ways import ZIPF, Way, zipf
-from moelab.arguments import whole
+from moelab.base.arguments import whole
+from moelab.base.specs import DeviceSpec, MoESpec
 from moelab.cards import load_device
 from moelab.offloading import budget
-from moelab.specs import DeviceSpec, MoESpec
 
 #: tokens of a sequence, where nobody says how many
 CONTEXT = 4096

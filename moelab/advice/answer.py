@@ -14,11 +14,11 @@ from moelab.advice.disk import fitting
 from moelab.advice.model import AS_IS, DECODED, FORMS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
+from moelab.base.specs import DeviceSpec
+from moelab.base.table import duration, filled, head_and_rows, plain, size, text_table
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import RESERVE
 from moelab.simulation.costs import MachineRates
-from moelab.specs import DeviceSpec
-from moelab.table import duration, filled, head_and_rows, plain, size, text_table
 
 #: rows of the printed table
 ROWS = 12

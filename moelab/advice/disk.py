@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moelab.advice.model import LOSSLESS, Model
 from moelab.advice.ways import Way
-from moelab.files import absolute, cache_root, nearest
-from moelab.table import size
+from moelab.base.files import absolute, cache_root, nearest
+from moelab.base.table import size
 
 
 def fitting(model: Model, ways: list[Way], loss: float) -> tuple[list[Way], list[str]]:

@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moelab.advice.machine import disk_rate, memory_rate
+from moelab.base.files import cache_root, folder_bytes, nearest
+from moelab.base.table import size
 from moelab.bench.machine import read_ahead
-from moelab.files import cache_root, folder_bytes, nearest
 from moelab.offloading.budget import available
-from moelab.table import size
 
 #: processor's features that the kernels or torch's products use
 FEATURES = "avx2", "avx512bw", "avx512bf16", "amx-bf16", "neon", "bf16"

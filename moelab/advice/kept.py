@@ -15,10 +15,10 @@ from dataclasses import replace
 from statistics import geometric_mean, median
 
 from moelab.advice.ways import TIMED, Way
+from moelab.base.files import cache_folder
+from moelab.base.journal import Journal
+from moelab.base.records import Record
 from moelab.evaluation.intervals import typical
-from moelab.files import cache_folder
-from moelab.journal import Journal
-from moelab.records import Record
 
 #: the least uncertainty of a corrected prediction, as this much differs between two runs of one way
 LEAST = 0.05

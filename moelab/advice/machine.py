@@ -18,8 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
+from moelab.base.specs import DeviceSpec, Figure
 from moelab.offloading.budget import available
-from moelab.specs import DeviceSpec, Figure
 
 #: bytes of a read: about an expert, of which disks deliver several thousand a second
 READ = 4 << 20

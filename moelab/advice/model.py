@@ -13,11 +13,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from moelab import registry
+from moelab.base import registry
+from moelab.base.configs import NESTED, spec_from_config
+from moelab.base.files import from_hub, small_model
+from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import load_card, load_model
-from moelab.configs import NESTED, spec_from_config
-from moelab.files import from_hub, small_model
-from moelab.specs import DTYPE_BYTES, MoESpec
 
 #: how bf16 experts may be stored and multiplied as they lie → bits a weight: `moelab.store`
 FORMS = {"bf12": 12, "int8": 8.5, "fp8": 8.002, "int4": 4.5, "mxfp4": 4.25}

@@ -13,10 +13,10 @@ from typing import Any
 
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.ways import Way, hit_rates
+from moelab.base.specs import DeviceSpec
+from moelab.base.table import size
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
-from moelab.specs import DeviceSpec
-from moelab.table import size
 
 #: experts that must have slots beside those that are kept, so that a layer can load while it
 #: computes

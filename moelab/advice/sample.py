@@ -24,13 +24,13 @@ from moelab.advice.kept import machine
 from moelab.advice.machine import memory_rate
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, CostsOf, Look
+from moelab.base.files import cache_folder
+from moelab.base.progress import progress
+from moelab.base.specs import MoESpec
 from moelab.bench.profile import FORMAT, Profile, profile
 from moelab.bench.results import watched
 from moelab.bench.synthesize import VOCABULARY, synthesize
-from moelab.files import cache_folder
 from moelab.offloading.slots import Sizes
-from moelab.progress import progress
-from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.layout import aligned
 

@@ -36,12 +36,12 @@ from moelab.advice.space import (
     scene,
 )
 from moelab.advice.ways import Way
+from moelab.base.files import cache_folder, load_json, write_json
+from moelab.base.records import Record
+from moelab.base.schema import typed
+from moelab.base.table import span
 from moelab.bench.profile import Profile
-from moelab.files import cache_folder, load_json, write_json
-from moelab.records import Record
-from moelab.schema import typed
 from moelab.simulation.simulator import flat
-from moelab.table import span
 
 #: of what is kept of a look: another number where that would no longer do
 FORMAT = "moelab.look/7"

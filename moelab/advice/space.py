@@ -21,11 +21,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moelab import registry
 from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, DECODED, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
+from moelab.base import registry
+from moelab.base.progress import progress
+from moelab.base.records import Record
+from moelab.base.specs import DeviceSpec
+from moelab.base.table import size
 from moelab.bench.profile import Profile
 from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
@@ -33,8 +37,6 @@ from moelab.cache.residency import Residency
 from moelab.evaluation.intervals import typical
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes, divide
-from moelab.progress import progress
-from moelab.records import Record
 from moelab.simulation.costs import Machine, delays_in_place
 from moelab.simulation.simulator import (
     Predictions,
@@ -45,8 +47,6 @@ from moelab.simulation.simulator import (
     ordered,
     simulate,
 )
-from moelab.specs import DeviceSpec
-from moelab.table import size
 from moelab.zipmoe.planner import best_pools, drawn
 
 #: of a search

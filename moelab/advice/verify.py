@@ -27,12 +27,12 @@ from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
+from moelab.base.progress import progress
+from moelab.base.records import Record
 from moelab.bench.measure import in_process
 from moelab.bench.memory_limit import drop_cached
 from moelab.bench.profile import measured
 from moelab.bench.results import watched
-from moelab.progress import progress
-from moelab.records import Record
 from moelab.simulation.fit import fitted
 
 #: seconds that one process may take; windows and tokens by which language loss is measured

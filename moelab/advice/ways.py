@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from moelab.base.records import Record
+from moelab.base.specs import MoESpec
+from moelab.base.table import duration, percent, plain, size
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.records import Record
-from moelab.specs import MoESpec
-from moelab.table import duration, percent, plain, size
 
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24

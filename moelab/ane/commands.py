@@ -25,10 +25,11 @@ from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
 
-from moelab import cards, registry
-from moelab.arguments import number, output, several, whole
-from moelab.specs import MoESpec
-from moelab.table import format_value, head_and_rows, text_table
+from moelab import cards
+from moelab.base import registry
+from moelab.base.arguments import number, output, several, whole
+from moelab.base.specs import MoESpec
+from moelab.base.table import format_value, head_and_rows, text_table
 
 MB = 1e6
 #: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
@@ -276,8 +277,8 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
     from moelab.ane.parity import parity as compare
+    from moelab.base.library import token_count
     from moelab.evaluation import questions
-    from moelab.library import token_count
 
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:

@@ -24,9 +24,9 @@ from moelab.ane.coreml.package import read_package
 from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac, sample_inputs
 from moelab.ane.device.timing import Meter, measure
 from moelab.ane.runtime import prefill_through
-from moelab.progress import progress
-from moelab.records import Rows
-from moelab.table import head_and_rows, text_table
+from moelab.base.progress import progress
+from moelab.base.records import Rows
+from moelab.base.table import head_and_rows, text_table
 
 #: relative RMS difference between a device and the evaluator in fp16: rounding per operation alone
 #: makes 5e-4

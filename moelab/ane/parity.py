@@ -19,7 +19,7 @@ import torch
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.plan import Account
 from moelab.ane.runtime import prefill_through
-from moelab.progress import progress
+from moelab.base.progress import progress
 
 #: of a good conversion: largest difference of a logit in double precision, least share of equal
 #: next tokens

@@ -23,12 +23,12 @@ from typing import Any, Literal
 import numpy as np
 
 from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, ANESystem, Unit, why_no_graph
-from moelab.files import absolute, write_text
-from moelab.registry import require
-from moelab.schema import Amount, Count, Size, naming, parse_json, typed
-from moelab.specs import MoESpec
+from moelab.base.files import absolute, write_text
+from moelab.base.registry import require
+from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
+from moelab.base.specs import MoESpec
+from moelab.base.table import head_and_rows, text_table
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
-from moelab.table import head_and_rows, text_table
 
 FORMAT = "moelab.ane.plan/2"
 #: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moelab.registry import require
-from moelab.specs import MoESpec
+from moelab.base.registry import require
+from moelab.base.specs import MoESpec
 
 #: name → (width of the log-normal, Dirichlet concentration an expert)
 SKEWS = {"even": (0.0, 1e6), "typical": (0.4, 2.0), "strong": (0.9, 2.0)}

@@ -23,11 +23,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from moelab.arguments import Parser, output
+from moelab.base.arguments import Parser, output
+from moelab.base.files import CHECKOUT, absolute
+from moelab.base.registry import require
+from moelab.base.table import format_value, head_and_rows, text_table
 from moelab.bench.results import bench_file, measuring, write
-from moelab.files import CHECKOUT, absolute
-from moelab.registry import require
-from moelab.table import format_value, head_and_rows, text_table
 
 #: folders of the code that benches of tokens measure: their results are older once it changes
 ENGINE = tuple(

@@ -19,21 +19,21 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
+from moelab.base.library import token_count
+from moelab.base.progress import progress
+from moelab.base.specs import ExpertKey, State
 from moelab.bench.limits import belady_hits, request_count, steps
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation.questions import prompts
-from moelab.library import token_count
 from moelab.models.identity import identity
 from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.bound import prompt_bound
 from moelab.ndp.costs import NotSupported
 from moelab.ndp.simulation import simulate
 from moelab.ndp.systems import SYSTEMS, System
-from moelab.progress import progress
 from moelab.recording import record
-from moelab.specs import ExpertKey, State
 from moelab.trace import RoutingTrace
 
 TEXTS = ("prose", "code", "lookup")

@@ -22,13 +22,13 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.arguments import number, several, whole
+from moelab.base.arguments import number, several, whole
+from moelab.base.records import Numbers, Record, Records
+from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.grid import PROCESS, PYTHON, Experiment, Tables, measured, place_of, synthetic
 from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
-from moelab.records import Numbers, Record, Records
-from moelab.specs import MoESpec
 
 SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from moelab.arguments import one_of, several, whole
+from moelab.base.arguments import one_of, several, whole
+from moelab.base.files import folder_bytes
+from moelab.base.records import Record
+from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.grid import PROCESS, PYTHON, Arm, Experiment, measured, place_of, synthetic
-from moelab.files import folder_bytes
-from moelab.records import Record
-from moelab.specs import MoESpec
 from moelab.store import fewbit
 
 SPEC = synthetic("synthetic-5GB", 24, 64, 8, 1024, 512)

@@ -15,9 +15,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from moelab.base.files import atomic
+from moelab.base.records import Record
 from moelab.bench.peers import BenchmarkedEngine, Sequences
-from moelab.files import atomic
-from moelab.records import Record
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

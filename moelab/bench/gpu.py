@@ -22,7 +22,9 @@ from typing import Any
 import torch
 
 from moelab import open_model, using
-from moelab.arguments import number, one_of, several, whole
+from moelab.base.arguments import number, one_of, several, whole
+from moelab.base.records import Record
+from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.external_engines import write_gguf
 from moelab.bench.measure import turns, working
@@ -30,8 +32,6 @@ from moelab.bench.peers import Accelerate, Transformers
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.checkpoint.convert import convert
-from moelab.records import Record
-from moelab.specs import MoESpec
 
 ARMS = {
     "exact": {"prefetch": None},

@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from moelab.base.files import folder_bytes
+from moelab.base.records import Record, Records
+from moelab.base.specs import MoESpec
 from moelab.bench import measure, peers
 from moelab.bench.lru_baseline import lay_out
 from moelab.bench.machine import disk
 from moelab.bench.memory_limit import drop_cached
-from moelab.files import folder_bytes
-from moelab.records import Record, Records
-from moelab.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.codecs import CODECS
 

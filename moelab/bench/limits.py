@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from moelab.specs import Event, ExpertKey
+from moelab.base.specs import Event, ExpertKey
 from moelab.trace import RoutingTrace
 
 Steps = Sequence[tuple[int, Mapping[int, int]]]

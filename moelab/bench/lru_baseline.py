@@ -17,8 +17,8 @@ import numpy as np
 import torch
 
 import moelab
+from moelab.base.files import atomic
 from moelab.bench.peers import Transformers
-from moelab.files import atomic
 from moelab.models import assignments, discover, plug
 
 ALIGN = 4096

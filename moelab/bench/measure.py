@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+from moelab.base.progress import progress
 from moelab.bench.memory_limit import memory_limit
 from moelab.evaluation import intervals
 from moelab.evaluation.intervals import Interval
-from moelab.progress import progress
 
 TOLERANCE = 0.05
 Samples = dict[str, list[float]]  # name → one sample a round, in seconds

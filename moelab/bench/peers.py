@@ -25,8 +25,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from moelab.base.records import Record
 from moelab.offloading.metrics import process
-from moelab.records import Record
 
 #: name → the module and the class that runs it
 ENGINES = {

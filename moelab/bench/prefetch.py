@@ -19,13 +19,13 @@ from statistics import fmean
 
 import torch
 
-from moelab.arguments import number, several, whole
+from moelab.base.arguments import number, several, whole
+from moelab.base.records import Record
+from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.end_to_end import SPEC
 from moelab.bench.grid import Experiment, place_of
 from moelab.evaluation.intervals import named, ratio
-from moelab.records import Record
-from moelab.specs import MoESpec
 
 EXECUTORS = ("exact", "fast")
 AIM = 1.01  # hint ÷ on demand, at most

@@ -18,13 +18,13 @@ from typing import Annotated, Any
 import torch
 
 from moelab.api import open_model
-from moelab.arguments import number, output, whole
+from moelab.base.arguments import number, output, whole
+from moelab.base.files import load_json, write_json
+from moelab.base.progress import progress
+from moelab.base.schema import Amount, Count, Must, Positive, Size
 from moelab.bench.memory_limit import drop_cached
-from moelab.files import load_json, write_json
 from moelab.offloading.metrics import metrics
 from moelab.offloading.run import EngineRun
-from moelab.progress import progress
-from moelab.schema import Amount, Count, Must, Positive, Size
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 

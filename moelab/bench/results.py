@@ -30,10 +30,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
+from moelab.base.files import CHECKOUT, read_json, results_root, write_text
+from moelab.base.records import Record, Value
+from moelab.base.schema import Count
 from moelab.comparison import KINDS, KeptMetric, MetricsFile
-from moelab.files import CHECKOUT, read_json, results_root, write_text
-from moelab.records import Record, Value
-from moelab.schema import Count
 
 T = TypeVar("T")
 Sections = dict[str, Any]  # section → row → metric → value, or section → metric → value

@@ -14,14 +14,14 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable
 
-from moelab.arguments import number, one_of, several, whole
+from moelab.base.arguments import number, one_of, several, whole
+from moelab.base.records import Records
+from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.grid import Experiment, Tables, measured
 from moelab.bench.measure import working
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
-from moelab.records import Records
-from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
 
 

@@ -29,21 +29,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab import configs, registry
-from moelab.arguments import number, whole
+from moelab.base import configs, registry
+from moelab.base.arguments import number, whole
+from moelab.base.configs import spec_from_config
+from moelab.base.files import folder_bytes, small_model, vacant
+from moelab.base.progress import progress
+from moelab.base.specs import MoESpec
 from moelab.cards import load_model
 from moelab.checkpoint.convert import quantize_expert
 from moelab.checkpoint.experts import store_layers
-from moelab.configs import spec_from_config
-from moelab.files import folder_bytes, small_model, vacant
 from moelab.models import (
     compat,
     deepseek,  # noqa: F401  (makes transformers know it)
 )
 from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer, discover
-from moelab.progress import progress
-from moelab.specs import MoESpec
 from moelab.store import codecs, fewbit
 from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify

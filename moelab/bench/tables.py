@@ -18,11 +18,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from moelab.base.files import CHECKOUT, read_json, results_root, write_text
+from moelab.base.records import Record
+from moelab.base.table import format_value, markdown_table
 from moelab.bench import BENCHES
 from moelab.bench.results import BenchFile, bench_file, older_than, sections_of
-from moelab.files import CHECKOUT, read_json, results_root, write_text
-from moelab.records import Record
-from moelab.table import format_value, markdown_table
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from moelab.base.specs import ExpertKey
 from moelab.cache.policies import _ByPriority
-from moelab.specs import ExpertKey
 
 
 class NextTokenPolicy(_ByPriority):

@@ -25,8 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from moelab.registry import Entry, find
-from moelab.specs import ExpertKey
+from moelab.base.registry import Entry, find
+from moelab.base.specs import ExpertKey
 
 
 @runtime_checkable

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Set
 from dataclasses import dataclass, field
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.policies import CachePolicy
-from moelab.specs import ExpertKey, State
 
 #: the hierarchy F ≺ C ≺ S ≺ E of §3.4, best first
 HIERARCHY = (State.FULL, State.COMPRESSED, State.SM, State.E)

@@ -25,9 +25,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.policies import DEFAULT_POLICY, CachePolicy, make_policy
 from moelab.cache.pools import HIERARCHY, Pool, Pools
-from moelab.specs import ExpertKey, State
 
 SCOPES = ("model", "layer")
 

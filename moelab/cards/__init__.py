@@ -14,10 +14,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict
 
-from moelab.files import absolute
-from moelab.registry import Entry, require
-from moelab.schema import naming, typed
-from moelab.specs import DeviceSpec, Figure, MoESpec
+from moelab.base.files import absolute
+from moelab.base.registry import Entry, require
+from moelab.base.schema import naming, typed
+from moelab.base.specs import DeviceSpec, Figure, MoESpec
 
 #: end of a figure's name → its unit
 UNITS = {

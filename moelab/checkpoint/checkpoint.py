@@ -24,16 +24,16 @@ from typing import Any
 import torch
 import xxhash
 
-from moelab import registry
+from moelab.base import registry
+from moelab.base.configs import QUANTISATION, quantisation, spec_from_config
+from moelab.base.files import absolute, from_hub, small_model, stamp
+from moelab.base.schema import blamed
+from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import load_card
 from moelab.checkpoint.config import load_config
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
-from moelab.configs import QUANTISATION, quantisation, spec_from_config
-from moelab.files import absolute, from_hub, small_model, stamp
 from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
-from moelab.schema import blamed
-from moelab.specs import DTYPE_BYTES, MoESpec
 from moelab.store.bits import as_bytes
 from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
@@ -116,7 +116,7 @@ class Checkpoint:
         if found != (said := (spec.L, spec.E, spec.expert_params)):
             raise ValueError(
                 f"{self.folder}: MoE layers, experts a layer and weights an expert are {found}, and by "
-                f"its config {said}: moelab/configs.py reads {spec.model_type} wrongly"
+                f"its config {said}: moelab/base/configs.py reads {spec.model_type} wrongly"
             )
         return plan
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from moelab.configs import quantisation
-from moelab.schema import blamed
+from moelab.base.configs import quantisation
+from moelab.base.schema import blamed
 from moelab.store.headers import read_json
 
 #: names of what a config counts, and constructing a model takes time for

@@ -18,16 +18,16 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
-from moelab import registry
-from moelab.arguments import whole
+from moelab.base import registry
+from moelab.base.arguments import whole
+from moelab.base.files import cache_folder, cache_root, vacant
+from moelab.base.forks import in_children
+from moelab.base.progress import progress
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_layers
 from moelab.checkpoint.restore import blobs_of, pieces, places
-from moelab.files import cache_folder, cache_root, vacant
-from moelab.forks import in_children
 from moelab.models.experts import Weights, seam_of
 from moelab.models.seam import MoELayer
-from moelab.progress import progress
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
 from moelab.store.headers import WEIGHT_MAP, raw_header

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
+from moelab.base.configs import spec_from_config
+from moelab.base.schema import blamed
+from moelab.base.specs import MoESpec
 from moelab.checkpoint.checkpoint import Checkpoint, read_by_name, require_file
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.configs import spec_from_config
 from moelab.models import compat
 from moelab.models.identity import vouch
 from moelab.models.seam import banks, leave_out, plug
-from moelab.schema import blamed
-from moelab.specs import MoESpec
 from moelab.store.headers import read_json
 from moelab.store.layout import ExpertStore
 from moelab.store.verify import check_weights

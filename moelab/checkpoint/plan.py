@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from moelab.configs import quantisation
+from moelab.base.configs import quantisation
+from moelab.base.schema import blamed
 from moelab.models import compat
 from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer, banks, discover
-from moelab.schema import blamed
 from moelab.store.headers import DTYPES, Stored
 from moelab.store.layout import ExpertStore
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 
+from moelab.base.files import atomic, vacant
+from moelab.base.schema import blamed
 from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
-from moelab.files import atomic, vacant
-from moelab.schema import blamed
 from moelab.store.codec import Codec
 from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
 from moelab.store.layout import (

@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from moelab.base.library import token_count
+from moelab.base.records import Numbers, Record, Records
+from moelab.base.registry import require
+from moelab.base.table import text_table
 from moelab.evaluation import questions, scores
 from moelab.evaluation.intervals import interval, standard_error
 from moelab.evaluation.questions import Prompt
-from moelab.library import token_count
-from moelab.records import Numbers, Record, Records
-from moelab.registry import require
-from moelab.table import text_table
 
 #: task → the sources of its prompts, in equal parts; "loss" is the language loss on held-out
 #: library text

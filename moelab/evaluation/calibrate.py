@@ -14,12 +14,12 @@ import argparse
 from pathlib import Path
 
 from moelab import open_model
-from moelab.arguments import one_of, several, whole
+from moelab.base.arguments import one_of, several, whole
+from moelab.base.files import writable
+from moelab.base.library import token_count
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation import questions
-from moelab.files import writable
-from moelab.library import token_count
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 

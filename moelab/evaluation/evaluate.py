@@ -25,16 +25,16 @@ from pathlib import Path
 from typing import Any
 
 import moelab
-from moelab import registry
-from moelab.arguments import output, whole
+from moelab.base import registry
+from moelab.base.arguments import output, whole
+from moelab.base.files import results_root, writable, write_json
+from moelab.base.library import token_count
+from moelab.base.records import Record
 from moelab.evaluation import accuracy, questions
 from moelab.evaluation.calibrate import SOURCES
-from moelab.files import results_root, writable, write_json
-from moelab.library import token_count
 from moelab.offloading.budget import memory
 from moelab.offloading.cache_aware import require_margin
 from moelab.recording import record
-from moelab.records import Record
 from moelab.speculate import MODES, PREDICTORS, Speculation, default_vectors, takes
 from moelab.speculate.estimator import Estimator
 from moelab.store.layout import INDEX

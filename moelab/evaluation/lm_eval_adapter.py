@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from moelab.base.records import Record
+from moelab.base.registry import near
 from moelab.evaluation.accuracy import TASKS, Modes, Samples
 from moelab.models.greedy import greedy
-from moelab.records import Record
-from moelab.registry import near
 
 ALLOW_CODE = "HF_ALLOW_CODE_EVAL"
 

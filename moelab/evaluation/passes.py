@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 from moelab.trace import DECODE, RoutingTrace
 
 

@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from moelab.files import small_model
-from moelab.library import Count, budget, in_split, passage
-from moelab.registry import require
+from moelab.base.files import small_model
+from moelab.base.library import Count, budget, in_split, passage
+from moelab.base.registry import require
 
 #: the words of invented facts
 _ADJECTIVES = """

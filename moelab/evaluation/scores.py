@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from moelab.base.library import library
+from moelab.base.progress import progress
 from moelab.evaluation.questions import Prompt
-from moelab.library import library
-from moelab.progress import progress
 
 
 def split_ids(tokenizer: Any, prompt: Prompt) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ Adding an executor is a subclass of `moelab.experts.executor.Executor` and a lin
 
 from __future__ import annotations
 
-from moelab.registry import Entry
+from moelab.base.registry import Entry
 
 EXECUTORS = {
     "exact": Entry("moelab.experts.executor:Exact", "transformers' own arithmetic, bit for bit"),

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from moelab.forks import in_children
+from moelab.base.forks import in_children
 from moelab.kernels.compile import c_library, kernel
 from moelab.kernels.emit import together
 

@@ -16,6 +16,9 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moelab.base.files import read_json, results_root, write_json
+from moelab.base.records import Record
+from moelab.base.table import text_table
 from moelab.comparison import (
     Metric,
     MetricsFile,
@@ -24,10 +27,7 @@ from moelab.comparison import (
     resolved,
     side_by_side,
 )
-from moelab.files import read_json, results_root, write_json
 from moelab.lab.results import SCHEMA
-from moelab.records import Record
-from moelab.table import text_table
 
 TOLERANCE = 0.02
 HEAD = ["metric", "kind", "baseline", "now", "", ""]

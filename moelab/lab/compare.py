@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from moelab.base.table import text_table
 from moelab.comparison import HEAD, compare, finished_runs
 from moelab.lab.runner import notebooks
-from moelab.table import text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

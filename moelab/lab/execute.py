@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 
 
 def execute(

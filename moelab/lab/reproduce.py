@@ -13,6 +13,8 @@ import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from moelab.base.registry import require
+from moelab.base.table import duration, text_table
 from moelab.lab.runner import (
     NotebookFailed,
     add_run_options,
@@ -23,8 +25,6 @@ from moelab.lab.runner import (
     run_notebook,
     split_assignments,
 )
-from moelab.registry import require
-from moelab.table import duration, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

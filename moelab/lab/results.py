@@ -32,11 +32,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from moelab.base.files import remove_leftovers, results_root, write_json
+from moelab.base.records import Numbers, Record, Records
+from moelab.base.registry import require
 from moelab.bench.results import environment, load_average, why_busy
 from moelab.comparison import KINDS, LAB, run_number
-from moelab.files import remove_leftovers, results_root, write_json
-from moelab.records import Numbers, Record, Records
-from moelab.registry import require
 
 SCHEMA = "moelab.metrics/1"
 
@@ -152,7 +152,7 @@ class Run:
     ) -> None:
         """Show a table under its title, and keep it: of dictionaries, column → cell, or of a head
         and its rows."""
-        from moelab.table import format_value, head_and_rows, markdown_table
+        from moelab.base.table import format_value, head_and_rows, markdown_table
         from moelab.viz.notebook import say
 
         head, rows = (list(first), rows) if rows else head_and_rows(first)

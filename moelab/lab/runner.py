@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab.arguments import number
+from moelab.base.arguments import number
+from moelab.base.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
+from moelab.base.records import Record
+from moelab.base.registry import near
+from moelab.base.schema import naming
+from moelab.base.table import duration
 from moelab.comparison import resolved
-from moelab.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
 from moelab.lab.results import new_run_id, part_name
-from moelab.records import Record
-from moelab.registry import near
-from moelab.schema import naming
-from moelab.table import duration
 
 CELL_TIMEOUT = 1200.0
 #: types of parameters, by the names of their annotations

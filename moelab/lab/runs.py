@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 
+from moelab.base.files import read_json, results_root
+from moelab.base.table import duration, size, text_table
 from moelab.comparison import MetricsFile, finished_runs
-from moelab.files import read_json, results_root
 from moelab.lab.runner import notebooks
-from moelab.table import duration, size, text_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -58,13 +58,17 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from moelab.arguments import output, whole
+from moelab.base.arguments import output, whole
+from moelab.base.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
+from moelab.base.journal import Journal
+from moelab.base.progress import progress
+from moelab.base.records import Record
+from moelab.base.schema import naming
+from moelab.base.table import text_table
 from moelab.bench import names as benches
 from moelab.bench import parser_of, path_of
 from moelab.bench.results import environment, metrics_of
 from moelab.comparison import MetricsFile
-from moelab.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
-from moelab.journal import Journal
 from moelab.lab.runner import (
     add_run_options,
     check_parameters,
@@ -74,10 +78,6 @@ from moelab.lab.runner import (
     run_notebook,
     split_assignments,
 )
-from moelab.progress import progress
-from moelab.records import Record
-from moelab.schema import naming
-from moelab.table import text_table
 
 SHOWN_METRICS = 4
 Point = Record  # parameter → value

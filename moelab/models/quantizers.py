@@ -23,7 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.utils.quantization_config import FineGrainedFP8Config, QuantizationConfigMixin
 
-from moelab.configs import quantisation
+from moelab.base.configs import quantisation
 from moelab.models.compat import kept_in_fp32
 from moelab.store import packings
 

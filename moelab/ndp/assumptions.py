@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from moelab.base.registry import require
+from moelab.base.specs import MoESpec
 from moelab.cards import load_model
 from moelab.ndp.hardware import Hardware, hardware
 from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.systems import SYSTEMS, System
-from moelab.registry import require
-from moelab.specs import MoESpec
 
 
 @dataclass(frozen=True)

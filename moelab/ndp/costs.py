@@ -19,8 +19,8 @@ from functools import cached_property
 
 import numpy as np
 
+from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.ndp.hardware import Hardware
-from moelab.specs import DTYPE_BYTES, MoESpec
 
 ACTIVATION_BYTES = 2  # bf16 hidden states, keys and values
 

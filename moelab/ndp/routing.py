@@ -17,8 +17,8 @@ from functools import cached_property
 
 import numpy as np
 
+from moelab.base.specs import MoESpec
 from moelab.ndp.prefetch import places
-from moelab.specs import MoESpec
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
+from moelab.base.specs import Event
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
@@ -22,7 +23,6 @@ from moelab.ndp.plans import LayerStep, Plan, problem
 from moelab.ndp.prefetch import experts_that_fit, hits
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import System
-from moelab.specs import Event
 
 
 @dataclass(frozen=True)

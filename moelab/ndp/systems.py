@@ -29,12 +29,12 @@ from typing import Any
 
 import numpy as np
 
+from moelab.base.registry import require
 from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
 from moelab.ndp.prefetch import most_used
-from moelab.registry import require
 
 
 class System(ABC):

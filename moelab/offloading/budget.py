@@ -16,7 +16,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
 RESERVE = 512 << 20

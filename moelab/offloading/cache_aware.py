@@ -19,9 +19,9 @@ from itertools import product
 import torch
 from torch import Tensor, nn
 
+from moelab.base.specs import State
 from moelab.models import MoELayer, discover, eager
 from moelab.models.patches import Patches
-from moelab.specs import State
 from moelab.speculate.execution import found, intercept
 from moelab.speculate.routers import route, router_logits
 

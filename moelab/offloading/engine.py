@@ -27,8 +27,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.forks import renew_in_children
+from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
-from moelab.forks import renew_in_children
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.interrupts import raise_waiting
@@ -36,7 +37,6 @@ from moelab.offloading.loading import Loader, clock
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
-from moelab.specs import Event, ExpertKey, State
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 

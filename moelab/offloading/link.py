@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 from moelab.store.layout import ExpertStore, run
 from moelab.store.reader import Chunks, Reader, aligned_buffer
 

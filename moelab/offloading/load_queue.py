@@ -24,8 +24,8 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from moelab.registry import make
-from moelab.specs import ExpertKey, State
+from moelab.base.registry import make
+from moelab.base.specs import ExpertKey, State
 
 KINDS = ("full", "e", "sm")
 #: what of an expert is in memory → the slots that it holds

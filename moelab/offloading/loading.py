@@ -20,6 +20,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
+from moelab.base.progress import progress
+from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
@@ -27,8 +29,6 @@ from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, 
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
-from moelab.progress import progress
-from moelab.specs import Event, ExpertKey, State
 from moelab.store.reader import Chunks, Reader
 
 clock = time.perf_counter

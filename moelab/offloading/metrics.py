@@ -19,8 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from moelab.base.specs import Event
 from moelab.cache.residency import CacheCounters
-from moelab.specs import Event
 
 
 class Forward(NamedTuple):

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moelab.arguments import whole
+from moelab.base.arguments import whole
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moelab.files import write_json
+from moelab.base.files import write_json
+from moelab.base.specs import Event
 from moelab.offloading.metrics import Forward
-from moelab.specs import Event
 
 #: tracks from top to bottom; those of further resources follow
 TRACKS = ("forward passes", "compute", "disk")

@@ -16,12 +16,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from moelab.base.specs import Event, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
 from moelab.offloading.load_queue import PrefetchCounts
 from moelab.offloading.metrics import Forward, Metrics, metrics
-from moelab.specs import Event, MoESpec
 from moelab.store.layout import ExpertStore
 
 #: an event's row: numbers of its resource and kind, layer, expert, start, end, bytes

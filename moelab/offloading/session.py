@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+from moelab.base.forks import renew_in_children
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.forks import renew_in_children
 from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.identity import require_unwritten

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.residency import Request, Residency, Step
 from moelab.offloading.load_queue import LoadQueue, Order
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
-from moelab.specs import ExpertKey, State
 
 
 class StepController:

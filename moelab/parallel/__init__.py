@@ -9,9 +9,9 @@ Adding a variant is a subclass of `moelab.parallel.executors.Parallel` and a lin
 
 from __future__ import annotations
 
+from moelab.base.registry import require
 from moelab.parallel.executors import AllGather, AllToAll, Deduplicated
 from moelab.parallel.launch import PeerLost, connect, launch
-from moelab.registry import require
 
 #: name → executor
 VARIANTS = {

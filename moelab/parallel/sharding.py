@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moelab.base.progress import progress
 from moelab.experts.sharding import Weights, on_intermediate, share
-from moelab.progress import progress
 
 
 def owners(E: int, W: int) -> Tensor:

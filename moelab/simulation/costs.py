@@ -15,8 +15,8 @@ from typing import Annotated, Any
 
 import numpy as np
 
-from moelab.schema import Count, Must, Size
-from moelab.specs import DeviceSpec, ExpertKey, MoESpec
+from moelab.base.schema import Count, Must, Size
+from moelab.base.specs import DeviceSpec, ExpertKey, MoESpec
 
 #: nothing that is measured takes longer
 HOUR = 3600.0

@@ -15,10 +15,10 @@ from statistics import fmean, median
 
 import numpy as np
 
+from moelab.base.specs import Event
 from moelab.offloading.load_queue import USES
 from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Delays, Linear, Machine
-from moelab.specs import Event
 
 LONG = 3
 DECODES = (*USES, "check")

@@ -11,10 +11,10 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
+from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
 from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, read_name
 from moelab.simulation.costs import Machine
-from moelab.specs import Event, ExpertKey, State
 
 DISK = -1
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moelab.base.specs import DeviceSpec, Event
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -26,7 +27,6 @@ from moelab.offloading.step import StepController
 from moelab.simulation.costs import Machine, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
-from moelab.specs import DeviceSpec, Event
 
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]

@@ -1,7 +1,7 @@
 """Speculating experts: signals, predictors, their scores, and running a model on their predictions.
 
 Source: Speculating Experts (§3, §4, §6, §8) and dataset-free prefetching (GPU-NDP, §III-D). A
-predictor is made by `moelab.registry.make("predictor", name, model, …)`."""
+predictor is made by `moelab.base.registry.make("predictor", name, model, …)`."""
 
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.execution import MODES, Speculation

@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.files import save_tensors
-from moelab.registry import find
-from moelab.schema import Size, checked
+from moelab.base.files import save_tensors
+from moelab.base.registry import find
+from moelab.base.schema import Size, checked
 from moelab.speculate.signals import load_for
 
 FORMAT = "moelab.estimator/2"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 from moelab.trace import RoutingTrace
 
 #: strength of the ridge in tokens: what predicts unseen text best, of the shipped model

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.base.registry import Entry, find
 from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
 from moelab.models.identity import identity
 from moelab.models.stream import stacks, streams
-from moelab.registry import Entry, find
 from moelab.speculate.estimator import TRAINED
 from moelab.speculate.routers import check_given, route, router_logits
 from moelab.speculate.signals import MEASURED, check_model, quasi_hidden

@@ -24,14 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab import recording
+from moelab.base.files import load_tensors, save_tensors
+from moelab.base.progress import progress
+from moelab.base.schema import checked
 from moelab.checkpoint.opening import spec_of
-from moelab.files import load_tensors, save_tensors
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
 from moelab.models.stream import Stream, streams
-from moelab.progress import progress
-from moelab.schema import checked
 
 FORMAT = "moelab.default_vectors/2"
 MEASURED = "moelab.speculate.default_vectors(model, prompts)"
@@ -107,7 +107,7 @@ def load_for(
     about: Mapping[str, Any],
     build: Callable[..., Any],
 ) -> Any:
-    """What `moelab.files.load_tensors` reads, which has a `shape` (L, E) and a `model_id`; ValueError
+    """What `moelab.base.files.load_tensors` reads, which has a `shape` (L, E) and a `model_id`; ValueError
     unless these are the model's.
 
     made : the call that makes another, for the errors."""

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moelab.progress import progress
-from moelab.registry import find
+from moelab.base.progress import progress
+from moelab.base.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
 from moelab.speculate.rows import Examples, Rows
 from moelab.speculate.signals import DefaultVectors

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 
 FEW = 32
 MANY = 64

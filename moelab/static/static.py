@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.base.registry import require
 from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
-from moelab.registry import require
 from moelab.static.tiers import Group
 
 #: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens'

@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from moelab.registry import require
-from moelab.specs import MoESpec
+from moelab.base.registry import require
+from moelab.base.specs import MoESpec
 
 RULES = ("topk", "paper")
 MULTIPLE = 16  # of capacities

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moelab.registry import Entry, find
+from moelab.base.registry import Entry, find
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec, room
@@ -31,7 +31,7 @@ _SAMPLE = 1 << 15
 _BLOCK = 1 << 11
 
 
-#: name → a `Codec`, an object and no class, in an entry of `moelab.registry`
+#: name → a `Codec`, an object and no class, in an entry of `moelab.base.registry`
 CODECS: dict[str, Entry] = {
     "raw": Entry(RAW, "uncompressed, read in place"),
     "lz4hc": Entry("moelab.zipmoe.codecs:LZ4HC", "ZipMoE's LZ4HC, level 9"),

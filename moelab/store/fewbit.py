@@ -36,11 +36,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moelab.base.registry import Entry, require
 from moelab.kernels.products import KINDS, PACKED
 from moelab.kernels.threads import TEAM, in_threads
 from moelab.kernels.vectors import BLOCK as PART
 from moelab.kernels.vectors import WIDTH
-from moelab.registry import Entry, require
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.fewbit_kernels import round_groups, widening
@@ -214,7 +214,7 @@ def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scales
 
 
-#: what a model can be quantised to: name → `Format` in an entry of `moelab.registry`
+#: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
 FORMATS: dict[str, Entry] = {
     "int8": Entry(
         Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),

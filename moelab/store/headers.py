@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from moelab.records import Record
+from moelab.base.records import Record
 
 Shape = tuple[int, ...]
 #: name → tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from moelab.base.table import percent, text_table
 from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore
-from moelab.table import percent, text_table
 
 
 def describe(store: ExpertStore) -> str:

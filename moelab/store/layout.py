@@ -38,10 +38,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from moelab.files import absolute
-from moelab.records import Record
-from moelab.schema import blamed, typed
-from moelab.specs import MoESpec
+from moelab.base.files import absolute
+from moelab.base.records import Record
+from moelab.base.schema import blamed, typed
+from moelab.base.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import RAW, Codec

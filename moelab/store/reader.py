@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.forks import renew_in_children
-from moelab.registry import require
+from moelab.base.forks import renew_in_children
+from moelab.base.registry import require
 from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
 from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import (

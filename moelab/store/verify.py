@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 from moelab.store.layout import AGAIN, PIECE, WEIGHTS, ExpertStore, StoreError, intact
 from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
 

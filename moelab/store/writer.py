@@ -21,11 +21,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from moelab.files import nearest, vacant
-from moelab.journal import Journal
-from moelab.progress import progress
-from moelab.records import Record
-from moelab.specs import MoESpec
+from moelab.base.files import nearest, vacant
+from moelab.base.journal import Journal
+from moelab.base.progress import progress
+from moelab.base.records import Record
+from moelab.base.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import Codec

@@ -7,7 +7,7 @@ import numpy as np
 from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, DECODED, FORMS
 from moelab.advice.ways import Way
-from moelab.table import duration, size, unit_of
+from moelab.base.table import duration, size, unit_of
 from moelab.viz import theme
 from moelab.viz.charts import ROUND, finish, hover, point_look
 from moelab.viz.notebook import say, show, table

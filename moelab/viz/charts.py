@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from moelab.records import Record
-from moelab.specs import Event
+from moelab.base.records import Record
+from moelab.base.specs import Event
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure, merged
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from moelab.specs import Event
+from moelab.base.specs import Event
 from moelab.viz import theme
 from moelab.viz.charts import (
     AHEAD,

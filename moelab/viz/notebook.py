@@ -17,7 +17,7 @@ from typing import Any
 import ipywidgets
 from IPython.display import Markdown, display
 
-from moelab.table import head_and_rows, markdown_table
+from moelab.base.table import head_and_rows, markdown_table
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure
 

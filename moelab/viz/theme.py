@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.records import Record
+from moelab.base.records import Record
 
 BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
     "#0072B2",

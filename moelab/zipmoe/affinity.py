@@ -23,10 +23,10 @@ from collections.abc import Iterable, Sequence
 from heapq import heapreplace
 from typing import Any
 
+from moelab.base.registry import Entry
+from moelab.base.specs import State
 from moelab.offloading.load_queue import Order, given_order
-from moelab.registry import Entry
 from moelab.simulation.costs import Delays
-from moelab.specs import State
 from moelab.zipmoe.tasks import Block, Task, whole
 
 

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moelab.base.progress import progress
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -28,7 +29,6 @@ from moelab.calibration import Calibration
 from moelab.models.identity import identity
 from moelab.offloading.offload import Memory
 from moelab.offloading.slots import Sizes
-from moelab.progress import progress
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.trace import DECODE

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from moelab.base.specs import State
 from moelab.simulation.costs import Delays
-from moelab.specs import State
 
 
 class Task(NamedTuple):

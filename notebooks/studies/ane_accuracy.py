@@ -19,12 +19,12 @@ import torch
 from moelab import open_model
 from moelab.ane.plan import Account, ANEPlan, count, make_plan
 from moelab.ane.runtime import prefill_through
-from moelab.arguments import number, one_of, several, whole
+from moelab.base.arguments import number, one_of, several, whole
+from moelab.base.library import token_count
+from moelab.base.records import Record, Records
 from moelab.calibration import calibrate
 from moelab.evaluation import accuracy, questions
-from moelab.library import token_count
 from moelab.recording import record
-from moelab.records import Record, Records
 from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
 

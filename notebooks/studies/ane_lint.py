@@ -11,7 +11,7 @@ import numpy as np
 from moelab.ane.coreml.ffn_graph import expert_of, ffn, save_ffn, save_program
 from moelab.ane.coreml.linter import Report, lint
 from moelab.ane.coreml.package import coremltools
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 
 
 def lint_examples(

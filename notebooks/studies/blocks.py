@@ -25,8 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from moelab.registry import require
-from moelab.specs import DeviceSpec
+from moelab.base.registry import require
+from moelab.base.specs import DeviceSpec
 from moelab.static.blockwise import blocks_by_code
 
 #: dtype of the weights → (figure with its compute rate, bytes a weight)

@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any
 
 from moelab import open_model, using
-from moelab.arguments import number, several, whole
+from moelab.base.arguments import number, several, whole
+from moelab.base.records import Records
 from moelab.evaluation import accuracy
 from moelab.offloading.cache_aware import CacheAwareRouting
-from moelab.records import Records
 
 TASKS = ("loss", "needle_multikey", "lookup")
 

@@ -20,20 +20,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moelab.base.library import token_count
+from moelab.base.progress import progress
+from moelab.base.records import Record
+from moelab.base.specs import ExpertKey, MoESpec
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
 from moelab.evaluation.intervals import Interval, interval
 from moelab.evaluation.questions import prompts
-from moelab.library import token_count
 from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
-from moelab.progress import progress
 from moelab.recording import record
-from moelab.records import Record
-from moelab.specs import ExpertKey, MoESpec
 from moelab.store.layout import ExpertStore
 
 #: arithmetic and knowledge stand for Fig. 6's GSM8K and MMLU

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 from moelab.store.headers import read_folder, read_header
 from moelab.zipmoe.entropy import FORMATS, EntropyRow, describe, joint_counts
 

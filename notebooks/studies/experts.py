@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from moelab.arguments import number, whole
+from moelab.base.arguments import number, whole
+from moelab.base.records import Numbers, Records
+from moelab.base.registry import make
 from moelab.bench import measure
 from moelab.bench.layers import Arms, Layers, PackedExperts, rounds_of
 from moelab.bench.measure import Samples
@@ -34,8 +36,6 @@ from moelab.experts.gemv import GEMV
 from moelab.fast.packing import packed_as
 from moelab.kernels.compile import kernel
 from moelab.models import compat
-from moelab.records import Numbers, Records
-from moelab.registry import make
 from moelab.store import bf12
 
 STOCK = ("eager", "batched_mm", "grouped_mm")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import simpy
 
+from moelab.base.specs import Event
 from moelab.ndp.closed_form import dram_seconds, send_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
@@ -23,7 +24,6 @@ from moelab.ndp.plans import Plan
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.simulation import NDPRun
 from moelab.ndp.systems import System
-from moelab.specs import Event
 
 ACTIVATIONS, WEIGHTS = 0, 1  # priorities on the link: the lower goes first
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
+from moelab.base.registry import require
 from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
@@ -16,7 +17,6 @@ from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep, Plan
 from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import GPUNDP, MoNDE, System, unit_loads
-from moelab.registry import require
 from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}

@@ -11,12 +11,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from statistics import mean
 
+from moelab.base.progress import progress
+from moelab.base.specs import MoESpec
 from moelab.cards import load_model
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, System
-from moelab.progress import progress
-from moelab.specs import MoESpec
 
 from .ndp_readings import Readings
 

@@ -17,12 +17,12 @@ from heapq import heappop, heappush
 from math import inf
 from typing import Any, NamedTuple
 
+from moelab.base.progress import progress
+from moelab.base.specs import Event, State
 from moelab.cache.residency import Step
 from moelab.offloading.load_queue import KINDS, Order
-from moelab.progress import progress
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.machine import SimulatedMachine
-from moelab.specs import Event, State
 from moelab.zipmoe.affinity import schedule
 from moelab.zipmoe.tasks import Block, Task
 

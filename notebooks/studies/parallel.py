@@ -18,13 +18,13 @@ from math import comb
 
 import torch
 
-from moelab.arguments import whole
+from moelab.base.arguments import whole
+from moelab.base.records import Numbers, Records
 from moelab.bench.layers import Layers
 from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
 from moelab.parallel.sharding import ShardedExperts
-from moelab.records import Numbers, Records
 from moelab.static.eplb import balance, consecutive, imbalance
 
 KIND = "exact"

@@ -29,7 +29,8 @@ import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.arguments import number, several, whole
+from moelab.base.arguments import number, several, whole
+from moelab.base.records import Numbers, Record, Records
 from moelab.bench import measure
 from moelab.bench.profile import profile
 from moelab.cache.policies import POLICIES, Belady
@@ -42,7 +43,6 @@ from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
-from moelab.records import Numbers, Record, Records
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor
 
 from moelab import open_model
-from moelab.arguments import several, whole
+from moelab.base.arguments import several, whole
+from moelab.base.library import token_count
+from moelab.base.records import Numbers, Records
 from moelab.calibration import Calibration, calibrate
 from moelab.evaluation.intervals import interval
 from moelab.evaluation.questions import prompts
-from moelab.library import token_count
 from moelab.recording import record
-from moelab.records import Numbers, Records
 from moelab.static.loads import chunk_loads
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
 

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moelab.base.records import Numbers
+from moelab.base.specs import Event
 from moelab.bench import measure
 from moelab.cache.pools import Pools
 from moelab.evaluation.intervals import Interval
@@ -26,8 +28,6 @@ from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes
-from moelab.records import Numbers
-from moelab.specs import Event
 from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
 

@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from moelab import open_model, registry
-from moelab.arguments import one_of, several, whole
+from moelab import open_model
+from moelab.base import registry
+from moelab.base.arguments import one_of, several, whole
+from moelab.base.library import token_count
+from moelab.base.progress import progress
+from moelab.base.records import Numbers, Records
 from moelab.evaluation import accuracy, questions
 from moelab.experts.executor import dispatch
-from moelab.library import token_count
 from moelab.models import discover, plugged
-from moelab.progress import progress
 from moelab.recording import record
-from moelab.records import Numbers, Records
 from moelab.store import fewbit
 from moelab.store.codecs import compress_tensor
 

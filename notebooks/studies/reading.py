@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from moelab.base.progress import progress
+from moelab.base.specs import MoESpec
 from moelab.bench import measure
 from moelab.bench.measure import Samples
 from moelab.bench.memory_limit import drop_cached
 from moelab.bench.synthesize import synthetic_expert
 from moelab.evaluation.intervals import Interval
-from moelab.progress import progress
-from moelab.specs import MoESpec
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, decode, empty_tensors, modes
 from moelab.store.writer import StoreWriter

@@ -33,7 +33,12 @@ import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.arguments import number, several, whole
+from moelab.base.arguments import number, several, whole
+from moelab.base.files import small_model
+from moelab.base.progress import progress
+from moelab.base.records import Numbers, Record, Records
+from moelab.base.registry import make
+from moelab.base.specs import State
 from moelab.bench.limits import steps
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import POLICIES, Belady
@@ -43,13 +48,8 @@ from moelab.evaluation import accuracy
 from moelab.evaluation.intervals import Interval, ratio
 from moelab.evaluation.predictors import Score, choose, score
 from moelab.evaluation.questions import REMEMBERED, prompts
-from moelab.files import small_model
 from moelab.offloading.session import Session
-from moelab.progress import progress
 from moelab.recording import record
-from moelab.records import Numbers, Record, Records
-from moelab.registry import make
-from moelab.specs import State
 from moelab.speculate import DefaultVectors, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.next_token import NextToken, fit

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.library import token_count
+from moelab.base.records import Record, Records
 from moelab.bench.layers import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
@@ -27,10 +29,8 @@ from moelab.evaluation.accuracy import compare, paired
 from moelab.evaluation.calibrate import SOURCES
 from moelab.evaluation.intervals import Interval, t95
 from moelab.experts.executor import Tally
-from moelab.library import token_count
 from moelab.models import discover, plugged
 from moelab.models.patches import Patches
-from moelab.records import Record, Records
 from moelab.static.blockwise import Blockwise
 from moelab.static.static import ORDERS, CapacityFactor, Grouped, Saliency, Tiered
 from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moelab.base.records import Numbers, Records
 from moelab.bench.layers import Layers, PackedExperts, rounds_of
 from moelab.bench.measure import Samples, gain, speed_up
 from moelab.bench.results import load_average
@@ -31,7 +32,6 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.evaluation.intervals import Interval
 from moelab.experts.gemv import GEMV
-from moelab.records import Numbers, Records
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.headers import NAMES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from moelab.specs import Event
+from moelab.base.specs import Event
 from moelab.viz.charts import gantt
 from moelab.viz.figures import READS, kind_of
 from moelab.viz.plotly_json import Figure

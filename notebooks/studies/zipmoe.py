@@ -25,17 +25,17 @@ from statistics import fmean
 
 import numpy as np
 
-from moelab.arguments import number, whole
+from moelab.base.arguments import number, whole
+from moelab.base.progress import progress
+from moelab.base.records import Numbers, Records
+from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_card, load_device, load_model
 from moelab.offloading.slots import Sizes, divide
-from moelab.progress import progress
-from moelab.records import Numbers, Records
 from moelab.simulation import costs
 from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays_of
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
-from moelab.specs import MoESpec
 from moelab.zipmoe.planner import drawn
 from moelab.zipmoe.planning import plans
 

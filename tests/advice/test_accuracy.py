@@ -4,7 +4,7 @@ import pytest
 
 from moelab.advice import accuracy, space
 from moelab.advice.model import AS_IS
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 from tests.depth import depth
 
 SPEC = MoESpec(

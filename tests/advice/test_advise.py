@@ -13,9 +13,9 @@ from moelab.__main__ import build_parser
 from moelab.advice.model import FORMS, Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.ways import hit_rates, zipf
+from moelab.base.specs import DeviceSpec, Figure, MoESpec
+from moelab.base.table import duration
 from moelab.offloading.budget import RESERVE, kv_bytes
-from moelab.specs import DeviceSpec, Figure, MoESpec
-from moelab.table import duration
 from tests.models import tiny
 
 RATES = {"storage_read_gbs": 1.0, "memory_bandwidth_gbs": 20.0, "fp32_tflops": 1.0}

@@ -12,7 +12,7 @@ from moelab.advice.model import AS_IS, DECODED, Model
 from moelab.advice.question import Question
 from moelab.advice.space import Search, card_costs, play, reading, scene
 from moelab.advice.ways import zipf
-from moelab.specs import DeviceSpec, Figure, MoESpec
+from moelab.base.specs import DeviceSpec, Figure, MoESpec
 
 SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)
 MODEL = Model("m", SPEC, 0, "given")

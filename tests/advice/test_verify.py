@@ -15,8 +15,8 @@ from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.verify import options_of, run
 from moelab.advice.ways import Way
+from moelab.base.specs import MoESpec
 from moelab.simulation.costs import Delays, Machine
-from moelab.specs import MoESpec
 from tests.models import tiny
 
 SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)

@@ -24,7 +24,7 @@ from moelab.ane.systems import (
     SYSTEMS,
     why_no_graph,
 )
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 from moelab.static.loads import loads_of_ids
 
 PHI, QWEN = cards.load_model("Phi-3.5-MoE"), cards.load_model("Qwen3-30B-A3B")

@@ -11,8 +11,8 @@ import moelab
 from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
 from moelab.ane.runtime import PlannedExperts, prefill_through
+from moelab.base.specs import MoESpec
 from moelab.models import SeamExperts, discover
-from moelab.specs import MoESpec
 from moelab.static.tiers import Tiers
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny

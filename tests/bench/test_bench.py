@@ -9,7 +9,7 @@ from moelab.__main__ import main
 
 OWN = '''"""Counts to n. Slowly."""
 
-from moelab.arguments import whole
+from moelab.base.arguments import whole
 
 KIND = "exact"
 OPTIONS = {"n": (whole(1), "to count to")}

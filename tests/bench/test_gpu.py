@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from moelab import convert
+from moelab.base.specs import MoESpec
 from moelab.bench import gpu
 from moelab.bench.synthesize import synthesize
 from moelab.offloading.link import PinnedReader
-from moelab.specs import MoESpec
 from tests.offloading.test_link import CPU, Ordered
 
 SPEC = MoESpec(

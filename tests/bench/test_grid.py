@@ -10,6 +10,7 @@ from shutil import rmtree
 import pytest
 import torch
 
+from moelab.base.specs import MoESpec
 from moelab.bench import (
     end_to_end,
     engine,
@@ -25,7 +26,6 @@ from moelab.bench.end_to_end import BASE, together
 from moelab.bench.grid import Experiment, divergence
 from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
-from moelab.specs import MoESpec
 
 SPEC = MoESpec(
     "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32
@@ -258,7 +258,7 @@ def test_contexts_and_batches_are_axes_and_what_is_done_is_kept(forms, monkeypat
 
 
 def test_your_own_model_by_a_text_of_its_own_tokenizer(tmp_path):
-    from moelab.files import small_model
+    from moelab.base.files import small_model
 
     found = ends(tmp_path, model=str(small_model()))
     assert found["conditions"]["tokens"].startswith("of a text")

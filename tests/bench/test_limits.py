@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import Event, State
 from moelab.bench import limits
 from moelab.bench.limits import LayerRecord, belady_hits, request_count
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
-from moelab.specs import Event, State
 
 
 @given(st.lists(st.lists(st.permutations(range(8)), min_size=3, max_size=3), max_size=12))

@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from moelab import bench
+from moelab.base.files import CHECKOUT, read_json
 from moelab.bench import results
 from moelab.bench.results import BenchFile
 from moelab.comparison import KINDS
-from moelab.files import CHECKOUT, read_json
 
 FILES = sorted((CHECKOUT / "results" / "bench").glob("*.json"))
 OPTIONAL = {"spread", "samples", "readings", "tolerance"}

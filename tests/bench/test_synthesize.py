@@ -10,11 +10,11 @@ import torch
 
 from moelab import cards, open_model
 from moelab.__main__ import main
+from moelab.base.specs import MoESpec
 from moelab.bench import synthesize as synthesizing
 from moelab.bench.synthesize import config_of, draw, scaled, synthesize, synthetic_expert
 from moelab.checkpoint.convert import convert
 from moelab.generate import generate
-from moelab.specs import MoESpec
 from moelab.store.layout import ExpertStore
 from moelab.store.verify import verify
 from moelab.zipmoe.entropy import describe, joint_counts

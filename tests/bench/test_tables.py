@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
+from moelab.base.files import CHECKOUT
 from moelab.bench import tables
-from moelab.files import CHECKOUT
 
 
 @pytest.fixture(autouse=True)

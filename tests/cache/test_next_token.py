@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import make_policy
 from moelab.cache.residency import Pools, Residency
-from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
 STEPS = st.lists(

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.policies import LRFU, Belady, CachePolicy, Marking, make_policy
 from moelab.cache.residency import Pools, Residency
-from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
 STEPS = st.lists(

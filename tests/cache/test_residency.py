@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import HIERARCHY
 from moelab.cache.residency import Pools, Residency
-from moelab.specs import ExpertKey, State
 
 L, E = 3, 6
 TOKENS = st.dictionaries(st.integers(0, E - 1), st.integers(1, 4), min_size=1, max_size=E)

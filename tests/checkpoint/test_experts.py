@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moelab import open_model
+from moelab.base.specs import MoESpec
 from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -21,7 +22,6 @@ from moelab.checkpoint.convert import convert
 from moelab.checkpoint.experts import CheckpointExperts, CheckpointStore
 from moelab.models.identity import identity
 from moelab.offloading.offload import offload
-from moelab.specs import MoESpec
 from moelab.store.layout import StoreError
 from moelab.store.reader import Reader, StoreExperts
 from tests.depth import depth

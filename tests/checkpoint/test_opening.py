@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 import moelab
 from moelab import open_model
+from moelab.base.files import small_model
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.opening import require_tokenizer
-from moelab.files import small_model
 from moelab.models import discover, plug
 from tests.models import tiny
 
@@ -32,7 +32,7 @@ def test_the_small_model_opens_by_default():
 
 def test_a_config_imports_no_model():
     code = (
-        "import sys, moelab.checkpoint.config as c, moelab.files as f; c.load_config(f.small_model())\n"
+        "import sys, moelab.checkpoint.config as c, moelab.base.files as f; c.load_config(f.small_model())\n"
         "print('transformers.modeling_utils' in sys.modules)"
     )
     assert (

@@ -13,10 +13,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from moelab import configs, convert, open_model
+from moelab import convert, open_model
+from moelab.base import configs
+from moelab.base.files import small_model
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.files import small_model
 from moelab.models import discover
 from tests.depth import depth
 from tests.models import tiny

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
-from moelab import registry
+from moelab.base import registry
 from moelab.evaluation import accuracy, questions, scores
 from moelab.models import plugged
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
+from moelab.base.library import in_split, library, passages
 from moelab.evaluation import questions
-from moelab.library import in_split, library, passages
 
 
 def words(text: str) -> int:

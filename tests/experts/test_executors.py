@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import open_model
+from moelab.base.registry import make
 from moelab.experts import EXECUTORS
 from moelab.experts.executor import Tally, plain, silu_gated
 from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV
 from moelab.models import eager, plug
-from moelab.registry import make
 from moelab.store import bf12
 from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive

@@ -6,10 +6,10 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from moelab import open_model
+from moelab.base.specs import State
 from moelab.models.patches import Patches
 from moelab.models.seam import discover
 from moelab.recording import record
-from moelab.specs import State
 from tests.models import tiny
 
 pytest.importorskip("numba")

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from moelab.base.files import CHECKOUT, read_json
 from moelab.comparison import finished_runs
-from moelab.files import CHECKOUT, read_json
 from moelab.lab.runner import notebooks
 from tests.depth import depth
 from tests.lab.test_runs import put

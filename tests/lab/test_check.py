@@ -3,7 +3,7 @@ import json
 import pytest
 
 from moelab.__main__ import main
-from moelab.files import write_json
+from moelab.base.files import write_json
 from moelab.lab.check import compare
 
 

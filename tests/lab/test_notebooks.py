@@ -9,12 +9,12 @@ from shutil import copyfile
 
 import pytest
 
+from moelab.base.files import CHECKOUT, small_model
+from moelab.base.specs import MoESpec
 from moelab.bench.synthesize import TOKENIZER, synthesize
-from moelab.files import CHECKOUT, small_model
 from moelab.lab.results import KINDS
 from moelab.lab.runner import is_side_by_side, notebooks
 from moelab.parallel.launch import HEAVY
-from moelab.specs import MoESpec
 from tests.depth import STRESS, depth
 from tests.models import tiny
 

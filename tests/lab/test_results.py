@@ -3,8 +3,8 @@ import json
 import numpy as np
 import pytest
 
+from moelab.base.files import write_json
 from moelab.comparison import finished_runs
-from moelab.files import write_json
 from moelab.lab import open_run
 from moelab.lab.results import new_run_id
 

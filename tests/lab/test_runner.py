@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from moelab.__main__ import main
+from moelab.base.files import CHECKOUT, remove_leftovers, write_json
 from moelab.comparison import finished_runs
-from moelab.files import CHECKOUT, remove_leftovers, write_json
 from moelab.lab.runner import (
     NotebookFailed,
     check_parameters,

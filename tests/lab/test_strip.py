@@ -9,7 +9,7 @@ from io import BytesIO
 
 import pytest
 
-from moelab.files import CHECKOUT
+from moelab.base.files import CHECKOUT
 from moelab.lab.strip import PLOTLY, after_saving, before_saving
 
 nbformat = pytest.importorskip("nbformat")

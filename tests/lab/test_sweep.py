@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.__main__ import main
+from moelab.base.journal import Journal
 from moelab.comparison import KINDS, finished_runs
-from moelab.journal import Journal
 from moelab.lab.sweep import frame, grid, key, locally, on_dask, read, sweep
 from tests.lab.conftest import GOOD
 

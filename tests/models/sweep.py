@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 
 import moelab
 from moelab import open_model
-from moelab.configs import REFUSED, spec_from_config
+from moelab.base.configs import REFUSED, spec_from_config
 from moelab.models import (
     compat,
     deepseek,  # noqa: F401  (makes transformers know it)

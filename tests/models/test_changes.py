@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 from moelab import open_model
-from moelab.configs import spec_from_config
+from moelab.base.configs import spec_from_config
 from tests.depth import depth, in_turn
 from tests.models import sweep, tiny
 from tests.models.test_architectures import RUN

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from moelab.base.specs import MoESpec
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep
 from moelab.ndp.routing import PromptRouting
-from moelab.specs import MoESpec
 
 
 def spec(L: int = 2, E: int = 8, K: int = 2, H: int = 512, I: int = 1024, **changes) -> MoESpec:

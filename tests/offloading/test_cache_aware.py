@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from moelab import open_model, using
 from moelab.__main__ import main
+from moelab.base.specs import State
 from moelab.models import discover
 from moelab.models.patches import Patches
 from moelab.offloading.cache_aware import CacheAwareRouting, Router
-from moelab.specs import State
 from tests.models import tiny
 
 PROMPT = torch.tensor([[5, 9, 33, 12, 60, 7, 8]])

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from moelab import convert, open_model
+from moelab.base.registry import make
 from moelab.cache.pools import Pools
 from moelab.models import plug
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import offload
-from moelab.registry import make
 from moelab.speculate import Speculation
 from tests.depth import depth
 from tests.models import tiny

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Request, Residency
 from moelab.offloading.load_queue import HOLDS, KINDS, LoadQueue, Phase, given_order
 from moelab.offloading.slots import slot_counts
 from moelab.simulation.costs import Delays
-from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import naive_order, order
 
 DELAYS = Delays(1, 2, 3, 1, 1, 1)

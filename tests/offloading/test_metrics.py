@@ -2,9 +2,9 @@
 
 import pytest
 
+from moelab.base.specs import Event, State
 from moelab.cache.residency import CacheCounters
 from moelab.offloading.metrics import metrics, process
-from moelab.specs import Event, State
 
 FORWARDS = [(0.0, 4.0, 10, "prefill"), (5.0, 7.0, 2, "decode"), (7.0, 10.0, 2, "decode")]
 EVENTS = [

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from moelab import convert, open_model
+from moelab.base.registry import make, names
 from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.pools import Pools
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
-from moelab.registry import make, names
 from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
 from moelab.store.layout import ExpertStore, StoreError

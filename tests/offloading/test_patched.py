@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import open_model
+from moelab.base.registry import make
 from moelab.fast.fast_decode import FastDecode
 from moelab.models import plugged
 from moelab.models.stream import streams
 from moelab.offloading.offload import offload
 from moelab.recording import record
-from moelab.registry import make
 from moelab.speculate import Speculation, default_vectors
 from tests.depth import depth
 from tests.models.test_seam import snapshot

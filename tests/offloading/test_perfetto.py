@@ -5,13 +5,13 @@ import json
 
 import pytest
 
+from moelab.base.specs import Event
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading import perfetto
 from moelab.offloading.metrics import Forward
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import simulate
-from moelab.specs import Event
 
 STEPS = [
     [(layer, {(3 * n + layer + e) % 8: 1 for e in range(2)}) for layer in range(3)]

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import open_model
+from moelab.base.registry import make
 from moelab.cache.pools import Pools
 from moelab.models import plug
 from moelab.offloading.offload import offload
-from moelab.registry import make
 from moelab.speculate import Speculation
 from tests.offloading.test_offload import assert_equal, jitter
 from tests.timelines import check

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from moelab import convert, open_model
+from moelab.base.progress import progress
+from moelab.base.registry import make
 from moelab.cache.policies import NEEDS, POLICIES
 from moelab.cache.pools import Pools
 from moelab.offloading import decoders
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
-from moelab.progress import progress
-from moelab.registry import make
 from moelab.speculate import Speculation
 from tests.depth import depth
 from tests.models import tiny

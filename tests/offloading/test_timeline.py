@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moelab.base.specs import Event
 from moelab.offloading.run import Timeline
-from moelab.specs import Event
 from tests.depth import depth
 
 EVENTS = st.lists(

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from moelab.base.registry import make
 from moelab.models import discover
 from moelab.parallel import VARIANTS, degree
 from moelab.parallel.exchange import Exchange, Grid
 from moelab.parallel.sharding import ShardedExperts
-from moelab.registry import make
 from tests.experts import toy
 
 

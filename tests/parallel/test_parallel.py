@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import open_model
+from moelab.base.registry import make
 from moelab.experts import EXECUTORS
 from moelab.experts.sharding import on_intermediate, share
 from moelab.models import eager, plug
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import FEW, pack, unpack
 from moelab.parallel.sharding import ShardedExperts, owners
-from moelab.registry import make
 from tests.depth import in_turn
 from tests.experts import toy
 from tests.models import tiny

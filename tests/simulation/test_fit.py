@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from moelab import open_model, simulate
+from moelab.base.specs import Event, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.simulation.fit import fitted
-from moelab.specs import Event, MoESpec
 
 SPEC = MoESpec("m", "m", 2, (0, 1), 8, 3, 8, 8)
 #: a read before all forwards: what is not of a forward counts as a read all the same

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.residency import Step
 from moelab.offloading.load_queue import HOLDS, KINDS, given_order
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.machine import SimulatedMachine
-from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import naive_order, order
 from notebooks.studies.optimal_schedule import execute
 from tests.timelines import at_most

@@ -9,7 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import cards, convert, open_model, registry
+from moelab import cards, convert, open_model
+from moelab.base import registry
+from moelab.base.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
 from moelab.offloading.offload import offload
@@ -22,7 +24,6 @@ from moelab.simulation.simulator import (
     replay,
     simulate,
 )
-from moelab.specs import DeviceSpec, Figure, MoESpec, State
 from moelab.store.layout import run as stored
 from moelab.zipmoe.affinity import naive_order
 from tests.models import tiny

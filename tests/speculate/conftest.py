@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab import registry
+from moelab.base import registry
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.models.stream import stacks
 from moelab.speculate import Predictor, takes

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.registry import make, names
 from moelab.cards import load_model
 from moelab.models.identity import identity
 from moelab.recording import record
-from moelab.registry import make, names
 from moelab.speculate import default_vectors
 from moelab.speculate.estimator import Estimator, ResidualEstimator
 from tests.speculate.conftest import make as predictor

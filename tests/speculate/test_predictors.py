@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 import torch
 
-from moelab import registry
+from moelab.base import registry
 from moelab.checkpoint.opening import spec_of
 from moelab.models import discover
 from moelab.models.stream import streams

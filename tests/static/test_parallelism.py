@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 from moelab.static.parallelism import choose
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from moelab.progress import progress
+from moelab.base.progress import progress
 from moelab.store import writer
 
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from moelab import restore
+from moelab.base.journal import Journal
 from moelab.checkpoint.convert import convert
-from moelab.journal import Journal
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, WEIGHTS, ExpertStore, StoreError, seal
 from moelab.store.reader import StoreExperts
 from moelab.store.verify import check_weights, verify

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from moelab.specs import MoESpec
+from moelab.base.specs import MoESpec
 from moelab.store import writer as writing
 from moelab.store.headers import read_header
 from moelab.store.layout import ALIGN, WEIGHTS, ExpertStore, run

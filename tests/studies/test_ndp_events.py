@@ -9,13 +9,13 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
+from moelab.base.specs import MoESpec
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.hardware import MAPPINGS, PCIE, hardware
 from moelab.ndp.plans import make_plan
 from moelab.ndp.routing import simulated_routing
 from moelab.ndp.simulation import NDPRun
 from moelab.ndp.systems import SYSTEMS
-from moelab.specs import MoESpec
 from notebooks.studies.ndp_events import simulate_layer
 from tests.ndp import toy
 from tests.timelines import check as impossible

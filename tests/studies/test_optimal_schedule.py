@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.specs import State
+from moelab.base.specs import State
 from moelab.zipmoe.affinity import order, schedule
 from moelab.zipmoe.tasks import Task, whole
 from notebooks.studies.optimal_schedule import (

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("plotly")
-from moelab.specs import Event
+from moelab.base.specs import Event
 from moelab.viz import charts, figures
 from notebooks.studies.ane import add_paper
 from notebooks.studies.loads import load_distribution

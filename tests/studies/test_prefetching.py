@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.registry import make
 from moelab.bench.grid import synthetic
 from moelab.bench.synthesize import synthesize
 from moelab.cache.residency import Residency
 from moelab.checkpoint.convert import convert
-from moelab.registry import make
 from moelab.simulation.simulator import Prefetching, simulate
 from notebooks.studies import prefetching
 from notebooks.studies.prefetching import Spent, eq1, hideable, least

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from moelab import open_model
+from moelab.base.specs import MoESpec
 from moelab.evaluation.predictors import Score
-from moelab.specs import MoESpec
 from moelab.trace import DECODE, RoutingTrace
 from notebooks.studies import recall_and_misses as bench
 

@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 
+from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.specs import MoESpec
 from moelab.viz.views.recorded import Recorded, _as_opened
 
 

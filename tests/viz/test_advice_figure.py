@@ -10,7 +10,7 @@ import pytest
 pio = pytest.importorskip("plotly.io")
 
 from moelab import advise
-from moelab.table import duration, size
+from moelab.base.table import duration, size
 from moelab.viz.advice import DrawnAdvice
 from moelab.viz.advice_figure import pareto
 

@@ -5,7 +5,7 @@ import pytest
 
 pio = pytest.importorskip("plotly.io")
 
-from moelab.specs import Event
+from moelab.base.specs import Event
 from moelab.viz import charts, figures
 from moelab.zipmoe.entropy import joint_counts
 

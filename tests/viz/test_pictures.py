@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("plotly")
 
+from moelab.base.files import results_root
 from moelab.bench.results import sections_of
-from moelab.files import results_root
 from moelab.viz import theme
 
 ROOT = Path(__file__).parents[2]

@@ -12,12 +12,12 @@ pytest.importorskip("anywidget")
 
 from moelab import open_model
 from moelab.__main__ import main
+from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import Prefetching, simulate
-from moelab.specs import MoESpec
 from moelab.viz import views
 from moelab.viz.views import scrub as scrubber
 from moelab.viz.views.recorded import Recorded, recorded

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from moelab.files import small_model
+from moelab.base.files import small_model
 from moelab.store.headers import read_header
 from moelab.viz import survey
 from notebooks.studies.entropy import analyse

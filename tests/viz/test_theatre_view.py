@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab import open_model, record
-from moelab.registry import make
+from moelab.base.registry import make
 from moelab.simulation.costs import Delays, Machine
 from moelab.speculate.routers import route
 from moelab.viz import views

@@ -13,9 +13,9 @@ pytest.importorskip("ipywidgets")
 pytest.importorskip("anywidget")
 from moelab import claims as ledger
 from moelab.__main__ import main
+from moelab.base.files import CHECKOUT, small_model
 from moelab.bench.arena import Contest, Standing, Wrong
 from moelab.cards import MODELS, load_model
-from moelab.files import CHECKOUT, small_model
 from moelab.viz import survey, views
 from moelab.viz.views import ledger as claims_view
 from moelab.viz.views import standings, treemap

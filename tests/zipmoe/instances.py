@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.simulation.costs import Delays
-from moelab.specs import ExpertKey, State
 from moelab.zipmoe.tasks import Task
 
 LOADING = [State.MISSED, State.E, State.SM, State.COMPRESSED]

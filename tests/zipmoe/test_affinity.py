@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab import registry
+from moelab.base import registry
+from moelab.base.specs import ExpertKey, State
 from moelab.offloading.load_queue import Order
 from moelab.simulation.costs import Delays
-from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import SCHEDULERS, naive_order, order, schedule
 from moelab.zipmoe.tasks import Task
 from notebooks.studies.optimal_schedule import timetable

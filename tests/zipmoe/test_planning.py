@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.base.specs import ExpertKey, State
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Request
 from moelab.simulation.costs import Delays
-from moelab.specs import ExpertKey, State
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import (
     makespan,

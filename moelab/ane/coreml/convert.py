@@ -44,14 +44,14 @@ from moelab.ane.coreml.ffn_graph import (
 from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
 from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import why_no_graph
+from moelab.base.files import vacant, write_text
+from moelab.base.journal import Journal
+from moelab.base.progress import progress
+from moelab.base.records import Record
+from moelab.base.registry import require
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.files import vacant, write_text
-from moelab.journal import Journal
 from moelab.models import compat, plug
-from moelab.progress import progress
-from moelab.records import Record
-from moelab.registry import require
 
 #: the largest difference between a saved graph, evaluated in fp64, and the architecture's own code
 #: with weights rounded to fp16: sums in another order; GPT-OSS's 1.702, rounded to fp16; what other

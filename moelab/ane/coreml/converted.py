@@ -21,11 +21,11 @@ from torch import Tensor
 from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.plan import ANEPlan
+from moelab.base.files import absolute
+from moelab.base.records import Record
+from moelab.base.schema import naming, parse_json, typed
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.files import absolute
 from moelab.models.identity import opened_from
-from moelab.records import Record
-from moelab.schema import naming, parse_json, typed
 
 FORMAT = "moelab.ane.converted/5"
 MANIFEST = "manifest.json"

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.ane.coreml.package import Op, Package, Value, read_package
-from moelab.registry import require
+from moelab.base.registry import require
 
 MODES = ("double", "fp16")
 FLOATS = ("fp16", "fp32", "fp64")

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.ane.coreml.package import coremltools, quiet
-from moelab.registry import require
+from moelab.base.registry import require
 
 #: weight formats → bits a weight
 WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}

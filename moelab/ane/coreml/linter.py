@@ -21,7 +21,7 @@ import numpy as np
 
 from moelab.ane.coreml.package import Function, Op, Package, Value, read_package
 from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
-from moelab.table import text_table
+from moelab.base.table import text_table
 
 FIG4 = "NPUMoE Figure 4"
 REPORTS = "reports of people who ran models on the ANE"

@@ -42,10 +42,10 @@ from moelab.ane.device.rates import (
 )
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params, check_loads
 from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
+from moelab.base.records import Records
+from moelab.base.registry import require
+from moelab.base.specs import MoESpec
 from moelab.cards import load_device
-from moelab.records import Records
-from moelab.registry import require
-from moelab.specs import MoESpec
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from moelab.papers import paper
-from moelab.schema import Positive, Size
+from moelab.base.papers import paper
+from moelab.base.schema import Positive, Size
 
 
 class Sample(NamedTuple):

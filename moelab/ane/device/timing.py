@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from moelab.records import Numbers
+from moelab.base.records import Numbers
 
 #: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
 FIELDS = {"ane": "ane_mj", "cpu": "cpu_total_mj", "gpu": "gpu_mj", "dram": "dram_mj"}

@@ -17,16 +17,16 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from moelab.advice.machine import here
+from moelab.base.records import Rows
+from moelab.base.registry import names
+from moelab.base.table import duration, size
 from moelab.cache.policies import DEFAULT_POLICY, NEEDS, Belady
 from moelab.cache.residency import Residency
 from moelab.offloading.budget import kv_bytes
 from moelab.offloading.slots import Sizes, divide
-from moelab.records import Rows
-from moelab.registry import names
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import flat, machine_of
 from moelab.store.layout import aligned
-from moelab.table import duration, size
 from moelab.viz.figures import budget_curve, memory_bar
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider

@@ -17,14 +17,15 @@ from runpy import run_path
 from shlex import quote
 from typing import Any
 
-from moelab import open_model, registry
-from moelab.arguments import output, whole
+from moelab import open_model
+from moelab.base import registry
+from moelab.base.arguments import output, whole
+from moelab.base.files import atomic, small_model
+from moelab.base.table import filled
 from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.files import atomic, small_model
 from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
-from moelab.table import filled
 from moelab.viz import theme, views
 from moelab.viz.views.recorded import TOKENS, Recorded
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from moelab.registry import require
+from moelab.base.registry import require
 from moelab.viz.notebook import LABEL
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View

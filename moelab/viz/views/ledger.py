@@ -12,7 +12,7 @@ from shlex import quote
 import numpy as np
 
 from moelab import claims as ledger
-from moelab.records import Record
+from moelab.base.records import Record
 from moelab.viz.charts import by_row, hover, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu

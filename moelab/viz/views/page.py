@@ -15,8 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from moelab.base.table import format_value, head_and_rows
 from moelab.bench.results import environment
-from moelab.table import format_value, head_and_rows
 from moelab.viz import theme
 
 FOLDER = Path(__file__).parent

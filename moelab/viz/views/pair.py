@@ -9,6 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 from shlex import quote
 
+from moelab.base.files import results_root
+from moelab.base.records import Rows
 from moelab.comparison import (
     HEAD,
     Comparison,
@@ -18,8 +20,6 @@ from moelab.comparison import (
     find_run,
     finished_runs,
 )
-from moelab.files import results_root
-from moelab.records import Rows
 from moelab.viz.charts import by_row, hover, interval, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.detailed import Detail, Detailed, html_rows

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from moelab.base.registry import find, names
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -18,7 +19,6 @@ from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.registry import find, names
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moelab.base.records import Rows
+from moelab.base.specs import Event, State
 from moelab.offloading.metrics import Forward
-from moelab.records import Rows
-from moelab.specs import Event, State
 from moelab.viz import theme
 from moelab.viz.charts import EDGE, finish, hover, whole_steps
 from moelab.viz.plotly_json import Figure

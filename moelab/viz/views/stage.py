@@ -18,13 +18,13 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from moelab.base.progress import progress
+from moelab.base.records import Rows
+from moelab.base.specs import Event
+from moelab.base.table import ms
 from moelab.offloading.metrics import Forward
-from moelab.progress import progress
-from moelab.records import Rows
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import Prefetching, Simulation, machine_of
-from moelab.specs import Event
-from moelab.table import ms
 from moelab.viz import theme
 from moelab.viz.charts import finish, gantt, hover, pattern
 from moelab.viz.figures import kind_of

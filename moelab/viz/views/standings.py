@@ -8,9 +8,9 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from moelab.base.records import Rows
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
-from moelab.records import Rows
 from moelab.viz import theme
 from moelab.viz.charts import EDGE, bar_look, finish, hover
 from moelab.viz.plotly_json import Figure

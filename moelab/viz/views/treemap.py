@@ -18,12 +18,12 @@ from typing import NamedTuple
 import numpy as np
 
 from moelab.advice.model import Model, find_model
+from moelab.base.progress import progress
+from moelab.base.records import Rows
+from moelab.base.registry import like, names
+from moelab.base.table import format_value
 from moelab.checkpoint.checkpoint import locate
-from moelab.progress import progress
-from moelab.records import Rows
-from moelab.registry import like, names
 from moelab.store.headers import Stored
-from moelab.table import format_value
 from moelab.viz import survey
 from moelab.viz.charts import finish
 from moelab.viz.figures import microscope

@@ -11,9 +11,9 @@ from moelab.ane.device.rates import Rates, fit, leave_one_out, rms
 from moelab.ane.plan import make_plan
 from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import SYSTEMS
+from moelab.base.papers import paper
+from moelab.base.specs import MoESpec
 from moelab.cards import load_model
-from moelab.papers import paper
-from moelab.specs import MoESpec
 
 PHI = load_model("Phi-3.5-MoE")
 ULTRA = DeviceModel.of()

@@ -12,10 +12,10 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.configs import spec_from_config
+from moelab.base.configs import spec_from_config
+from moelab.base.schema import typed
+from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.models import deepseek  # noqa: F401  (makes transformers know it)
-from moelab.schema import typed
-from moelab.specs import DTYPE_BYTES, MoESpec
 
 #: architecture → what is changed in transformers' own defaults, mostly to make some layers dense
 ARCHITECTURES: dict[str, dict] = {

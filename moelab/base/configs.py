@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from moelab.specs import DTYPE_BYTES, MoESpec
+from moelab.base.specs import DTYPE_BYTES, MoESpec
 
 #: where a multimodal config keeps its language model
 NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
@@ -178,7 +178,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
         if not isinstance(value := find(fact), int):
             raise ValueError(
                 f"{name} ({model_type}): {fact} should be a whole number under one of {', '.join(NAMES[fact])}, but "
-                f"is {value!r}; set it in the config, or name the attribute in moelab.configs.NAMES"
+                f"is {value!r}; set it in the config, or name the attribute in moelab.base.configs.NAMES"
             )
         return value
 

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moelab
+from moelab.base.files import small_model
 from moelab.evaluation import accuracy, questions, scores
-from moelab.files import small_model
 
 _spec = importlib.util.spec_from_file_location(
     "train_small", small_model().parent / "train_small.py"

@@ -18,8 +18,8 @@ from inspect import Parameter, isfunction, signature
 from operator import or_
 from typing import Any, NamedTuple
 
-from moelab.schema import typed
-from moelab.table import text_table
+from moelab.base.schema import typed
+from moelab.base.table import text_table
 
 
 class Entry(NamedTuple):

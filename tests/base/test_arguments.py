@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.__main__ import COMMANDS, error_text, main
-from moelab.arguments import number, one_of, output, several, whole
+from moelab.base.arguments import number, one_of, output, several, whole
 from moelab.bench import module_of, parser_of
 from moelab.bench import names as benches
 

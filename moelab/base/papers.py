@@ -10,8 +10,8 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 
-from moelab.files import shipped
-from moelab.records import Record
+from moelab.base.files import shipped
+from moelab.base.records import Record
 
 
 @cache

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab import files
-from moelab.arguments import output
-from moelab.files import (
+from moelab.base import files
+from moelab.base.arguments import output
+from moelab.base.files import (
     absolute,
     atomic,
     cache_folder,
@@ -61,7 +61,7 @@ def test_writers_in_any_order_leave_the_last_one_whole(tmp_path_factory, steps):
 def test_a_killed_writer_leaves_what_was_there_and_nothing_for_long(tmp_path):
     path = write_text(tmp_path / "x.txt", "old")
     code = (
-        "import sys, time; from moelab.files import atomic\nwith atomic(sys.argv[1]) as part:\n"
+        "import sys, time; from moelab.base.files import atomic\nwith atomic(sys.argv[1]) as part:\n"
         "    part.write_text('half'); print('now', flush=True); time.sleep(60)"
     )
     writer = subprocess.Popen(

@@ -13,8 +13,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
-from moelab.files import writable
-from moelab.registry import require
+from moelab.base.files import writable
+from moelab.base.registry import require
 
 
 class Parser(ArgumentParser):

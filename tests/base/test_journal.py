@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moelab.journal import HEADER, Journal
+from moelab.base.journal import HEADER, Journal
 
 RECORDS = [{"n": i, "text": "tab\t and\nline" * i} for i in range(6)]
 

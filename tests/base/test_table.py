@@ -2,7 +2,7 @@
 
 import pytest
 
-from moelab.table import head_and_rows, markdown_table, ms, percent, span
+from moelab.base.table import head_and_rows, markdown_table, ms, percent, span
 
 
 def test_a_table_has_the_columns_of_all_rows():

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelab import progress as module
-from moelab.progress import progress
+from moelab.base import progress as module
+from moelab.base.progress import progress
 
 
 class Terminal(io.StringIO):

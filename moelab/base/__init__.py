@@ -1,0 +1,1 @@
+"""What all rooms use: what a model and a machine are, names, files, arguments, progress."""
