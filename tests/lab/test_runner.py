@@ -40,6 +40,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     write_json(other / "kernel.json", spec)
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
     path = notebook(
         "good",
         *GOOD,

@@ -30,7 +30,7 @@ def recent():
 
 
 def test_the_recipe_is_what_a_loop_counts():
-    """Sixteen experts a layer, last used last; the prompt's hottest are its last."""
+    """Two experts a layer, last used last; the prompt's hottest are its last."""
     spec = toy.spec(L=2, E=40, K=3)
     routing, machine = simulated_routing(spec, 3, prompt=12, answer=9, zipf=0.6), toy.machine(2)
     found = simulate(machine, recent(), routing)
@@ -39,7 +39,7 @@ def test_the_recipe_is_what_a_loop_counts():
     for layer in range(2):
         count = Counter(routing.prefill[:, layer].ravel().tolist())
         by = sorted(count, key=lambda e: (count[e], routing.history[layer, e]))
-        kept.append(by[-16:])
+        kept.append(by[-2:])
     for ids in routing.decode:
         for layer, chosen in enumerate(ids.tolist()):
             missed = [e for e in chosen if e not in kept[layer]]
@@ -49,8 +49,8 @@ def test_the_recipe_is_what_a_loop_counts():
                 max(3 * work, len(missed) * costs.transfer() + work) if missed else 3 * work
             )
             order = sorted(chosen, key=lambda e: routing.history[layer, e])
-            kept[layer] = ([e for e in kept[layer] if e not in chosen] + order)[-16:]
-    assert found.hit_rate == hits / (9 * 2 * 3) and 0.2 < found.hit_rate < 1
+            kept[layer] = ([e for e in kept[layer] if e not in chosen] + order)[-2:]
+    assert found.hit_rate == hits / (9 * 2 * 3) and 0 < found.hit_rate < 1
     assert found.moe_decode == pytest.approx(sum(seconds)) and found.intermediate == 0
 
 
