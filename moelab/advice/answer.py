@@ -118,7 +118,8 @@ class Advice:
             else f"Store the experts as {way.form}"
         )
         unknown = ", --verify measures it" if way.loss is None else ""
-        how = [f"{name} {of}" for name, of in self.steps[-1][2].items()]
+        options = self.steps[-1][2]
+        how = [f"{name} {of}" for name, of in options.items() if name != "memory"]  # said as bytes
         more = "; ".join(
             f"{what}: {duration(other.tpot)} ({plain(way.tpot / other.tpot)}×)"
             for what, other in self.more
