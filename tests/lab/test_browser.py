@@ -149,7 +149,7 @@ def lab(tmp_path, results):
         os.killpg(process.pid, 15)
         try:
             process.wait(30)
-        except subprocess.TimeoutExpired:  # a kernel that is busy on a loaded machine
+        except subprocess.TimeoutExpired:  # Jupyter hangs now and then, its kernel gone
             os.killpg(process.pid, 9)
             process.wait(30)
 
