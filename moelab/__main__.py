@@ -12,9 +12,12 @@ import importlib
 import os
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from moelab import __version__
 from moelab.base.arguments import Parser
+from moelab.base.files import absolute
 from moelab.base.table import filled
 
 #: name → (module, what it does, an example of its arguments)
@@ -104,6 +107,8 @@ COMMANDS = {
 }
 
 
+#: commands that read or write the folder of results
+OF_RESULTS = ("reproduce", "run", "list", "compare", "check", "claims", "sweep")
 #: what goes wrong for reasons that lie outside of moelab; any other error is a mistake in it
 FORESEEN = (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryError)
 
@@ -132,6 +137,12 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
             implementation = importlib.import_module(module)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
+            if name in OF_RESULTS:
+                command.add_argument(
+                    "--results",
+                    metavar="DIR",
+                    help="where results lie (default: $MOELAB_RESULTS, else results/)",
+                )
         command.epilog = filled(
             re.sub(r"(?<=\S)\n(?=\S)", " ", command.epilog)
         )  # of prose, but not of tables
@@ -162,7 +173,8 @@ def _run(arguments: list[str]) -> int:
             parser.print_help()
             return 2
         args = parser.parse_args(arguments)
-        return args.main(args)
+        with _results_in(getattr(args, "results", None)):
+            return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)
         return 130
@@ -179,6 +191,21 @@ def _run(arguments: list[str]) -> int:
             )
         print(f"moelab: {words}", file=sys.stderr)
         return 2
+
+
+@contextmanager
+def _results_in(folder: str | None) -> Iterator[None]:
+    """Results lie in a folder, also for what this process starts; None: where they do."""
+    before = os.environ.get("MOELAB_RESULTS")
+    if folder is not None:
+        os.environ["MOELAB_RESULTS"] = str(absolute(folder))
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("MOELAB_RESULTS", None)
+        else:
+            os.environ["MOELAB_RESULTS"] = before
 
 
 def error_text(error: BaseException) -> str:

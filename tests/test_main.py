@@ -74,3 +74,10 @@ def test_without_a_command_it_lists_them_and_knows_its_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out.startswith("moelab ")
+
+
+def test_results_may_lie_anywhere(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv("MOELAB_RESULTS", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert main(["list", "--results", "elsewhere"]) == 0
+    assert "MOELAB_RESULTS" not in os.environ
