@@ -195,7 +195,7 @@ def _run(arguments: list[str]) -> int:
 
 @contextmanager
 def _results_in(folder: str | None) -> Iterator[None]:
-    """Results lie in a folder, also for what this process starts; None: where they do."""
+    """Within the block, results lie in `folder`, for child processes too; None changes nothing."""
     before = os.environ.get("MOELAB_RESULTS")
     if folder is not None:
         os.environ["MOELAB_RESULTS"] = str(absolute(folder))

@@ -52,7 +52,7 @@ CONTEXT = PROMPT + WARM + TIMED
 
 
 def asked_of(folder: Path, budget: float) -> Question:
-    """Memory for so much of the experts, without loss."""
+    """A question of memory for this share of the experts, without loss."""
     model = find_model(folder)
     asked = Question(model, here(folder), 0, CONTEXT, 1, 0.0, False, None, "")
     return replace(asked, memory=asked.fixed + round(budget * model.spec.experts_bytes))

@@ -53,8 +53,7 @@ def advise(
 
     model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which
         config.json is enough, or a store; None is the small model.
-    memory : bytes, "8GB" or "auto", for the whole process: experts, other weights, KV cache,
-        interpreter.
+    memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included.
     context : tokens of a sequence, of which all but few are the prompt; None is 4,096, or as many
         as the model takes.
     batch : sequences at a time.
@@ -78,9 +77,8 @@ def advise(
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card
-    if isinstance(device, (str, Path)):
-        device = load_device(device)
-    machine = device or here(found.folder)
+    known = load_device(device) if isinstance(device, (str, Path)) else device
+    machine = known or here(found.folder)
     asked = Question(
         found,
         machine,

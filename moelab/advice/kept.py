@@ -25,7 +25,7 @@ LEAST = 0.05
 
 
 def machine() -> str:
-    """This machine, as what was measured on it is kept under."""
+    """The key under which measurements of this machine are kept."""
     return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
 
 
@@ -71,8 +71,7 @@ class Kept:
         raise FileExistsError(f"another process holds {self.path}; wait for it")
 
     def loss(self, form: str) -> float | None:
-        """Relative language loss of a form: the upper end of what was measured last, one error
-        above the mean."""
+        """Relative language loss of a form, last measured: the mean and one standard error."""
         found = [of["loss"] for of in self.records if of["settings"]["form"] == form and of["loss"]]
         return max(sum(found[-1]), 0.0) if found else None
 

@@ -106,7 +106,8 @@ def judged(search: Search, notes: list[str]) -> Advice:
     plain = {(way.name, way.budget): way for way in search.found}
 
     def changed(best: Way) -> tuple[Way | None, Way | None]:
-        """The disk's gain is what was simulated, by how the best is to what was simulated of it."""
+        """The best with half as much memory again, and with a disk twice as fast: simulated,
+        scaled by how the best's own time differs from its simulation."""
         simulated = plain[best.name, best.budget]
         more = search.play(search.other(simulated, asked.memory * 3 // 2))
         more = more and search.corrected(more)
@@ -174,13 +175,13 @@ def identity_of(model: Model) -> str:
 
 
 def as_looked(asked: Question) -> Way | None:
-    """The way in which a model is looked at; None if its experts do not fit."""
+    """The way in which a model is first measured; None if its experts do not fit."""
     way = asked.way(AS_IS, 0.0, asked.model.expert_bytes(AS_IS))
     return way and replace(way, prefetch=PREFETCH)
 
 
 def look_file(asked: Question, kept: Kept, **slow: float) -> Any:
-    """Where a look at the model is kept."""
+    """The file that keeps what was measured of the model."""
     parts = kept.identity, asked.model.stored or "checkpoint", asked.batch, *slow.values()
     return cache_folder("advice") / f"{'-'.join(map(str, parts))}.look.json"
 

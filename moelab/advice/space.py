@@ -257,7 +257,7 @@ class Search:
         return way and play(self.asked, way, self.costs_of(way.form), self.seen)
 
     def find(self, kept: list[Way], way: Way | None) -> list[Way]:
-        """Play a way while there is time; what was played, in a list."""
+        """Simulate a way if time is left, and add it to `kept`: [the result], else []."""
         if way and time.monotonic() > self.end:
             self.left.append(f"{way.name} in {size(way.memory)}")
             return []

@@ -92,12 +92,10 @@ def compare(
     for mode, context in modes.items():
         for task, items in texts.items():
             size, label = 1 if mode in singly else batch_size, f"{mode}: {task}"
+            decoded = tokens // 4 if decode and task == "loss" else decode
+            score = scores.language_loss if task == "loss" else scores.right_answers
             with context() as running:
-                samples[task][mode] = (
-                    scores.language_loss(model, items, size, tokens // 4 if decode else 0, label)
-                    if task == "loss"
-                    else np.array(scores.right_answers(model, items, size, decode, label))
-                )
+                samples[task][mode] = np.array(score(model, items, size, decoded, label))
                 if ran is not None:
                     ran[mode, task] = running
                 if hasattr(running, "recall"):

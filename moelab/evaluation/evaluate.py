@@ -68,6 +68,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "own and all of lm-eval's",
     )
     add("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
+    _add_ways(add)
+    add("--seed", type=whole(), default=0, help="of prompts and of the random predictor")
+    add(
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="of the JSON (results/runs/evaluate/TIME.json)",
+    )
+
+
+def _add_ways(add: Callable[..., Any]) -> None:
+    """Options of how a model is run and what its modes need."""
     add(
         "--decode-only",
         action="store_true",
@@ -101,13 +113,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-code",
         action="store_true",
         help="let tasks execute the code that the model writes, here and without a sandbox",
-    )
-    add("--seed", type=whole(), default=0, help="of prompts and of the random predictor")
-    add(
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="of the JSON (results/runs/evaluate/TIME.json)",
     )
 
 

@@ -111,7 +111,7 @@ class OpRow(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing that a rule has against a package."""
+    """One finding of a rule in a package."""
 
     rule: str
     severity: str
@@ -135,7 +135,7 @@ class Report(NamedTuple):
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON has it."""
+        """The report as a JSON-able dictionary."""
         rows = {
             "ops": [op._asdict() for op in self.ops],
             "findings": [finding._asdict() for finding in self.findings],
