@@ -34,7 +34,6 @@ from moelab.viz.views.command import command
 from moelab.viz.views.real import button
 from moelab.viz.views.recorded import (
     TIMED,
-    TOKENS,
     Recorded,
     recorded,
     replay,
@@ -232,7 +231,7 @@ def _rate(tokens: float) -> str:
     return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
 
 
-def budget(source: Any, prompt: Any = None, tokens: int = TOKENS) -> View:
+def budget(source: Any, prompt: Any = None, tokens: int | None = None) -> View:
     """The budget explorer.
 
         with moelab.open_model(memory="50%") as lm:
@@ -273,7 +272,7 @@ def budget(source: Any, prompt: Any = None, tokens: int = TOKENS) -> View:
         rows,
         command("budget", found),
         words,
-        ("share",) if found.context else ("share", "machine"),  # a card's takes seconds a machine
+        ("share",) if found.trace else ("share", "machine"),  # a trace's takes seconds a machine
         lambda view: button(view, explorers.get(HERE)),
     )
 
@@ -282,7 +281,7 @@ def _machines(found: Recorded) -> dict[str, Machine]:
     """Those on which a run can be simulated."""
     machines = {}
     own = None
-    if found.context:  # of a card
+    if found.trace is not None:  # nothing was measured
         machines[HERE] = machine_of(found.run, here())
     else:
         with suppress(ValueError):  # a model in memory has no delays

@@ -42,7 +42,8 @@ def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
         source = None  # the small model needs no name
     if found.source is None:  # a card, or a run of which nobody knows what it was of
         source = found.name
-        made = f"views.{name}({repr(source) if source in registry.names('model') else 'run'})"
+        of = "run" if found.trace is None else "trace"
+        made = f"views.{name}({repr(source) if found.context else of})"
     else:
         given = [repr(source)] * bool(source) + _arguments(opened)
         asked = ", ".join(["lm", *_arguments(found.asked)])
