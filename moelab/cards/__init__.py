@@ -60,6 +60,12 @@ def other_bytes(spec: MoESpec) -> int:
     return round((published["value"] - whole.L * whole.E * whole.expert_params) * 2)
 
 
+def card_of(text: str) -> str | None:
+    """The name of the model card that a text is the name or the hub id of, ignoring case."""
+    names = ({name.lower(), load_card(name).get("hub", "").lower()} for name in MODELS)
+    return next((name for name, its in zip(MODELS, names) if text.lower() in its), None)
+
+
 def load_device(name: str | Path) -> DeviceSpec:
     """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there
     is none."""
