@@ -231,17 +231,17 @@ def _rate(tokens: float) -> str:
     return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
 
 
-def budget(source: Any, prompt: Any = None, tokens: int | None = None) -> View:
+def budget(source: Any, prompt: Any = None, tokens: int | None = None, **kept: Any) -> View:
     """The budget explorer.
 
         with moelab.open_model(memory="50%") as lm:
             views.budget(lm)
 
-    source, prompt, tokens : see `moelab.viz.views.recorded.recorded`.
+    source, prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`.
 
     Raises ValueError: no machine to simulate; what `recorded` raises.
     """
-    found = recorded(source, prompt, tokens)
+    found = recorded(source, prompt, tokens, **kept)
     explorers = {name: Explorer(found, on) for name, on in _machines(found).items()}
     if not explorers:
         raise ValueError(

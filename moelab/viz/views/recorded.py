@@ -132,7 +132,7 @@ def recorded(
     source: Any,
     prompt: str | Sequence[int] | None = None,
     tokens: int | None = None,
-    memory: str | float = "50%",
+    **kept: Any,
 ) -> Recorded:
     """What is looked at.
 
@@ -143,14 +143,20 @@ def recorded(
     prompt : a text or token ids; by default a few words of a library.
     tokens : that are generated, by default `TOKENS`; of a trace, the first so many that are decoded,
         by default `TRACED`.
-    memory : of a trace's experts: see `moelab.simulation.traced.run_of`.
+    kept : memory (by default "50%") and cache of a trace: see `moelab.simulation.traced.run_of`.
 
-    Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything
-    else."""
+    Raises ValueError: a run without decode steps, no tokenizer for a text, a prompt for a trace, or
+    memory for anything else; TypeError for anything else."""
+    traced = isinstance(source, RoutingTrace)
+    if prompt is not None if traced else kept:
+        raise ValueError(
+            "memory and cache are of a trace, a prompt is of a model; a model has its memory from "
+            "moelab.open_model"
+        )
     if isinstance(source, str) and source in names("model"):
         return _assumed(source)
-    if isinstance(source, RoutingTrace):
-        found = _of_trace(source, tokens or TRACED, memory)
+    if traced:
+        found = _of_trace(source, tokens, **kept)
     elif isinstance(source, EngineRun):
         run = source.since()
         found = Recorded(run.settings.spec.name, run, as_opened(run.settings))
@@ -200,19 +206,22 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
     return Recorded.of(lm, run, before, ids[0].tolist(), new, prompt, tokens)
 
 
-def _of_trace(trace: RoutingTrace, tokens: int, memory: str | float | None) -> Recorded:
+def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Recorded:
     """The tokens until so many are decoded, one sequence after another."""
+    asked = kept | ({} if tokens is None else {"tokens": tokens})
     order = trace.sequence.long().argsort(stable=True)
     seen = torch.empty(len(trace), dtype=torch.long)
     seen[order] = (trace.phase[order] == DECODE).cumsum(0)
-    trace = trace.select(seen <= tokens)
-    run = run_of(trace, memory)
-    return Recorded(trace.spec.name, run, as_opened(run.settings), trace=trace, how="recorded")
+    trace = trace.select(seen <= (tokens or TRACED))
+    run = run_of(trace, **{"memory": "50%"} | kept)
+    before = as_opened(run.settings)
+    return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how="recorded")
 
 
 def _assumed(name: str) -> Recorded:
     spec = load_model(name)
     drawn = torch.rand(ASSUMED, spec.L, spec.E, generator=torch.Generator().manual_seed(0))
     trace = RoutingTrace.of_ids(drawn.topk(spec.K).indices, spec)
-    found = _of_trace(trace, ASSUMED, None)
-    return replace(found, how="assumed: every expert as often as every other", context=CONTEXT)
+    found = _of_trace(trace, ASSUMED)
+    how = "assumed: every expert as often as every other"
+    return replace(found, asked={}, how=how, context=CONTEXT)

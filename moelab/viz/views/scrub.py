@@ -209,21 +209,19 @@ def content(found: Scrub) -> dict[str, Any]:
     }
 
 
-def scrubber(
-    source: Any, prompt: Any = None, tokens: int | None = None, memory: str | float = "50%"
-) -> Scrubber:
+def scrubber(source: Any, prompt: Any = None, tokens: int | None = None, **kept: Any) -> Scrubber:
     """The token scrubber.
 
         with moelab.open_model(memory="50%", prefetch="router") as lm:
             view = views.scrubber(lm)
         view                                            # needs the model no longer
 
-    source, prompt, tokens, memory : see `moelab.viz.views.recorded.recorded`; a run must have begun
+    source, prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`; a run must have begun
         with the cache as it is opened.
 
     Raises ValueError: a run of fewer than two decode steps.
     """
-    found = recorded(source, prompt, tokens, memory)
+    found = recorded(source, prompt, tokens, **kept)
     scrubbed = scrub(found)
     return Scrubber(
         "scrubber",

@@ -253,7 +253,7 @@ def theatre(
     tokens: int | None = None,
     predictors: Sequence[str] = (),
     distances: Sequence[int] = (1, 2),
-    memory: str | float = "25%",
+    **kept: Any,
 ) -> View:
     """The prefetch theatre.
 
@@ -264,7 +264,7 @@ def theatre(
 
     source : a model that `moelab.open_model` has opened within some memory; or a trace, whose times
         are then those of this machine.
-    prompt, tokens, memory : see `moelab.viz.views.recorded.recorded`.
+    prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`.
     predictors, distances : names of `moelab.names("predictor")` that need nothing but the model,
         or of `moelab.simulation.traced.GUESSES`, which need nothing but a trace; and how many layers
         ahead they look.
@@ -273,7 +273,7 @@ def theatre(
     """
     if isinstance(source, RoutingTrace):
         predictors = predictors or tuple(GUESSES)
-        staged = of_trace(recorded(source, prompt, tokens, memory), predictors, distances)
+        staged = of_trace(recorded(source, prompt, tokens, **kept), predictors, distances)
     else:
         predictors = predictors or ("router", "previous")
         staged = stage(source, prompt, tokens or TOKENS, predictors, distances)
