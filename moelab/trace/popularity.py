@@ -37,8 +37,17 @@ SCALARS = {
 }
 TEXT, ARRAY = 8, 9
 F32 = 0
+HEADS = (["layer", "expert"], ["layer", "expert", "count"])
 #: more than any file has, of tensors, fields and letters
 MANY = 1 << 24
+
+
+def has_counts(path: Path) -> bool:
+    """Whether a file is one of these, by its name and, of CSV, its head."""
+    if path.suffix.lower() != ".csv" or not path.is_file():
+        return path.suffix.lower() == ".gguf"
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        return next(csv.reader(file), []) in HEADS
 
 
 def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, int, MoESpec, str]:
@@ -77,15 +86,14 @@ def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, i
 def _rows(path: Path) -> dict[int, list[int]]:
     """Layer → counts of experts 0, 1, …"""
     found: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    heads = (["layer", "expert"], ["layer", "expert", "count"])
     with open(path, encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
-        if (head := next(rows, [])) not in heads:
+        if (head := next(rows, [])) not in HEADS:
             raise ValueError(
                 f"its columns are {', '.join(head)[:200]}; layer,expert[,count] are read"
             )
         for number, row in enumerate(rows, 2):
-            if row in heads:
+            if row in HEADS:
                 continue
             values = [int(one) for one in row] if all(one.isdecimal() for one in row) else []
             if len(values) not in (2, 3) or max(values[:2]) >= MANY:

@@ -19,7 +19,7 @@ from moelab.trace.statistics import statistics
 from tests.models import tiny
 from tests.trace.samples import POPULARITY, TRACES, routed
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*not read")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(not read|pickle protocol)")
 
 
 def written(name, folder, trace):
