@@ -1,7 +1,7 @@
 """The budget explorer: what so much memory for experts gives, simulated; and, on a click, measured.
 
-TPOT here is the mean of the decode steps. The first third of a run only fills the cache, of an
-assumed one all but the last steps. Every
+TPOT here is the mean of the decode steps. The first third of a run only fills the cache, of one
+that is drawn for a card all but the last steps. Every
 budget that was simulated is kept, and is a point of the curves; no rule that evicts whole experts
 misses less than Belady's. Another machine has the rates of its card and this machine's software:
 what moelab itself takes a token is as measured here. Left out: prefetching, and pools of chunks

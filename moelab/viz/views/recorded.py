@@ -1,5 +1,5 @@
 """What the views look at: one generation of an opened model, a run that was recorded elsewhere, a
-routing trace of whatever program, or an assumed one."""
+routing trace of whatever program, or one that is drawn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Machine
+from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.simulation.traced import as_opened, run_of
 from moelab.trace import DECODE, RoutingTrace
@@ -28,9 +29,9 @@ from moelab.trace import DECODE, RoutingTrace
 TOKENS = 16
 #: decode steps of a trace that are looked at
 TRACED = 64
-#: decode steps of an assumed run: as many as see nearly every expert, and those that are timed
-TIMED = 6
-ASSUMED = 60 + TIMED
+#: decode steps of a run that is drawn for a card: to fill the cache, and those that are timed
+TIMED = 12
+DRAWN = 60 + TIMED
 #: tokens whose keys and values it is said to have
 CONTEXT = 4096
 
@@ -47,7 +48,7 @@ class Recorded:
         default.
     trace : that it was made from.
     how : words for whose routing this is.
-    context : tokens that an assumed run is said to go on from; 0 of one that was recorded.
+    context : tokens that a run that is drawn is said to go on from; 0 of one that was recorded.
     """
 
     name: str
@@ -138,8 +139,8 @@ def recorded(
 
     source : a model that `moelab.open_model` has opened, which then generates greedily, and
         prefetches in every token if it was opened to prefetch; an `EngineRun`, such as
-        `lm.moelab.run`; a `RoutingTrace`; or the name of a model card, whose routing is then
-        assumed: all experts as often.
+        `lm.moelab.run`; a `RoutingTrace`; or the name of a model card, whose routing is then drawn
+        as `routing_of` says.
     prompt : a text or token ids; by default a few words of a library.
     tokens : that are generated, by default `TOKENS`; of a trace, the first so many that are decoded,
         by default `TRACED`.
@@ -154,7 +155,7 @@ def recorded(
             "moelab.open_model"
         )
     if isinstance(source, str) and source in names("model"):
-        return _assumed(source)
+        return _drawn(source)
     if traced:
         found = _of_trace(source, tokens, **kept)
     elif isinstance(source, EngineRun):
@@ -218,10 +219,8 @@ def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Re
     return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how="recorded")
 
 
-def _assumed(name: str) -> Recorded:
+def _drawn(name: str) -> Recorded:
     spec = load_model(name)
-    drawn = torch.rand(ASSUMED, spec.L, spec.E, generator=torch.Generator().manual_seed(0))
-    trace = RoutingTrace.of_ids(drawn.topk(spec.K).indices, spec)
-    found = _of_trace(trace, ASSUMED)
-    how = "assumed: every expert as often as every other"
+    routing, how = routing_of(spec)
+    found = _of_trace(routing.trace(spec, [DRAWN]), DRAWN)
     return replace(found, asked={}, how=how, context=CONTEXT)
