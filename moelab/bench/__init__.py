@@ -47,7 +47,7 @@ ENGINE = tuple(
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 #: name → the module of a bench
 BENCHES = {
-    name: f"moelab.bench.{name}" for name in ("engine", "prefetch", "scale", "end_to_end", "gpu")
+    name: f"moelab.bench.{name}" for name in ("engine", "prefetch", "scale", "end_to_end")
 } | {"advise": "moelab.advice.accuracy"}
 
 
