@@ -22,7 +22,7 @@ import torch
 from moelab.base import registry
 from moelab.base.arguments import number
 from moelab.base.library import passages, token_count
-from moelab.calibration import Calibration
+from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
@@ -39,6 +39,7 @@ from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vector
 from moelab.speculate.predictors import lacking
 from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
+from moelab.trace import RoutingTrace
 from moelab.zipmoe.measure import quick_delays
 from moelab.zipmoe.planner import auto_pools
 
@@ -87,8 +88,10 @@ class OpenOptions(Offloading):
         type=number(0),
         metavar="MARGIN",
     )
-    calibration: Calibration | None = option(
-        None, "counts of this very model: for executors with capacities, plan auto, prefetch static"
+    calibration: Calibration | RoutingTrace | None = option(
+        None,
+        "counts of this very model, or a trace: for executors with capacities, plan auto, prefetch "
+        "static",
     )
     dense: str | None = option(
         None,
@@ -127,7 +130,7 @@ class OpenOptions(Offloading):
                 'executor="fast"'
             )
         _check("cache", self.cache)
-        if not isinstance(self.calibration, Calibration | None):
+        if not isinstance(self.calibration, Calibration | RoutingTrace | None):
             raise TypeError(
                 f"the calibration is {self.calibration!r}; it must be a moelab.Calibration: "
                 f"calibrate(trace) counts one, Calibration.load(path) reads one"
@@ -176,6 +179,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         model = offload(checkpoint, asked.memory, asked.completed())
     with ExitStack() as unless_open:
         unless_open.callback(model.moelab.close)
+        if isinstance(asked.calibration, RoutingTrace):  # only a plan asks for the order
+            asked = replace(asked, calibration=calibrate(asked.calibration))
         if asked.calibration is not None:
             asked.calibration.require(identity(model), model.spec)
         if asked.executor != "exact":

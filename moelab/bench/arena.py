@@ -1,7 +1,7 @@
 """Bring your own: a cache policy or a schedule on three traces, against all others and the ceiling.
 
     what you bring                               on                                     the ceiling
-    cache policy: touch and victim               three kinds of text, token by token    Belady's
+    cache policy: touch and victim               kinds of text, or traces, by token     Belady's
     schedule: a `moelab.ndp.systems` System      three models, simulated                `moelab.ndp.bound`
 
 It is a class that can be made without further arguments, or an object. Whatever it raises ends its
@@ -105,14 +105,14 @@ class Contest:
 
 
 def arena(
-    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+    mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
 ) -> Contest:
     """Rank what is brought against everything of its kind.
 
-    model : an opened model whose routing policies see; None opens the shipped small
-        one.
+    of : whose routing policies see: an opened model, a trace of whatever program, or {name: trace};
+        None opens the shipped small model.
     share : of the experts that fit in memory, for policies. tokens, each : length and number of
-        prompts a kind of text.
+        prompts a kind of text, for a model.
 
     Raises TypeError: it is neither a policy nor a schedule.
     """
@@ -120,11 +120,15 @@ def arena(
     name = made.__name__
     if kind_of(made) == "schedule":
         return _schedules(name, mine)
-    if model is None:
-        from moelab import open_model
+    if isinstance(of, RoutingTrace):
+        of = {of.spec.name: of}
+    if not isinstance(of, Mapping):
+        if of is None:
+            from moelab import open_model
 
-        model = open_model()
-    return _policies(name, mine, texts(model, tokens, each), share)
+            of = open_model()
+        of = texts(of, tokens, each)
+    return _policies(name, mine, of, share)
 
 
 def kind_of(made: type) -> str:
@@ -215,7 +219,8 @@ def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: f
         ceiling[text] = 100 * belady_hits(asked, _capacity(trace, share)) / request_count(asked)
     others = {
         other: {
-            text: _once((id(trace), other, share), lambda: play(trace, other, share)[0])
+            # the trace is kept, too, or another one could be given its number
+            text: _once((id(trace), other, share), lambda: (play(trace, other, share)[0], trace))[0]
             for text, trace in traces.items()
         }
         for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
@@ -239,6 +244,10 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
     L = trace.spec.L
     E = trace.spec.E
     residency = Residency(L, E, Pools(F=_capacity(trace, share)), policy, "model")
+    if residency.sees and trace.router_inputs is None:
+        raise ValueError(
+            "this policy sees hidden states, and the trace has none: moelab.record(…, hidden=True)"
+        )
     inputs = trace.router_inputs.float().numpy() if residency.sees else None
     asked = steps(trace)
     uses: dict[ExpertKey, list[int]] = {}
