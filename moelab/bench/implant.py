@@ -35,8 +35,7 @@ from moelab.trace import RoutingTrace
 #: architectures whose tensors have these names
 MODELS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: attention's output and the embeddings are so many times larger than drawn
-QUIET, LOUD = 2**-6, 4
+QUIET = 2**-10  # attention's output is so many times what is drawn
 #: slots that the next layer's router tells right from this layer's input: Qwen3-30B-A3B Q4_K_M,
 #: Helldez/BigMoeOnEdge docs/expert-prediction.md
 AHEAD = 0.886
@@ -47,7 +46,9 @@ RIGHT = 0.99  # of all slots, at least
 TOKENS = 512  # of a name's routing
 FIRST = 1024  # vocabulary ids before are the tokenizer's
 ROW = 128  # tokens of a sequence in the pass that solves
-EARLY = 0.5  # weight of a token's input a layer early beside its own
+EARLY = 1.0  # weight of a token's input a layer early beside its own
+CHANGE = 0.5  # of the stream, by the first layer's experts
+RIDGE, ROUNDS = 1e-2, 20
 TOKENS_FILE = "tokens.json"
 #: a card's name, a trace, its path, or ids [T, L, K]
 Routing = str | Path | RoutingTrace | np.ndarray
@@ -67,14 +68,13 @@ def implant(routing: Routing, spec: MoESpec, config: Any, weights: Any) -> str:
         raise ValueError(
             f"the routing has {len(ids)} tokens, each a word of its own; the vocabulary has {spec.vocab}"
         )
-    weights.factors = {"embed_tokens": LOUD, "o_proj": QUIET}
+    weights.factors = {"o_proj": QUIET}
     made = Implant(spec, ids, logits, first, weights.seed)
-    made.embed(weights.whole(EMBEDDINGS))
-    weights.given = made.found
     model = compat.meta_twin(config)
     leave_out(model)
     compat.fill(model, config, {key: weights.whole(key) for key in weights.others})
     made.solve(model.eval(), plug(model, source=weights.expert))
+    weights.given = made.found
     tokens = [row.tolist() for row in made.tokens.split(lengths)]
     return json.dumps({"routing": words, "tokens": tokens})
 
@@ -144,23 +144,37 @@ class Implant:
         self.before: Tensor | None = None  # router inputs of the layer before [T, H]
         self.found: dict[str, Tensor] = {}
 
-    def embed(self, drawn: Tensor) -> Tensor:
-        """The embeddings [V, H], those of the sequence's tokens being what they route to, in random
-        directions, and as much that is a token's own while the stream has room for it."""
-        T, H = len(self.ids), drawn.shape[1]
+    def codes(self, H: int) -> Tensor:
+        """The tokens' embeddings [T, H] but for their scale, of mean square 1: what a token routes
+        to, in random directions, and as much that is its own while the stream has room for it."""
+        T = len(self.ids)
         routed = (self.targets > 0).float().view(T, -1)
         routed -= routed.mean(0)
         codes = routed @ torch.randn(routed.shape[1], H, generator=self.draw)
         own = torch.randn(T, H, generator=self.draw) * min(1.0, H / T)
         codes = codes / codes.std(1, keepdim=True).clamp(min=1e-6) + own
-        embeddings = drawn.clone()
-        embeddings[self.tokens] = (codes * (drawn.float().std() / codes.std())).to(drawn.dtype)
-        self.found[EMBEDDINGS] = embeddings
-        return embeddings
+        return codes / codes.square().mean(1, keepdim=True).sqrt()
+
+    def embed(self, model: nn.Module, layer: MoELayer) -> None:
+        """Give the model's tokens embeddings so large that the first MoE layer, which is run on them
+        alone, changes the stream by `CHANGE` of it."""
+        table = model.get_input_embeddings().weight
+        codes = self.codes(table.shape[1])
+        x = codes.to(table.dtype)
+        target = self.targets[:, layer.index]
+        layer.router.weight.data = regress(x, target).to(layer.router.weight.dtype)
+        with torch.inference_mode():
+            out = layer.block(x[None])
+        out = out[0] if isinstance(out, tuple) else out
+        size = out.float().square().mean().sqrt() / CHANGE
+        weight = table * (size / table.float().std())
+        weight[self.tokens] = (codes * size).to(table.dtype)
+        self.found[EMBEDDINGS] = table.data = weight
 
     def solve(self, model: nn.Module, layers: list[MoELayer]) -> None:
-        """One pass of the model, which has the embeddings, finding router after router, then the
-        head. ValueError where routers cannot be found."""
+        """Find the embeddings, then, in one pass of the model, router after router, and the head.
+        ValueError where routers cannot be found."""
+        self.embed(model, layers[0])
         with Patches() as patches, torch.inference_mode():
             for layer in layers:
                 patches.hook(layer.router.register_forward_pre_hook, partial(self.route, layer))
@@ -171,11 +185,8 @@ class Implant:
         """Give a router its weights before it runs; args : its inputs."""
         x = args[0].reshape(-1, args[0].shape[-1])[: len(self.ids)]
         target = self.targets[:, layer.index]
-        inputs, targets = x, target
-        if self.before is not None:
-            inputs = torch.cat([x, EARLY * self.before])
-            targets = torch.cat([target, EARLY * self.early(target)])
-        solved = regress(inputs, targets).to(router.weight.dtype)
+        early = None if self.before is None else (self.before, self.early(target))
+        solved = regress(x, target, early).to(router.weight.dtype)
         chosen = F.linear(x, solved.to(x.dtype)).topk(self.spec.K).indices
         right = (target.gather(1, chosen) > 0).float().mean().item()
         if right < RIGHT:
@@ -211,19 +222,27 @@ class Implant:
         self.found[HEAD] = head.weight.data = weight
 
 
-def regress(x: Tensor, targets: Tensor, rounds: int = 30) -> Tensor:
+def regress(x: Tensor, targets: Tensor, early: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """W [E, H] with x [n, H] · Wᵀ as near as can be to the targets [n, E], which a logit may exceed
-    where it is above 0, and be below elsewhere."""
+    where it is above 0, and be below elsewhere; with less weight also for early's x and targets."""
+    n, H = x.shape
     x = x.double()
-    wanted = targets > 0
-    least = targets = targets.double()
+    goal = targets.double()
+    if early is not None:
+        weight = EARLY * min(1.0, H / 2 / n)
+        x = torch.cat([x, weight * early[0].double()])
+        goal = torch.cat([goal, weight * early[1].double()])
     gram = x.T @ x
-    gram.diagonal().add_(1e-4 * gram.diagonal().mean())
-    factor = torch.linalg.cholesky(gram)
-    for _ in range(rounds):
-        weight = torch.cholesky_solve(x.T @ targets, factor)
-        logits = x @ weight
-        if (torch.where(wanted, least - logits, logits).max() < GAP / 4).item():
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram)) @ x.T  # [H, n]
+    inverse, x, goal = inverse.float(), x.float(), goal.float()
+    wanted = goal > 0
+    moved = goal
+    for _ in range(ROUNDS):
+        solved = inverse @ moved
+        logits = x @ solved
+        short = torch.where(wanted, goal - logits, logits)  # of a target; none is below 0
+        if short[:n].max() < GAP / 4:
             break
-        targets = torch.where(wanted, torch.maximum(logits, least), logits.clamp(max=0))
-    return weight.T.contiguous()
+        moved = torch.where(wanted, torch.maximum(logits, goal), logits.clamp(max=0))
+    return solved.T.contiguous()
