@@ -27,13 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.base.specs import MoESpec
+from moelab.cards import MODELS, load_model
 from moelab.models import compat
 from moelab.models.patches import Patches
 from moelab.models.seam import ROUTERS, MoELayer, leave_out, plug
-from moelab.trace import RoutingTrace
+from moelab.simulation.routing import routing_of
+from moelab.trace import RoutingTrace, load
 
 #: architectures whose tensors have these names
-MODELS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2")
+ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 QUIET = 2**-10  # attention's output is so many times what is drawn
 #: slots that the next layer's router tells right from this layer's input: Qwen3-30B-A3B Q4_K_M,
@@ -43,7 +45,7 @@ AHEAD = 0.886
 #: token's first expert to its last, where the trace does not say them
 GAP, SPREAD = 2.0, 1.5
 RIGHT = 0.99  # of all slots, at least
-TOKENS = 512  # of a name's routing
+TOKENS = 512  # of a name's routing, and of a bench's at least
 FIRST = 1024  # vocabulary ids before are the tokenizer's
 ROW = 128  # tokens of a sequence in the pass that solves
 EARLY = 1.0  # weight of a token's input a layer early beside its own
@@ -57,10 +59,10 @@ Routing = str | Path | RoutingTrace | np.ndarray
 def implant(routing: Routing, spec: MoESpec, config: Any, weights: Any) -> str:
     """Change the `moelab.bench.synthesize.Weights` of a model so that it routes as wanted; returns
     what its `TOKENS_FILE` says: the tokens, a row a sequence. ValueError: see `wanted`; another
-    architecture than `MODELS`; more tokens than the vocabulary, or than routers can be found for."""
-    if spec.model_type not in MODELS:
+    architecture than `ARCHITECTURES`; more tokens than the vocabulary, or than routers can be found for."""
+    if spec.model_type not in ARCHITECTURES:
         raise ValueError(
-            f"routing is not implanted into {spec.model_type}; known are {', '.join(MODELS)}"
+            f"routing is not implanted into {spec.model_type}; known are {', '.join(ARCHITECTURES)}"
         )
     ids, logits, lengths, words = wanted(routing, spec, weights.seed)
     first = min(FIRST, spec.vocab - len(ids))
@@ -81,38 +83,36 @@ def implant(routing: Routing, spec: MoESpec, config: Any, weights: Any) -> str:
 
 def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tensor, list[int], str]:
     """(ids int64 [T, L, K], logits above the others' [T, L, K], tokens of each sequence, what it is
-    in words) of a model card's name, a trace, its path, or ids [T, L, K].
+    in words). Tokens that skip a layer are left out.
 
-    Raises ValueError: a trace of fewer layers, or another E or K; tokens that visit no expert, or
-    one twice."""
+    Raises ValueError: a trace of fewer layers, or another E or K; tokens that visit an expert
+    twice."""
     words = "ids that were given"
     if isinstance(routing, str | Path):
-        words = str(Path(routing).name)
-        routing = _named(routing, spec, seed)
-    weights = None
-    lengths = [len(routing)]
+        routing, words = _named(routing, spec, seed)
     if isinstance(routing, RoutingTrace):
-        counts = torch.unique_consecutive(routing.sequence, return_counts=True)[1]
-        weights, lengths, E = routing.weights, counts.tolist(), routing.spec.E
-        ids = routing.ids.long()
-        _require("E", E, spec.E)
+        if routing.spec.H:  # else E is the largest id and one, not a fact
+            _require("E", routing.spec.E, spec.E)
+        ids, weights, sequence = routing.ids.long(), routing.weights.float(), routing.sequence
     else:
         ids = torch.from_numpy(np.ascontiguousarray(routing)).long()
+        weights, sequence = torch.ones(ids.shape), torch.zeros(len(ids))
     _require("K", ids.shape[2], spec.K)
     if ids.shape[1] < spec.L:
         raise ValueError(f"the routing has {ids.shape[1]} layers; {spec.name} has {spec.L}")
-    ids = ids[:, : spec.L]
+    whole = ((ids >= 0) & (ids < spec.E))[:, : spec.L].all(2).all(1)
+    ids, weights = ids[whole, : spec.L], weights[whole, : spec.L]
+    if not len(ids):
+        raise ValueError(f"the routing has no token with expert ids from 0 to {spec.E - 1}")
     ordered = ids.sort().values
-    if not len(ids) or ids.min() < 0 or ids.max() >= spec.E:
-        raise ValueError(f"the routing needs expert ids from 0 to {spec.E - 1} in every slot")
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ValueError("the routing has tokens with the same expert twice in a layer")
-    if weights is None or (weights <= 0).any():
+    above = weights.clamp(min=1e-6).log()
+    above = (above - above.amin(-1, keepdim=True)).clamp(max=2 * GAP)
+    if not above.any():  # no weights are known
         above = torch.linspace(SPREAD, 0, spec.K).expand(ids.shape)
-    else:
-        above = weights[:, : spec.L].float().log()
-        above = above - above.amin(-1, keepdim=True)
-    return ids, GAP + above, lengths, words
+    lengths = torch.unique_consecutive(sequence[whole], return_counts=True)[1]
+    return ids, GAP + above, lengths.tolist(), words
 
 
 def _require(name: str, found: int, needed: int) -> None:
@@ -120,9 +120,27 @@ def _require(name: str, found: int, needed: int) -> None:
         raise ValueError(f"the routing has {name} = {found}; the model has {name} = {needed}")
 
 
-def _named(routing: str | Path, spec: MoESpec, seed: int) -> RoutingTrace | np.ndarray:
-    """A trace from its file, or `TOKENS` tokens of a card's routing."""
-    return RoutingTrace.load(routing)
+def _named(routing: str | Path, spec: MoESpec, seed: int) -> tuple[RoutingTrace | np.ndarray, str]:
+    """`TOKENS` tokens of a card's routing, or a trace from its file; and its name in words."""
+    card = {name.lower(): name for name in MODELS}.get(str(routing).lower())
+    if card is None:
+        return load(routing), f"the trace {Path(routing).name}"
+    return drawn(spec, TOKENS, seed, load_model(card))
+
+
+def drawn(
+    spec: MoESpec, tokens: int, seed: int = 0, like: MoESpec | None = None
+) -> tuple[np.ndarray, str]:
+    """(ids [T, L, K] of one sequence for a model, what they are), as real models route: as this one
+    does, or one that it is to be `like`."""
+    routing, words = routing_of(like or spec)
+    return routing.draw(spec.L, spec.E, spec.K, [tokens], seed), f"drawn, {words}"
+
+
+def tokens_of(folder: Path) -> list[int]:
+    """The tokens of a folder's sequences, one after the other; none without `TOKENS_FILE`."""
+    file = folder / TOKENS_FILE
+    return sum(json.loads(file.read_text())["tokens"], []) if file.exists() else []
 
 
 class Implant:
