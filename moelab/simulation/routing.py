@@ -24,14 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from math import ceil, exp, inf, log, log2
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from moelab.base.specs import MoESpec
 from moelab.cards import MODELS, load_card, load_model
-from moelab.trace import DECODE, RoutingTrace
-from moelab.trace.statistics import chosen, statistics
+
+if TYPE_CHECKING:  # drawing does without torch
+    from moelab.trace import RoutingTrace
 
 #: tokens whose scores are in memory at once
 CHUNK = 128
@@ -87,6 +88,10 @@ class Routing:
     def trace(self, spec: MoESpec, lengths: Sequence[int], seed: int = 0) -> RoutingTrace:
         """The same as a trace of such a model, all of it decoding; weights are 1/K, and words are
         unknown."""
+        import torch
+
+        from moelab.trace import DECODE, RoutingTrace
+
         ids = torch.from_numpy(self.draw(spec.L, spec.E, spec.K, lengths, seed))
         T = len(ids)
         return RoutingTrace(
@@ -235,6 +240,8 @@ def _routing(x: np.ndarray) -> Routing:
 
 def _compared(trace: RoutingTrace) -> np.ndarray:
     """What a fit compares, in percent; nan where a trace does not say it."""
+    from moelab.trace.statistics import chosen, statistics
+
     told = statistics(trace)
     hits = [rate for policy in ("lru", "lfu", "belady") for rate in told.hits[policy]]
     had = chosen(trace)
