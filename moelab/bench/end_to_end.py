@@ -14,7 +14,6 @@ An engine finds out where it pays, and leaves it where it does not
 
 from __future__ import annotations
 
-import random
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +25,16 @@ from moelab.base.arguments import number, several, whole
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
-from moelab.bench.grid import PROCESS, PYTHON, Experiment, Tables, measured, place_of, synthetic
+from moelab.bench.grid import (
+    PROCESS,
+    PYTHON,
+    ROUTING,
+    Experiment,
+    Tables,
+    measured,
+    place_of,
+    synthetic,
+)
 from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 
@@ -147,6 +155,7 @@ def run(
     decode: int = 16,
     batches: Sequence[int] = (1,),
     seed: int = 0,
+    routing: str = "fitted",
     model: str | None = None,
     folder: str | Path | None = None,
     alone: bool = False,
@@ -158,15 +167,17 @@ def run(
     forms = {options_of(arm)["codec"] for arm in arms}
     count = max(batches) * (max(contexts) + decode)
     source = None
-    tokens = random.Random(seed).choices(range(spec.vocab), k=count)
+    tokens = None
     if model:
         source, spec, tokens = text_for(model, count, seed)
     how = {"loss": True, "simulated": True, "here": here}
+    how |= {"routing": routing, "tokens": tokens and [tokens]}
     with place_of(folder, spec, here) as (place, file_system):
         if source:
             _use_model(place, source, folder)
-        bench = Experiment(spec, place, 0, decode, rounds, python, **how)
+        bench = Experiment(spec, place, count - decode, decode, rounds, python, **how)
         bench.prepare(sorted(forms), external=not alone)
+        (tokens,) = bench.tokens
 
         def tables() -> Tables:
             for context, batch in product(contexts, batches):
@@ -181,7 +192,7 @@ def run(
 
         conditions = {
             "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
-            "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
+            "tokens": f"{'of a text' if model else bench.routed}, given; contexts of "
             f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
             "processes": "one for all" if here else "one for each configuration, budget and rate",
             "rounds": rounds,
@@ -279,7 +290,8 @@ OPTIONS = {
     "contexts": (several(whole(2)), "tokens of a prompt"),
     "decode": (whole(1), "tokens after it"),
     "batches": (several(whole(1)), "sequences at a time"),
-    "seed": (whole(), "picks the tokens"),
+    "seed": (whole(), "picks the tokens of a text"),
+    "routing": ROUTING,
     "model": (None, "your own: a checkpoint's folder or a hub id"),
     "folder": (
         None,
