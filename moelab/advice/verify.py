@@ -2,8 +2,9 @@
 later predictions.
 
 Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`,
-whose `typical` time counts. They are text, where the model has a tokenizer, and given, not sampled,
-since a model that repeats itself asks for the same experts again. What is in another form is
+whose `typical` time counts. They are text, where the model has a tokenizer, or those whose routing
+was implanted in it, and given, not sampled, since a model that repeats itself asks for the same
+experts again. What is in another form is
 converted once and kept with moelab's own files. Few bits are also asked for their language loss, on
 windows of library text, beside that of the model as it is.
 
@@ -88,6 +89,7 @@ def run(
 
     from moelab.advice import sample
     from moelab.api import open_model
+    from moelab.bench.implant import TOKENS_FILE
     from moelab.cache.pools import Pools
     from moelab.evaluation import scores
 
@@ -98,6 +100,9 @@ def run(
         ids = torch.randint(3, lm.config.vocab_size, size, generator=draw)
         with suppress(ValueError):  # the library has no text of so many tokens
             ids = ids if lm.tokenizer is None else scores.text_windows(lm.tokenizer, "test", *size)
+        if (given := Path(source) / TOKENS_FILE).is_file():  # whose routing was implanted
+            own = torch.tensor(json.loads(given.read_text())["tokens"])[:batch, : size[1]]
+            ids = own if own.shape == size else ids
         forwards(lm, ids)
         this = lm.moelab
         seconds = [end - start for start, end, *_ in this.forwards]
