@@ -38,7 +38,7 @@ class SizedCache:
 
     A batch asks for each of its experts once, and reads what is missing. Only then leaves what is
     too much, and nothing that the batch itself asked for. So did the engine whose 64,512 recorded
-    hits and misses `moelab bench referee` replays. Every newcomer is admitted.
+    hits and misses `moelab bench published` replays. Every newcomer is admitted.
 
     layers : into how many equal parts, one a layer, the budget is divided; 0: one for all.
     """
