@@ -66,6 +66,24 @@ class RoutingTrace:
                     f"{name} is {list(getattr(self, name).shape)}; it needs one value a token, [{T}]"
                 )
 
+    @classmethod
+    def of_ids(
+        cls, ids: torch.Tensor, spec: MoESpec, model_id: str = "", **columns: torch.Tensor | None
+    ) -> RoutingTrace:
+        """A trace of ids [T, L, K] and the columns that are known. What is not: weights 1/K,
+        phase decode, one sequence, positions in order, tokens 0."""
+        T, ran = len(ids), ids < spec.E
+        known = {name: column for name, column in columns.items() if column is not None}
+        sequence = known.setdefault("sequence", torch.zeros(T, dtype=torch.int32))
+        for number in sequence.unique() if "position" not in known else ():
+            mine = sequence == number
+            known.setdefault("position", torch.empty(T, dtype=torch.int32))
+            known["position"][mine] = torch.arange(int(mine.sum()), dtype=torch.int32)
+        known.setdefault("weights", ran / spec.K)
+        known.setdefault("phase", torch.full((T,), DECODE, dtype=torch.uint8))
+        known.setdefault("tokens", torch.zeros(T, dtype=torch.int32))
+        return cls(ids=ids.to(torch.int16), spec=spec, model_id=model_id, **known)
+
     def __len__(self) -> int:
         return len(self.ids)
 
