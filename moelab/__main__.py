@@ -83,6 +83,11 @@ COMMANDS = {
         "count which experts a model's tokens visit, and keep the counts",
         "Qwen/Qwen3-30B-A3B qwen.safetensors",
     ),
+    "trace": (
+        "moelab.evaluation.traces",
+        "read routing traces of any program, and say what caches would find in them",
+        "show route.csv --model Qwen3-30B-A3B",
+    ),
     "evaluate": (
         "moelab.evaluation.evaluate",
         "score a model's answers and language loss, mode by mode",

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from moelab.base.files import load_tensors, save_tensors
-from moelab.base.schema import Count, checked
+from moelab.base.files import absolute, load_tensors, save_tensors
+from moelab.base.schema import Count, checked, naming
 from moelab.base.specs import MoESpec
 from moelab.models.identity import same_source
-from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
+from moelab.trace import DECODE, PREFILL, RoutingTrace, counted, popularity
+from moelab.trace.foreign import model_of
 
 FORMAT = "moelab.calibration/1"
 
@@ -92,9 +94,20 @@ class Calibration:
         )
 
     @classmethod
-    def load(cls, path: str | Path) -> Calibration:
-        """Read a calibration. Raises FileNotFoundError, ValueError: not a whole and readable
-        calibration."""
+    def load(cls, path: str | Path, model: str | Path | None = None) -> Calibration:
+        """Read a calibration; or counts of another program (`moelab.trace.popularity`), which all
+        count as of prefill.
+
+        model : whose the counts are, as of `moelab.trace.load`.
+
+        Raises FileNotFoundError, ValueError: not a whole and readable calibration."""
+        path = absolute(path)
+        if path.suffix.lower() in (".gguf", ".csv"):
+            known = model_of(model)
+            with naming(path, "list of experts' counts", "counting again"):
+                counts, tokens, spec, model_id = popularity.read(path, *known)
+            by_phase = torch.from_numpy(np.stack([counts, np.zeros_like(counts)]))
+            return cls(by_phase, (tokens, 0), spec, model_id, path.name)
         return load_tensors(
             path,
             FORMAT,

@@ -127,7 +127,8 @@ def test_there_is_a_card_for_everything_that_the_sources_use():
 @pytest.mark.parametrize("name", sorted(WANTED))
 def test_a_model_card_is_whole_and_sourced(name):
     card = cards.load_card(name)
-    assert list(card) == ["name", "hub", "notes", "geometry", "figures", "papers"]
+    parts = ["name", "hub", "notes", "geometry", "figures", "papers"]
+    assert list(card) == parts + ["routing"] * ("routing" in card)
     assert list(card["geometry"]) == list(cards.load_card("Mixtral-8x7B")["geometry"])
     assert card["name"] == name and card["hub"].count("/") == 1
     assert card["geometry"]["source"].strip() and all(note.strip() for note in card["notes"])
@@ -141,6 +142,8 @@ def test_a_model_card_is_whole_and_sourced(name):
             and figure["unit"] == "parameters"
             and figure["source"].strip()
         )
+    if "routing" in card:
+        assert card["routing"]["kind"] == "fitted" and card["routing"]["source"].strip()
     assert set(card["papers"]) <= PAPERS and all(place.strip() for place in card["papers"].values())
 
 

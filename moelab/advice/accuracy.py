@@ -21,10 +21,10 @@ from statistics import median
 from unittest.mock import patch
 
 from moelab.advice.kept import Kept
-from moelab.advice.machine import here
+from moelab.advice.machine import DISTURBED, here
 from moelab.advice.model import find_model
 from moelab.advice.question import Question
-from moelab.advice.sample import DISTURBED, sample_costs
+from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import chosen, identity_of, looked
 from moelab.advice.space import PROMPT, TIMED, WARM, CostsOf, Look, Search, forms_of, reading
 from moelab.advice.verify import options_of, stored
@@ -54,7 +54,7 @@ CONTEXT = PROMPT + WARM + TIMED
 def asked_of(folder: Path, budget: float) -> Question:
     """A question of memory for this share of the experts, without loss."""
     model = find_model(folder)
-    asked = Question(model, here(folder), 0, CONTEXT, 1, 0.0, False, None, "")
+    asked = Question(model, here(folder), 0, CONTEXT, 1, 0.0, False)
     return replace(asked, memory=asked.fixed + round(budget * model.spec.experts_bytes))
 
 
@@ -87,7 +87,7 @@ def settings(asked: Question, look: Look, costs_of: CostsOf, rate: float, rounds
     title = f"{asked.model.spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
     kept = Kept(identity_of(asked.model))
     tried = {
-        name: chosen(Search(replace(asked, loss=loss), costs_of, look.seen, kept))
+        name: chosen(Search(replace(asked, loss=loss), costs_of, [look.seen], kept))
         for name, loss in LOSSES.items()
     }
     every = list(dict.fromkeys(way for ways in tried.values() for way in ways))

@@ -133,9 +133,9 @@ class Advice:
 {size(self.memory)} may be used
 
 Do: {form} ({way.loses}{unknown}), {where}; {", ".join(how)}.
-Gives: {duration(way.tpot)}{way.uncertain} a token ({plain(asked.batch / way.tpot)} tokens/s), \
+Gives: {duration(way.tpot)}{way.range} a token ({plain(asked.batch / way.tpot)} tokens/s), \
 {duration(way.ttft)} to the first after a prompt of {asked.context:,} tokens; {way.kind}{expected}, \
-limited by {way.limited_by}, with experts chosen {asked.popularity}.
+limited by {way.limited_by}, with routing {asked.assumed.words}.
 More: {more or "nothing that was tried here"}.
 
 """ + "\n".join(f"  {command}" for command in (*self.commands, self.python))

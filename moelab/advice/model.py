@@ -17,7 +17,7 @@ from moelab.base import registry
 from moelab.base.configs import NESTED, spec_from_config
 from moelab.base.files import from_hub, small_model
 from moelab.base.specs import DTYPE_BYTES, MoESpec
-from moelab.cards import load_card, load_model
+from moelab.cards import card_of, load_card, load_model
 
 #: how bf16 experts may be stored and multiplied as they lie → bits a weight: `moelab.store`
 FORMS = {"bf12": 12, "int8": 8.5, "fp8": 8.002, "int4": 4.5, "mxfp4": 4.25}
@@ -78,9 +78,8 @@ def find_model(model: str | Path | None) -> Model:
     text = str(model)
     path = small_model() if model is None else Path(model).expanduser()
     home, is_here = path, path.exists()
-    for name in () if is_here else registry.names("model"):
-        if text.lower() in (name.lower(), load_card(name).get("hub", "").lower()):
-            return _to_download(_of_card(name))
+    if not is_here and (name := card_of(text)):
+        return _to_download(_of_card(name))
     if not is_here and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
     if not is_here and text.count("/") == 1:

@@ -75,7 +75,7 @@ class MoESpec:
         ("llama4_text").
     num_layers : all decoder (and encoder) layers, MoE or not.
     moe_layers : indices of the layers that are MoE; an encoder-decoder counts its encoder first.
-    H : the width that experts read.
+    H, I : the width that experts read, and their own; both 0 where only routing is known.
     router : "softmax", "softmax-group" (best groups first), "topk-softmax" (softmax over the
         chosen), "sigmoid-group" (correction bias and groups), "sigmoid", "sparsemixer" or "top1"
         (with capacity); for a rarer one, the config's own word.
@@ -108,7 +108,9 @@ class MoESpec:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("E", "K", "H", "I", "num_layers"), 1)
+        unknown = self.H == self.I == 0
+        least = dict.fromkeys(("E", "K", "num_layers"), 1)
+        least |= dict.fromkeys(("H", "I"), 0 if unknown else 1)
         least |= dict.fromkeys(("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"), 0)
         for field, low in least.items():
             if (value := getattr(self, field)) < low:
@@ -134,7 +136,12 @@ class MoESpec:
         return len(self.moe_layers)
 
     def _sizes(self) -> tuple[int, int]:
-        """(weights, biases) of one expert."""
+        """(weights, biases) of one expert. ValueError: only its routing is known."""
+        if not self.H:
+            raise ValueError(
+                f"the experts' sizes of {self.name} are not known, only its routing: give model=, a "
+                "card's name, a hub id or a folder, where the trace is loaded"
+            )
         matrices = 3 if self.gated else 2
         return matrices * self.H * self.I, self.bias * ((matrices - 1) * self.I + self.H)
 

@@ -49,6 +49,12 @@ def load_model(name: str) -> MoESpec:
     return MoESpec(name=card["name"], moe_layers=tuple(layers), **geometry)
 
 
+def card_of(text: str) -> str | None:
+    """The name of the model card that a text is the name or the hub id of, ignoring case."""
+    names = ({name.lower(), load_card(name).get("hub", "").lower()} for name in MODELS)
+    return next((name for name, its in zip(MODELS, names) if text.lower() in its), None)
+
+
 def load_device(name: str | Path) -> DeviceSpec:
     """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there
     is none."""

@@ -10,7 +10,7 @@ import pytest
 
 from moelab import advise
 from moelab.advice import sample, simulated, space, verify
-from moelab.advice.kept import Kept
+from moelab.advice.kept import SIMULATED, Kept
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.verify import options_of, run
@@ -38,20 +38,26 @@ def record(kept, one, tpot, loss=None):
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
     kept = Kept("abc")
-    assert kept.correction() == (1.0, None) and kept.corrected(way(), 1) == way()
+    assert kept.correction() == (1.0, SIMULATED)
+    least, most = kept.corrected(way(), 1).between
+    assert (least, most) == SIMULATED and kept.corrected(way(), 1).tpot == way().tpot
     record(kept, way(), 1.5)
     other = kept.corrected(way("bf12", 2.0), 1)
     assert other.tpot == pytest.approx(3.0) and other.kind == "simulated"
-    assert kept.correction() == (pytest.approx(1.5), None)  # one tells not how far others are off
+    assert kept.correction() == (
+        pytest.approx(1.5),
+        SIMULATED,
+    )  # one tells not how far others are off
     record(kept, way("bf12", 2.0), 2.4)
     again = Kept("abc-int4")  # a rounded copy is the same model
     mean = geometric_mean([1.5, 1.2])
-    assert again.correction() == (pytest.approx(mean), pytest.approx(1.5 / mean - 1))
+    factor, (least, most) = again.correction()
+    assert (factor, most) == pytest.approx((mean, 1.5 / mean)) and least == 1 / most
     assert again.records == kept.records
     known = again.corrected(way(), 1)
     assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
     assert again.corrected(way(), 2).kind == "simulated"  # a batch of two is another thing
-    assert Kept("def").correction() == (1.0, None)
+    assert Kept("def").correction() == (1.0, SIMULATED)
 
 
 def test_the_loss_of_a_form_is_the_last_that_was_measured():
@@ -90,7 +96,7 @@ def test_ways_take_turns_and_what_there_is_stays(told, form, runs, end):
     """No run begins that would end after the time; Ctrl-C ends all."""
     kept = Kept("abc")
     ways = [way(form, budget=5_000), way(form, budget=7_000, cache="lru"), way(form, budget=6_000)]
-    asked = Question(MODEL, None, 1, 16, 1, 0.0, False, None, "")
+    asked = Question(MODEL, None, 1, 16, 1, 0.0, False)
     said = verify.verify(asked, ways, kept)
     kept = [record["settings"]["budget"] for record in Kept("abc").records]
     assert told == runs and kept == [5_000, 6_000]

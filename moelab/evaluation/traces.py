@@ -1,0 +1,125 @@
+"""`moelab trace`: routing traces of any program on the command line.
+
+    moelab trace show route.csv --model Qwen3-30B-A3B
+    moelab trace compare ours.safetensors theirs.npz
+    moelab trace import routed_experts.npy qwen.safetensors --model Qwen/Qwen3-30B-A3B
+    moelab trace import ours.safetensors ours.npy
+
+What is imported is a trace of moelab's own (.safetensors) or arrays (.npz, .npy); of counts without
+order, a calibration."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+from moelab.base.arguments import number, output, several
+from moelab.base.table import percent, text_table
+from moelab.calibration import Calibration
+from moelab.evaluation.calibrate import summary
+from moelab.trace import PREFILL, RoutingTrace, load, save_arrays
+from moelab.trace.popularity import has_counts
+from moelab.trace.statistics import SHARES, Statistics, statistics
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for name, run, purpose in (
+        ("import", bring, "write it as a trace of moelab's own, or as arrays"),
+        ("show", compare, "say what caches and predictors would find in it"),
+        ("compare", compare, "the same of several, side by side"),
+    ):
+        command = commands.add_parser(
+            name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
+        )
+        command.set_defaults(run=run)
+        command.add_argument(
+            "traces",
+            nargs="+" if name == "compare" else 1,
+            type=Path,
+            metavar="TRACE",
+            help="a file of any program",
+        )
+        command.add_argument(
+            "--model", metavar="NAME", help="whose it is: a card's name, a hub id or a folder"
+        )
+        if run is bring:
+            command.add_argument(
+                "file", type=output, help="the new one: .safetensors, .npz or .npy"
+            )
+            command.add_argument("--force", action="store_true", help="replace it if it is there")
+        else:
+            command.add_argument(
+                "--shares",
+                type=several(number(above=0, most=100)),
+                metavar="PERCENT,…",
+                default=[100 * share for share in SHARES],
+                help="of all experts in memory (10,25,50,75)",
+            )
+
+
+def main(args: argparse.Namespace) -> int:
+    return args.run(args)
+
+
+def bring(args: argparse.Namespace) -> int:
+    """`import`."""
+    if args.file.exists() and not args.force:
+        raise FileExistsError(
+            f"{args.file} is there already; choose another name, or replace it with --force"
+        )
+    (path,) = args.traces
+    found = _counts(path, args.model) or load(path, args.model)
+    if args.file.suffix == ".safetensors":
+        print(found.save(args.file))
+    elif isinstance(found, RoutingTrace):
+        print(save_arrays(found, args.file))
+    else:
+        raise ValueError(f"{path} has counts without order: they become a .safetensors file")
+    print(repr(found))
+    return 0
+
+
+def compare(args: argparse.Namespace) -> int:
+    """`show` and `compare`."""
+    if len(args.traces) == 1 and (counts := _counts(args.traces[0], args.model)):
+        print(summary(counts))
+        return 0
+    shares = [share / 100 for share in args.shares]
+    columns = []
+    for path in args.traces:
+        trace = load(path, args.model)
+        columns.append((path.name, facts(trace, statistics(trace, shares))))
+    rows = [[name, *(column[name] for _, column in columns)] for name in columns[0][1]]
+    print(text_table(["", *(name for name, _ in columns)], rows))
+    print(
+        "One pool, cold at the start, token by token; static: the trace's own most popular experts."
+    )
+    return 0
+
+
+def _counts(path: Path, model: str | None) -> Calibration | None:
+    """The calibration that a file of counts is; None of a trace."""
+    return Calibration.load(path, model) if has_counts(path) else None
+
+
+def facts(trace: RoutingTrace, found: Statistics) -> dict[str, str]:
+    """Name → value of what is shown of a trace, in words."""
+    spec = trace.spec
+    prefill = int((trace.phase == PREFILL).sum())
+    uniform = math.log2(spec.E)
+    said = {
+        "model": spec.name,
+        "layers, experts, a token": f"{spec.L} × {spec.E}, {spec.K}",
+        "tokens in prefill, decode": f"{prefill:,} + {len(trace) - prefill:,}",
+        "sequences": f"{trace.sequences:,}",
+        "shared with the token before": f"{percent(found.reuse)} (chance {percent(spec.K / spec.E)})",
+        "entropy of a layer": f"{found.entropy:.2f} of {uniform:.2f} bits",
+        "top quarter of experts": percent(found.top_quarter),
+        "next layer foretold": percent(found.next_layer),
+    }
+    for policy, rates in found.hits.items():
+        for share, rate in zip(found.shares, rates):
+            said[f"{policy} hits, {percent(share, 0)} in memory"] = percent(rate)
+    return said

@@ -1,0 +1,112 @@
+"""SGLang's expert distribution recorder, mode per_token: a .pt file of one rank.
+
+    {"records": [{"forward_pass_id", "rank", "forward_mode": 1 (extend) or 2 (decode),
+                  "input_ids": […], "positions": […], "extend_seq_lens": […] or None,
+                  "topk_ids_of_layer": int32 [layers, tokens, at least K], −1 beyond K}, …],
+     "last_physical_to_logical_map": [layers, physical experts]}
+
+The ids are of physical experts and are mapped back. A pass does not name its requests: extending
+passes give their lengths, and a row of a decoding pass goes to the first sequence, in the order in
+which they began, that has as many tokens as its position says and took part in every decoding pass
+since its own first. Read without running code that a
+pickle may contain. Source: sglang/srt/eplb/expert_distribution.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.base.schema import typed
+from moelab.trace.foreign import Columns
+from moelab.trace.routing_trace import DECODE, PREFILL
+
+EXTEND, ONE_TOKEN = 1, 2
+
+
+def read(path: Path) -> Columns:
+    """The routing of all passes. Raises ValueError."""
+    dump = torch.load(path, map_location="cpu", weights_only=True)
+    if not isinstance(dump, dict) or not isinstance(dump.get("records"), list):
+        raise ValueError(
+            "it has no records: record with --expert-distribution-recorder-mode per_token"
+        )
+    sequences = _Sequences()
+    passes = [one for record in dump["records"] if (one := _pass(record, sequences))]
+    if not passes:
+        raise ValueError("none of its records has tokens")
+    columns = {name: [one[name] for one in passes] for name in passes[0]}
+    ids = np.concatenate(columns.pop("ids"))
+    K = int((ids >= 0).sum(2).max())
+    ids = ids[:, :, :K]
+    experts = None
+    if (logical := dump.get("last_physical_to_logical_map")) is not None:
+        logical = np.asarray(logical)
+        experts = int(logical.max()) + 1
+        layers = np.arange(ids.shape[1])[:, None]
+        ids = np.where(ids < 0, -1, logical[layers, ids])
+    # layers that are dense have no routing at all
+    layers = np.flatnonzero((ids >= 0).any((0, 2)))
+    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
+    return Columns(ids=ids[:, layers], layers=tuple(layers.tolist()), experts=experts, **joined)
+
+
+def _pass(record: Any, sequences: _Sequences) -> dict[str, np.ndarray] | None:
+    """The columns of one forward pass, None without tokens."""
+    if not isinstance(record, dict) or "topk_ids_of_layer" not in record:
+        raise ValueError("a record has no topk_ids_of_layer, so it is not of the mode per_token")
+    ids = np.asarray(record["topk_ids_of_layer"]).swapaxes(0, 1)
+    mode = typed(record.get("forward_mode"), int, "forward_mode")
+    tokens = np.asarray(typed(record.get("input_ids"), list[int], "input_ids"), np.int64)
+    position = np.asarray(typed(record.get("positions"), list[int], "positions"), np.int64)
+    if ids.ndim != 3 or not len(ids) == len(tokens) == len(position):
+        raise ValueError(
+            f"a record has ids {ids.shape} of {len(tokens)} tokens, {len(position)} places"
+        )
+    if not len(ids):
+        return None
+    if mode not in (EXTEND, ONE_TOKEN):
+        raise ValueError(f"a record has forward_mode {mode}; 1 (extend) and 2 (decode) are known")
+    rows = [1] * len(ids)
+    if mode == EXTEND:
+        rows = typed(record.get("extend_seq_lens"), list[int], "extend_seq_lens")
+    if sum(rows) != len(ids) or min(rows) < 0:
+        raise ValueError(f"a record has {len(ids)} tokens, and sequences of {rows}")
+    begins = np.cumsum(rows) - rows
+    parts = [(int(position[at]), count) for at, count in zip(begins, rows) if count]
+    return {
+        "ids": ids,
+        "tokens": tokens,
+        "position": position,
+        "sequence": np.repeat(sequences.of(parts, mode == ONE_TOKEN), [n for _, n in parts]),
+        "phase": np.full(len(ids), PREFILL if mode == EXTEND else DECODE),
+    }
+
+
+class _Sequences:
+    """Sequences of passes so far, told apart by how many tokens they have."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.ended: set[int] = set()
+        self.decoding: set[int] = set()
+
+    def of(self, parts: list[tuple[int, int]], decode: bool) -> list[int]:
+        """The sequence of each part of a pass: (its first position, its tokens)."""
+        found: list[int] = []
+        for position, count in parts:
+            fits = (
+                number
+                for number, length in enumerate(self.lengths)
+                if length == position > 0 and number not in self.ended and number not in found
+            )
+            if (number := next(fits, len(self.lengths))) == len(self.lengths):
+                self.lengths.append(position)
+            self.lengths[number] += count
+            found.append(number)
+        if decode:
+            self.ended |= self.decoding - {*found}
+            self.decoding = {*found}
+        return found
