@@ -137,9 +137,6 @@ def metrics(
         tokens[one.phase] += one.kept
         decoding += one.end - end_before if one.phase == "decode" else 0.0
     prefill, decode = took["prefill"], took["decode"]
-    tpot = median(decode) if decode else None
-    if any(one.drafts for one in forwards):
-        tpot = _ratio(sum(decode), sum(1 + one.right for one in forwards if one.phase == "decode"))
     total, waited = sum(read.values()), sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
     inside = sum(prefill) + sum(decode)
@@ -150,7 +147,7 @@ def metrics(
         of_cache = asdict(counters) | {"hits": hits, "hit_rate": rate}
     return Metrics(
         ttft=median(prefill) if prefill else None,
-        tpot=tpot,
+        tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
@@ -167,6 +164,13 @@ def metrics(
         **of_cache,
         **process,
     )
+
+
+def _per_token(decode: list[Forward]) -> float | None:
+    took = [one.end - one.start for one in decode]
+    if any(one.drafts for one in decode):
+        return sum(took) / sum(1 + one.right for one in decode)
+    return median(took) if took else None
 
 
 def process() -> dict[str, int | None]:
