@@ -111,12 +111,13 @@ def simulate(
     controller = StepController(residency, simulated.queue, gate, order)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, (*_, tokens, phase), predicted in passes:
+    for step, forward, predicted in passes:
+        tokens, phase, *drafts = forward[2:] if isinstance(forward, Forward) else forward[-2:]
         begun = simulated.now
         controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
-        controller.end_forward(simulated.now - begun)
-        done.append(Forward(begun, simulated.now, tokens, phase))
+        controller.end_forward(None if any(drafts) else simulated.now - begun)
+        done.append(Forward(begun, simulated.now, tokens, phase, *drafts))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
 

@@ -105,7 +105,7 @@ def test_of_a_resident_model_times_add_up():
         took = 2e-3 + 1e-5 * tokens
         for _, experts in step:
             took += 1e-3 + 1e-4 * tokens + sum(2e-4 + 1e-5 * n for n in experts.values())
-        assert forward == (pytest.approx(clock), pytest.approx(clock + took), tokens, phase)
+        assert forward[:4] == (pytest.approx(clock), pytest.approx(clock + took), tokens, phase)
         clock += took
 
 
