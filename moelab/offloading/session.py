@@ -91,10 +91,8 @@ class Session:
         are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
-    routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
     """
 
-    routing: Any = None
     #: those of the run
     timeline = property(lambda self: self.run.timeline)
     forwards = property(lambda self: self.run.forwards)
@@ -166,8 +164,6 @@ class Session:
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
-        if self.routing is not None:
-            parts += [f"lossy: cache-aware routing, margin {self.routing.margin:g}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:
