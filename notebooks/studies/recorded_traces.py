@@ -1,14 +1,23 @@
-"""Hit rates of every cache policy on recorded traces of real models, and what the traces are like.
+"""What recorded traces of real models are like, and what caches find in them.
 
-The traces are other people's and are not here; `--traces DIR` has their files, by the names below.
-Two sections: what `moelab.trace.statistics` says of whole traces, with LRU, LFU, Belady's rule and
-the best fixed set by its definitions (one pool, cold, token by token); and all policies that a name
-makes, as the engine decides with them, on the first whole texts of each. All numbers are counts."""
+The traces are other people's and are not here; `--traces DIR` has their files as .npz in the form of
+`moelab.trace.arrays`, in folders named as in `RECORDED`. Sources:
+
+    bigmoeonedge       github.com/Helldez/BigMoeOnEdge at 2d4f2b11 (Apache-2.0)
+    esft-…             github.com/deepseek-ai/ESFT at 579a7711 (code MIT)
+    gpt-oss-20b-…      github.com/AmanPriyanshu/GPT-OSS-MoE-ExpertFingerprinting at 72b368f6 (Apache-2.0)
+    moe-beyond-…       github.com/ngavhane/moe-beyond at 4dca2eac (no licence)
+    olmoe-…            github.com/danielfang001/moe-profiler at 3123ae55 (no licence)
+    qwen1.5-…          github.com/weiran0129/vLLM-MoE-Logger at 2c3c87c1 (no licence)
+    speculative-moe-…  github.com/Mario928/speculative-moe at 216e26eb ("academic purposes")
+    stratamoe-…        github.com/Labeeb2339/stratamoe-lab at 08bfd806 (Apache-2.0)
+
+All that `moelab.trace.statistics` says of each whole trace, by its definitions. More policies, on parts of
+the traces: `policies`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
@@ -16,14 +25,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moelab.base.arguments import number, several, whole
+from moelab.base.arguments import number, several
 from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
-from moelab.bench.arena import play
-from moelab.cache.policies import NEEDS, POLICIES
 from moelab.trace import RoutingTrace, load
-from moelab.trace.statistics import SHARES, hit_rates, statistics
+from moelab.trace.statistics import SHARES, statistics
 
 
 class Folder:
@@ -63,30 +70,25 @@ RECORDED = {
     "Switch-Base-8, encoder": Recorded("stratamoe-switch-base-8/trace.npz"),
 }
 KIND = "exact"
-MEASURES = ("moelab/trace", "moelab/cache")
+MEASURES = ("moelab/trace",)
 OPTIONS = {
     "traces": ({"type": Folder, "required": True, "metavar": "DIR"}, "where the traces' files are"),
     "only": (several(), "names of traces"),
-    "policies": (several(), "cache policies"),
     "shares": (several(number(above=0, most=1)), "of all experts in memory"),
-    "tokens": (whole(1), "of each trace for all policies, about: whole texts"),
 }
 
 
 def run(
     traces: Folder | str = "",
     only: Sequence[str] = tuple(RECORDED),
-    policies: Sequence[str] = tuple(name for name in POLICIES if name not in NEEDS),
     shares: Sequence[float] = SHARES,
-    tokens: int = 2000,
 ) -> Records:
     folder = traces.path if isinstance(traces, Folder) else Path(traces)
-    whole_traces, of_policies = {}, {}
+    rows = {}
     for name in progress(list(only), "traces", unit="trace"):
         trace, digest = read(folder, RECORDED[name])
-        whole_traces[name] = {"sha256 of the file": digest} | facts(trace, shares)
-        of_policies[name] = replayed(beginning(trace, tokens), policies, shares)
-    return {"whole traces": whole_traces, "all policies": of_policies}
+        rows[name] = {"sha256 of the file": digest} | facts(trace, shares)
+    return {"whole traces": rows}
 
 
 def read(folder: Path, recorded: Recorded) -> tuple[RoutingTrace, str]:
@@ -98,17 +100,6 @@ def read(folder: Path, recorded: Recorded) -> tuple[RoutingTrace, str]:
             mine = np.flatnonzero(arrays["sequence_task"] == recorded.task)
         trace = trace.select(torch.isin(trace.sequence, torch.from_numpy(mine)))
     return trace, sha256(path.read_bytes()).hexdigest()
-
-
-def beginning(trace: RoutingTrace, tokens: int) -> RoutingTrace:
-    """Whole sequences until there are so many tokens; of a single longer one, its beginning."""
-    order = trace.sequence.long().argsort(stable=True)
-    ends = torch.cumsum(torch.bincount(trace.sequence), 0)
-    n = min(len(trace), int(ends[ends >= min(tokens, len(trace))][0]))
-    n = min(n, 2 * tokens)
-    kept = torch.zeros(len(trace), dtype=torch.bool)
-    kept[order[:n]] = True
-    return replace(trace.select(kept), router_inputs=None, residuals=None)
 
 
 def facts(trace: RoutingTrace, shares: Sequence[float]) -> Record:
@@ -126,14 +117,3 @@ def facts(trace: RoutingTrace, shares: Sequence[float]) -> Record:
         "top quarter": found.top_quarter,
         "next layer": found.next_layer,
     } | rates
-
-
-def replayed(trace: RoutingTrace, policies: Sequence[str], shares: Sequence[float]) -> Record:
-    """Hit rates of policies as the engine plays them, beside Belady's rule, who must admit."""
-    rates = {
-        f"{policy} at {share:.0%}": play(trace, policy, share)[0] / 100
-        for share in shares
-        for policy in policies
-    }
-    best = hit_rates(trace, shares, ("belady",))["belady"]
-    return {"tokens": len(trace)} | rates | {f"belady at {s:.0%}": r for s, r in zip(shares, best)}
