@@ -29,6 +29,7 @@ WANTED = {
     "Llama4-Maverick",
     "Switch-Large-128",
     "OLMoE-1B-7B",
+    "Gemma-4-26B-A4B",
 }
 UNIFIED = {
     "jetson-agx-orin-64gb",
@@ -114,6 +115,17 @@ CONFIGS = {
         num_sparse_decoder_layers=12,
     ),
     "OLMoE-1B-7B": lambda: transformers.OlmoeConfig(intermediate_size=1024),
+    "Gemma-4-26B-A4B": lambda: transformers.Gemma4TextConfig(
+        num_hidden_layers=30,
+        hidden_size=2816,
+        intermediate_size=2112,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
 }
 
 NO_ACTIVE_COUNT = {"Switch-Large-128"}  # a token passes through the encoder or the decoder

@@ -30,8 +30,8 @@ import torch
 
 from moelab.base.specs import MoESpec
 from moelab.cards import MODELS, load_card, load_model
-from moelab.trace import DECODE, RoutingTrace
-from moelab.trace.statistics import chosen, statistics
+from moelab.trace import RoutingTrace
+from moelab.trace.statistics import chosen, hit_rates, next_layer, popularity
 
 #: tokens whose scores are in memory at once
 CHUNK = 128
@@ -88,17 +88,9 @@ class Routing:
         """The same as a trace of such a model, all of it decoding; weights are 1/K, and words are
         unknown."""
         ids = torch.from_numpy(self.draw(spec.L, spec.E, spec.K, lengths, seed))
-        T = len(ids)
-        return RoutingTrace(
-            ids,
-            torch.full(ids.shape, 1 / spec.K),
-            torch.full((T,), DECODE, dtype=torch.uint8),
-            torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)),
-            torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
-            torch.zeros(T, dtype=torch.int32),
-            spec,
-            f"drawn from {self}",
-        )
+        numbers = torch.arange(len(lengths), dtype=torch.int32)
+        sequence = numbers.repeat_interleave(torch.tensor(lengths))
+        return RoutingTrace.of_ids(ids, spec, f"drawn from {self}", sequence=sequence)
 
     def routers(self, L: int, E: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """What each expert has by itself and what it reads: b float32 [L, E], v float32 [L, E, D],
@@ -170,7 +162,7 @@ TYPICAL = Routing(0.1, 0.05, 0.15, 30.0, 0.5, 1.0, 8.0)
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def fit(trace: RoutingTrace, rounds: int = 6) -> Routing:
+def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
     """The routing whose draws have the statistics of a trace: hit rates of LRU, LFU and Belady,
     reuse at several distances, entropy, what a layer tells of the next.
 
@@ -186,7 +178,7 @@ def fit(trace: RoutingTrace, rounds: int = 6) -> Routing:
         )
     few = min(spec.L, 8)
     drawn = replace(spec, moe_layers=spec.moe_layers[:few])
-    seeds = min(max(2000 // len(trace), 1), 12)
+    seeds = min(max(4000 // len(trace), 1), 24)
     wanted = _compared(trace)
 
     def residual(x: np.ndarray) -> np.ndarray:
@@ -197,17 +189,20 @@ def fit(trace: RoutingTrace, rounds: int = 6) -> Routing:
 
     x = start = _coordinates(TYPICAL)
     here = residual(x)
-    for _ in range(rounds):
-        slopes = [(residual(x + one) - here) / STEP for one in STEP * np.eye(len(x))]
-        J = np.stack(slopes, 1)
+    for turn in range(rounds):
+        if turn % 2 == 0:  # between, Broyden's update does
+            J = np.stack([(residual(x + one) - here) / STEP for one in STEP * np.eye(len(x))], 1)
         for damping in (0.3, 5.0, 50.0):
             level = damping * np.eye(len(x))
             step = np.linalg.solve(J.T @ J + level, -J.T @ here).clip(-1.5, 1.5)
             there = residual(x + step)
-            if (there**2).sum() < 0.98 * (here**2).sum():
+            if (there**2).sum() < (here**2).sum():
                 break
         else:
-            break
+            if turn % 2 == 0:
+                break
+            continue
+        J += np.outer(there - here - J @ step, step) / (step @ step)
         x, here = x + step, there
     return _routing(x)
 
@@ -235,8 +230,7 @@ def _routing(x: np.ndarray) -> Routing:
 
 def _compared(trace: RoutingTrace) -> np.ndarray:
     """What a fit compares, in percent; nan where a trace does not say it."""
-    told = statistics(trace)
-    hits = [rate for policy in ("lru", "lfu", "belady") for rate in told.hits[policy]]
+    hits = hit_rates(trace, policies=("lru", "lfu", "belady")).values()
     had = chosen(trace)
     sequence = trace.sequence.sort().values.numpy()
     reuse = []
@@ -244,4 +238,5 @@ def _compared(trace: RoutingTrace) -> np.ndarray:
         pairs = sequence[lag:] == sequence[:-lag]
         shared = had[:-lag][pairs] & had[lag:][pairs]
         reuse.append(shared.sum() / max(had[lag:][pairs].sum(), 1) if pairs.sum() > 50 else np.nan)
-    return 100 * np.array([*hits, *reuse, told.entropy / log2(trace.spec.E), told.next_layer])
+    entropy = popularity(trace)[0] / log2(trace.spec.E)
+    return 100 * np.array([*sum(hits, ()), *reuse, entropy, next_layer(trace)])
