@@ -79,11 +79,10 @@ def shares_of(calibration: Calibration) -> np.ndarray:
     return calibration.counts(DECODE).double().numpy() / calibration.tokens[DECODE]
 
 
-def own_steps(trace: RoutingTrace) -> list[Any]:
-    """The first decode steps of a trace, as many as `drawn` for a calibration. ValueError without
-    two."""
+def own_steps(trace: RoutingTrace, most: int = WARM + TIMED) -> Steps:
+    """The first decode steps of a trace. ValueError without two."""
     passes = zip(*forwards_of(trace))
-    steps = [step for step, forward in passes if forward.phase == "decode"][: WARM + TIMED]
+    steps = [step for step, forward in passes if forward.phase == "decode"][:most]
     if len(steps) < 2:
         raise ValueError(
             f"the trace of {trace.spec.name} has {len(steps)} tokens in decode, which a plan is for; "

@@ -5,7 +5,7 @@ moelab view theatre --memory 25% -p way=hint --output theatre.csv
 moelab view model_map qwen.folder --output map.html
 moelab view budget trace.npz --model Qwen3-30B-A3B          # a routing trace of any engine
 moelab view arena mine:TakeTurns trace.npz                  # a class of mine.py
-moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
+moelab view claims zipmoe                                   # one source's
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="*",
         help="a checkpoint folder, a store, a hub id, a routing trace or, for budget and model_map, "
-        "a card's name (default: the small model); of arena MODULE:CLASS, and a trace; of runs two "
-        "folders or notebooks; of claims a source",
+        "a card's name (default: the small model); of arena MODULE:CLASS, and a trace; of "
+        "claims a source",
     )
     parser.add_argument(
         "--memory",
@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in WRITERS:
         raise ValueError(f"{args.output} must end in one of {', '.join(WRITERS)}")
-    most = 2 if args.view in ("runs", "arena") else 1
+    most = 2 if args.view == "arena" else 1
     if len(args.what) > most:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
@@ -191,7 +191,7 @@ def _class(text: str | None) -> type:
         found = run_path(f"{module}.py", run_name=module)[name]
         if not isinstance(found, type):
             raise ValueError(f"{name} is no class")
-        contests.kind_of(found)
+        contests.require_policy(found)
         return found
     except Exception as error:  # whatever the file itself raises, too
         raise ValueError(
