@@ -28,7 +28,6 @@ from moelab.base.arguments import number, whole
 from moelab.base.records import Numbers, Records
 from moelab.base.registry import make
 from moelab.bench import measure
-from moelab.bench.layers import Arms, Layers, PackedExperts, rounds_of
 from moelab.bench.measure import Samples
 from moelab.bench.results import tenths
 from moelab.experts import EXECUTORS
@@ -37,6 +36,8 @@ from moelab.fast.packing import packed_as
 from moelab.kernels.compile import kernel
 from moelab.models import compat
 from moelab.store import bf12
+
+from .layers import Arms, Layers, PackedExperts, rounds_of
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 #: GEMV on packed weights
