@@ -24,7 +24,8 @@ from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
 from moelab.parallel.sharding import ShardedExperts
-from moelab.static.eplb import balance, consecutive, imbalance
+
+from .eplb import balance, consecutive, imbalance
 
 from .layers import Layers
 
