@@ -105,7 +105,7 @@ def settings(
     kept = Kept(identity_of(asked.model))
     tried: dict[str, list[Way]] = {}
     for name, loss in LOSSES.items():
-        search = Search(replace(asked, loss=loss), costs_of, [look.seen], kept, SEARCH)
+        search = Search(replace(asked, loss=loss), costs_of, look.seen, kept, SEARCH)
         tried[name] = chosen(search)
     every = list(dict.fromkeys(way for ways in tried.values() for way in ways))
     found, busy = watched(lambda: measured.of(every, rate, title))

@@ -22,7 +22,9 @@ from moelab.cache.residency import Residency
 
 #: texts of the routing that is assumed; tokens and layers of each by which hits are counted, after
 #: as many tokens that fill the cache
-TEXTS, TOKENS, LAYERS = 3, 48, 4
+TEXTS, TOKENS, LAYERS = 5, 64, 4
+#: layers of a trace, which differ
+OF_TRACE = 12
 #: shares of all experts in memory at which hits are counted; between them lies a straight line
 SHARES = (0.05, 0.15, 0.3, 0.5, 0.75)
 #: how far a fit's hit rates may be from its trace's (`moelab.simulation.routing`)
@@ -45,6 +47,7 @@ class Assumed:
 
     words : who says so.    draw : a text of it.    others : texts of what it might be as well.
     margin : by how much its hit rates may be off besides.    given : by who asks.
+    layers : by which hits are counted.
     """
 
     spec: MoESpec
@@ -54,6 +57,7 @@ class Assumed:
     margin: float = 0.0
     batch: int = 1
     given: bool = False
+    layers: int = LAYERS
 
     def texts(self, layers: int, lengths: Sequence[int]) -> list[np.ndarray]:
         """`TEXTS` of them, then one of each other."""
@@ -63,10 +67,10 @@ class Assumed:
     @cached_property
     def _curves(self) -> tuple[np.ndarray, float]:
         """(hit rates [texts, shares], mean distinct experts of a layer's step)."""
-        layers = min(LAYERS, self.spec.L)
+        layers = min(self.layers, self.spec.L)
         drawn = self.texts(layers, [2 * TOKENS] * self.batch)
         steps = [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
-        rates = [[_hit_rate(of, self.spec.E, share) for share in SHARES] for of in steps]
+        rates = [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in steps]
         sizes = [len(experts) for step in steps[0] for _, experts in step]
         return np.array(rates), float(np.mean(sizes))
 
@@ -98,7 +102,7 @@ def counted(experts: np.ndarray, E: int) -> dict[int, int]:
     return {e: n for e, n in sorted(Counter(experts.tolist()).items()) if e < E}
 
 
-def _hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
+def hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
     """Of the second half of the steps, which finds what the first has left."""
     L = len(steps[0])
     residency = Residency(L, E, Pools(F=round(share * L * E)))
@@ -122,7 +126,9 @@ def assumed(
     if trace is not None and calibration is not None:
         raise ValueError("a trace says which experts are popular, too: give no calibration with it")
     if trace is not None:
-        return Assumed(spec, *of_trace(spec, trace, model), batch=batch, given=True)
+        return Assumed(
+            spec, *of_trace(spec, trace, model), batch=batch, given=True, layers=OF_TRACE
+        )
     if calibration is not None:
         return Assumed(spec, *of_calibration(spec, calibration), margin=FIT, batch=batch)
     from moelab.simulation.routing import families, routing_of
@@ -154,7 +160,7 @@ def of_trace(spec: MoESpec, path: Any, model: str | None) -> tuple[str, Draw]:
         tokens = sum(lengths)
         first = n * (len(ids) - tokens) // max(TEXTS - 1, 1)  # spread over what there is
         at = np.arange(first, first + tokens) % len(ids)
-        return ids[at][:, np.arange(layers) * trace.spec.L // layers]
+        return ids[at][:, (2 * np.arange(layers) + 1) * trace.spec.L // (2 * layers)]
 
     name = "the trace" if path is trace else Path(path).name
     fewer = f", {trace.spec.K} a token" if trace.spec.K < spec.K else ""

@@ -83,7 +83,7 @@ def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
 
 def test_the_search_finds_what_trying_every_cache_finds():
     asked = question(6 * 2 * WEIGHTS)
-    found = Search(asked, card_costs(CARD, MODEL), scenes(asked.assumed), Kept(None))
+    found = Search(asked, card_costs(CARD, MODEL), scenes(asked.assumed)[0], Kept(None))
     best, plain = min((way for way in found.found if way.within(0.0)), key=lambda way: way.tpot), []
     for form in (AS_IS, "bf12"):
         costs = card_costs(CARD, MODEL)(form)

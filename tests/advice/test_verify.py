@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelab import advise
+from moelab import advise, open_model
 from moelab.advice import sample, simulated, space, verify
 from moelab.advice.kept import SIMULATED, Kept
 from moelab.advice.model import AS_IS, Model, find_model
@@ -122,6 +122,20 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
         assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
     assert options_of(way(budget=10_000), MODEL) == {"executor": "fast"}
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
+
+
+def test_a_prompt_asks_for_each_expert_once(tmp_path):
+    """However long it is, and however few of them fit: so the first token waits for each once."""
+    import torch
+
+    folder = tiny.save("qwen3_moe", tmp_path / "model")
+    with open_model(folder, memory="40%") as lm, torch.inference_mode():
+        assert not lm.moelab.residency.holds_all
+        lm(input_ids=torch.arange(400)[None] % lm.config.vocab_size)
+        read = [event[2:4] for event in lm.moelab.run.timeline if event.bytes]
+        (step,) = lm.moelab.steps
+        assert len(read) == len({*read})
+        assert {*read} == {(layer, expert) for layer, experts in step for expert in experts}
 
 
 def test_a_model_that_is_here_is_advised_verified_and_remembered(
