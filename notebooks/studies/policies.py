@@ -10,8 +10,7 @@ popular experts of the trace itself, loaded before) are `moelab.trace.statistics
 most hits of any policy, bypass allowed (`moelab.bench.limits`). Of a long trace every nth text is
 taken, so that about `tokens` remain; 0 takes all.
 
-"gap closed" is what `next-use` gains over `lrfu`, as a share of what Belady gains; nan where that is
-less than half a point.
+"gap closed" is what `next-use` gains over `lrfu`, as a share of what Belady gains, if anything.
 
 The constants of `next-use` were chosen on the first half of gpt-oss-20b's texts, on
 DeepSeek-V2-Lite's law and summaries and on the first half of Qwen3-30B-A3B's generation. All other
@@ -21,7 +20,6 @@ digests, not where they lie.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
@@ -130,9 +128,9 @@ def with_ceiling(trace: RoutingTrace, run: Steps, arms: Iterable[str], share: fl
     rates = {arm: hit_rate(trace, run, arm, share) for arm in arms}
     held = max(1, round(share * trace.spec.L * trace.spec.E))
     rates["belady"] = best = belady_hits(run, held) / request_count(run)
-    gap = best - rates["lrfu"]
-    closed = (rates["next-use"] - rates["lrfu"]) / gap if gap > 0.005 else math.nan
-    return rates | {"gap closed": closed, "requests": request_count(run)}
+    if gap := best - rates["lrfu"]:
+        rates["gap closed"] = (rates["next-use"] - rates["lrfu"]) / gap
+    return rates | {"requests": request_count(run)}
 
 
 def run(
