@@ -21,7 +21,7 @@ from moelab.advice.model import find_model
 from moelab.base.arguments import number, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Records
-from moelab.base.specs import ExpertKey, MoESpec
+from moelab.base.specs import ExpertKey, MoESpec, State
 from moelab.cache.policies import DEFAULT_POLICY, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -34,6 +34,7 @@ from moelab.simulation.simulator import Prefetching, Simulation, simulate
 from moelab.trace import RoutingTrace
 from moelab.trace import load as load_trace
 
+from . import zipmoe
 from .published import Folder, Texts, counts, digest
 
 KIND = "simulated"
@@ -58,9 +59,11 @@ RECORDED = {
 #: they say nothing of static sets
 ONE_TEXT = ("Qwen3-30B-A3B", "Gemma-4-26B-A4B", "GPT-OSS-120B")
 #: tokens of a recorded trace that are looked at, of whole texts
-MOST = 3000
+MOST = 2500
 #: a phone, whose experts come from its disk; a GPU, whose experts come from the host's memory
 PHONE, GPU, HOST = "oneplus-12", "rtx-5080", "i7-14700"
+#: a model of ZipMoE's whose fit saw many texts
+PLANNED = "DeepSeek-V2-Lite"
 #: tokens that are timed, after as many that fill the cache
 TIMED = 32
 PRECISIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -146,6 +149,16 @@ def by_text(of: Subject, holder: Holder) -> tuple[np.ndarray, np.ndarray]:
     return requests - [run.misses for run in runs], requests
 
 
+class Resident(NamedTuple):
+    """Our own cache as a `Holder`."""
+
+    residency: Residency
+
+    def ask(self, layer: int, experts: Sequence[int]) -> list[ExpertKey]:
+        asked = self.residency.begin(layer, dict.fromkeys(experts, 1)).requests
+        return [request.key for request in asked if request.state is State.MISSED]
+
+
 def popular(texts: Sequence[np.ndarray], E: int, held: int) -> StaticSet:
     """The most popular experts of texts."""
     order = np.argsort(-counts(texts, E).ravel(), kind="stable")[:held]
@@ -173,6 +186,12 @@ def static_sets(of: Subject, share: float) -> dict[str, Interval]:
         name: by_text(of, SizedCache(held, lambda _: 1, policy))
         for name, policy in policies.items()
     }
+    L = of.texts.L
+    rows["LRU of each layer"] = by_text(of, SizedCache(held, lambda _: 1, "lru", L))
+    rows["LFU"] = by_text(of, SizedCache(held, lambda _: 1, "lfu"))
+    rows["LFU of each layer"] = by_text(of, SizedCache(held, lambda _: 1, "lfu", L))
+    rule = Residency(L, of.texts.E, Pools(F=held), "zipmoe")
+    rows["ZipMoE's rule"] = by_text(of, Resident(rule))
     rows["static, own text"] = static_hits(of, held, False)
     if not of.one_text:
         rows["static, other texts"] = hits, requests = static_hits(of, held, True)
@@ -198,12 +217,11 @@ def union(of: Subject) -> Numbers:
 def of_k(of: Subject, share: float) -> Numbers:
     """Missed experts of a token that goes to its first k experts only, under LRU."""
     held = round(share * of.experts)
-    K = of.K
     found = {}
-    for k in sorted({1, K // 2, 3 * K // 4, K} - {0}):
-        fewer = of.only([one[..., :k] for one in of.texts.ids])
+    for name, part in {"half of K": 0.5, "three quarters": 0.75, "K": 1.0}.items():
+        fewer = of.only([one[..., : max(1, int(part * of.K))] for one in of.texts.ids])
         hits, requests = by_text(fewer, SizedCache(held, lambda _: 1))
-        found[f"{k} of {K}"] = float((requests - hits).sum() / sum(map(len, of.texts.ids)))
+        found[name] = float((requests - hits).sum() / sum(map(len, of.texts.ids)))
     return found
 
 
@@ -358,6 +376,24 @@ def break_even(rows: Records, where: str) -> float:
     return float(np.interp(1.0, np.maximum.accumulate(speed), right))
 
 
+def planned(of: Subject, gb: int = 7, tokens: int = 12, seed: int = 0) -> Records:
+    """Milliseconds of a token on an Orin with ZipMoE's planned pools and with whole experts under
+    LRU: on this routing, and on independent draws of its popularity. The plan knows the popularity
+    of the other texts."""
+    board = zipmoe.Machine.of(of.spec.name, "jetson-agx-orin-32gb", 1.2, 6)
+    known = counts(of.texts.ids[:-1], of.texts.E)
+    f = np.sort(known, 1)[:, ::-1].mean(0) / sum(map(len, of.texts.ids[:-1]))
+    real = [
+        [(layer, dict.fromkeys(ids, 1)) for layer, ids in token]
+        for token in tokens_of([of.texts.ids[-1][: 6 * tokens]], of.texts.E)
+    ]
+    found = {}
+    for name, steps in {"fitted routing": real, "independent draws": ()}.items():
+        ways = zipmoe.caching(board, f, [gb], tokens, seed, steps)
+        found[name] = {f"{way} ms": 1e3 * times[gb] for way, times in ways.items()}
+    return found
+
+
 # ---- all of it
 
 
@@ -398,6 +434,8 @@ def run(
         share = shares[len(shares) // 2]
         for name, row in engines(of, share).items():
             sections["engines"][f"{of.name}, {name}"] = row
+        if of.name == PLANNED:
+            sections["planned pools"] = planned(of)
         guesses = prefetching(of, share)
         sections["prefetching"][of.name] = {
             f"pays above, {where}": break_even(guesses, where) for where in ("phone", "GPU")

@@ -212,14 +212,21 @@ def union(steps: Steps) -> list[tuple[int, dict[int, int]]]:
 
 
 def caching(
-    machine: Machine, f: np.ndarray, budgets: Sequence[int], tokens: int, seed: int
+    machine: Machine,
+    f: np.ndarray,
+    budgets: Sequence[int],
+    tokens: int,
+    seed: int,
+    steps: Steps = (),
 ) -> dict[str, dict[int, float]]:
     """Way of caching → GB → mean seconds of a decode step, by a popularity curve f [ranks] that is
-    stretched over the model's experts; five times as many tokens as are timed warm the cache."""
+    stretched over the model's experts; five times as many tokens as are timed warm the cache.
+
+    steps : 6 · tokens of them; by default drawn from f, each by itself."""
     spec, sizes = machine.spec, machine.sizes
     f = np.interp((np.arange(spec.E) + 0.5) / spec.E, (np.arange(len(f)) + 0.5) / len(f), f)
     f *= spec.K / f.sum()
-    steps = drawn(np.tile(f, (spec.L, 1)), 6 * tokens, seed)
+    steps = steps or drawn(np.tile(f, (spec.L, 1)), 6 * tokens, seed)
     ways = {
         "uncompressed, LRU": (machine.raw, "lru", lambda n: Pools(F=n // sizes.full)),
         "compressed on disk, F, LRU": (

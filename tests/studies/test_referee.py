@@ -32,7 +32,7 @@ def test_a_batch_reads_the_union_and_fewer_experts_miss_less():
     made = subject(text(0), text(4))
     assert referee.union(made)["1"] == 1.0 and referee.union(made)["4"] == 4 / 8
     missed = referee.of_k(made, 0.25)
-    assert missed["1 of 2"] < missed["2 of 2"]
+    assert missed["half of K"] < missed["K"]
 
 
 def test_engines_agree_on_hits_and_a_perfect_guess_never_waits_longer():
