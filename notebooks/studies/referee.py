@@ -181,7 +181,7 @@ def static_sets(of: Subject, share: float) -> dict[str, Interval]:
     held = round(share * of.experts)
     future = tokens_of(of.texts.ids, of.texts.E)
     belady = Belady((layer, dict.fromkeys(ids, 1)) for token in future for layer, ids in token)
-    policies = {"LRU": "lru", DEFAULT_POLICY: DEFAULT_POLICY, "Belady": belady}
+    policies = {"LRU": "lru", "default": DEFAULT_POLICY, "Belady": belady}
     rows = {
         name: by_text(of, SizedCache(held, lambda _: 1, policy))
         for name, policy in policies.items()
