@@ -50,6 +50,11 @@ class SizedCache:
         self._used: dict[int, float] = {}
         self._step = 0
 
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether an expert is there."""
+        part = self._parts.get(layer if self._layers else 0)
+        return part is not None and (layer, expert) in part.keys
+
     def ask(self, layer: int, experts: Sequence[int]) -> list[ExpertKey]:
         place = layer if self._layers else 0
         if place not in self._parts:

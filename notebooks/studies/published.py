@@ -87,6 +87,7 @@ class Answer:
     costs : of `Costs`, with "seconds" for reading so many "MiB".    dense_bytes : of a layer, for a
         mapped file.    formula : of "stated", with `miss`, the share of requests missed.
     source : where else what is used stands, or what is assumed.    reason : why it may be off.
+    chosen : what of the counting was chosen by these very numbers, which then prove less.
     """
 
     what: str
@@ -115,6 +116,7 @@ class Answer:
     formula: tuple[str, ...] = ()
     source: str = ""
     reason: str = ""
+    chosen: str = ""
 
     @property
     def kind(self) -> str:
@@ -521,7 +523,8 @@ def _why(row: Published, found: Sequence[tuple[Answer, list[Found], str]]) -> st
     )
     every = [one for _, values, _ in found for one in values]
     close = sum(one.answer in (EQUAL, WITHIN) for one in every)
-    return "; ".join([f"{close} of {len(every)} numbers", *said, *off])
+    chosen = dict.fromkeys(f"chosen: {of.chosen}" for of, *_ in found if of.chosen)
+    return "; ".join([f"{close} of {len(every)} numbers", *said, *chosen, *off])
 
 
 def curves(folder: Path) -> Records:
@@ -566,7 +569,9 @@ def run(traces: Folder | None = None, seed: int = 0) -> Record:
                 name = f"{row.n}: {of.what}, {at:g}"
                 sections["values"][name] = _value_row(of, one)
     answers = Counter(of["answer"] for of in sections["rows"].values())
-    sections["summary"] = {"rows": {name: answers[name] for name in ANSWERS}}
+    chosen = sum(any(of.chosen for of in row.answer) for row in rows())
+    counted = {name: answers[name] for name in ANSWERS}
+    sections["summary"] = {"rows": counted | {"counted as their own numbers suggest": chosen}}
     if folder:
         sections["BigMoeOnEdge (exact)"] = curves(folder / "bigmoeonedge")
         sections["conditions"] = {f"sha256 of {p}": digest(folder / p) for p in TRACES.values()}

@@ -21,7 +21,7 @@ from moelab.advice.model import find_model
 from moelab.base.arguments import number, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Records
-from moelab.base.specs import ExpertKey, MoESpec
+from moelab.base.specs import ExpertKey, MoESpec, State
 from moelab.cache.policies import DEFAULT_POLICY, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -34,6 +34,7 @@ from moelab.simulation.simulator import Prefetching, Simulation, simulate
 from moelab.trace import RoutingTrace
 from moelab.trace import load as load_trace
 
+from . import zipmoe
 from .published import Folder, Texts, counts, digest
 
 KIND = "simulated"
@@ -54,10 +55,15 @@ RECORDED = {
     "olmoe-mmlu-logits": "OLMoE-1B-7B",
     "speculative-moe-mixtral": "Mixtral-8x7B",
 }
+#: fits to one text, in which a layer's popularity and the text's preference cannot be told apart:
+#: they say nothing of static sets
+ONE_TEXT = ("Qwen3-30B-A3B", "Gemma-4-26B-A4B", "GPT-OSS-120B")
 #: tokens of a recorded trace that are looked at, of whole texts
-MOST = 3000
+MOST = 2500
 #: a phone, whose experts come from its disk; a GPU, whose experts come from the host's memory
 PHONE, GPU, HOST = "oneplus-12", "rtx-5080", "i7-14700"
+#: a model of ZipMoE's whose fit saw many texts
+PLANNED = "DeepSeek-V2-Lite"
 #: tokens that are timed, after as many that fill the cache
 TIMED = 32
 PRECISIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -75,6 +81,11 @@ class Subject(NamedTuple):
     @property
     def experts(self) -> int:
         return self.texts.L * self.texts.E
+
+    @property
+    def one_text(self) -> bool:
+        """Whether nothing is known of other texts."""
+        return len(self.texts.ids) < 2 or any(f"of {name}" in self.texts.said for name in ONE_TEXT)
 
     @property
     def K(self) -> int:
@@ -138,6 +149,16 @@ def by_text(of: Subject, holder: Holder) -> tuple[np.ndarray, np.ndarray]:
     return requests - [run.misses for run in runs], requests
 
 
+class Resident(NamedTuple):
+    """Our own cache as a `Holder`."""
+
+    residency: Residency
+
+    def ask(self, layer: int, experts: Sequence[int]) -> list[ExpertKey]:
+        asked = self.residency.begin(layer, dict.fromkeys(experts, 1)).requests
+        return [request.key for request in asked if request.state is State.MISSED]
+
+
 def popular(texts: Sequence[np.ndarray], E: int, held: int) -> StaticSet:
     """The most popular experts of texts."""
     order = np.argsort(-counts(texts, E).ravel(), kind="stable")[:held]
@@ -155,20 +176,27 @@ def static_hits(of: Subject, held: int, others: bool) -> tuple[np.ndarray, np.nd
 
 
 def static_sets(of: Subject, share: float) -> dict[str, Interval]:
-    """Hit rates of static sets, of caches, and of a static set less LRU."""
+    """Hit rates of caches and of static sets, and the static set's of other texts less LRU's, if
+    there are others."""
     held = round(share * of.experts)
     future = tokens_of(of.texts.ids, of.texts.E)
     belady = Belady((layer, dict.fromkeys(ids, 1)) for token in future for layer, ids in token)
+    policies = {"LRU": "lru", "default": DEFAULT_POLICY, "Belady": belady}
     rows = {
-        "LRU": by_text(of, SizedCache(held, lambda _: 1)),
-        DEFAULT_POLICY: by_text(of, SizedCache(held, lambda _: 1, DEFAULT_POLICY)),
-        "Belady": by_text(of, SizedCache(held, lambda _: 1, belady)),
-        "static, own text": static_hits(of, held, False),
-        "static, other texts": static_hits(of, held, True),
+        name: by_text(of, SizedCache(held, lambda _: 1, policy))
+        for name, policy in policies.items()
     }
-    found = {name: ratio(*each) for name, each in rows.items()}
-    (hits, requests), (lru, _) = rows["static, other texts"], rows["LRU"]
-    return found | {"static, other texts, less LRU": ratio(hits - lru, requests)}
+    L = of.texts.L
+    rows["LRU of each layer"] = by_text(of, SizedCache(held, lambda _: 1, "lru", L))
+    rows["LFU"] = by_text(of, SizedCache(held, lambda _: 1, "lfu"))
+    rows["LFU of each layer"] = by_text(of, SizedCache(held, lambda _: 1, "lfu", L))
+    rule = Residency(L, of.texts.E, Pools(F=held), "zipmoe")
+    rows["ZipMoE's rule"] = by_text(of, Resident(rule))
+    rows["static, own text"] = static_hits(of, held, False)
+    if not of.one_text:
+        rows["static, other texts"] = hits, requests = static_hits(of, held, True)
+        rows["static, other texts, less LRU"] = hits - rows["LRU"][0], requests
+    return {name: ratio(*each) for name, each in rows.items()}
 
 
 def union(of: Subject) -> Numbers:
@@ -189,12 +217,11 @@ def union(of: Subject) -> Numbers:
 def of_k(of: Subject, share: float) -> Numbers:
     """Missed experts of a token that goes to its first k experts only, under LRU."""
     held = round(share * of.experts)
-    K = of.K
     found = {}
-    for k in sorted({1, K // 2, 3 * K // 4, K} - {0}):
-        fewer = of.only([one[..., :k] for one in of.texts.ids])
+    for name, part in {"half of K": 0.5, "three quarters": 0.75, "K": 1.0}.items():
+        fewer = of.only([one[..., : max(1, int(part * of.K))] for one in of.texts.ids])
         hits, requests = by_text(fewer, SizedCache(held, lambda _: 1))
-        found[f"{k} of {K}"] = float((requests - hits).sum() / sum(map(len, of.texts.ids)))
+        found[name] = float((requests - hits).sum() / sum(map(len, of.texts.ids)))
     return found
 
 
@@ -202,7 +229,10 @@ def of_k(of: Subject, share: float) -> Numbers:
 
 
 def engines(of: Subject, share: float) -> Records:
-    """Tokens a second of each engine, and where the time goes."""
+    """Tokens a second of each engine, and where the time goes.
+
+    The static set is of another text. Where the CPU helps, it computes what the GPU lacks, and
+    uploads hide behind that; --n-cpu-moe has all experts of some layers on the GPU."""
     held, E, L = round(share * of.experts), of.texts.E, of.texts.L
     nbytes, disk = of.spec.expert_bytes, MachineRates.of(load_device(PHONE))
     fast, host = MachineRates.of(load_device(GPU)), MachineRates.of(_with_disk(HOST))
@@ -220,14 +250,14 @@ def engines(of: Subject, share: float) -> Records:
 
     split = StaticSet({ExpertKey(n, e) for n in range(round(share * L)) for e in range(E)})
     rows = {
-        "phone: LRU cache, reads, then computes": (lru(), on_phone),
-        "phone: LRU cache, reads while it computes": (lru(), replace(on_phone, hidden=1.0)),
+        "phone: LRU, then computes": (lru(), on_phone),
+        "phone: LRU, overlapped": (lru(), replace(on_phone, hidden=1.0)),
         "phone: mapped file": (lru(page, of.dense), on_phone),
-        "phone: static hot set of another text": (hot, on_phone),
-        "GPU: LRU cache, misses uploaded": (lru(), on_gpu),
-        "GPU: LRU cache, CPU computes misses": (lru(), by_cpu),
-        "GPU: static hot set, CPU computes misses": (hot, by_cpu),
-        "GPU: --n-cpu-moe, CPU computes other layers": (split, by_cpu),
+        "phone: static set": (hot, on_phone),
+        "GPU: LRU, uploads": (lru(), on_gpu),
+        "GPU: LRU, CPU helps": (lru(), by_cpu),
+        "GPU: static set, CPU helps": (hot, by_cpu),
+        "GPU: --n-cpu-moe": (split, by_cpu),
     }
     found = {}
     for name, (holder, costs) in rows.items():
@@ -237,7 +267,7 @@ def engines(of: Subject, share: float) -> Records:
         if mapped:
             tokens = [[(layer, [-1, *ids]) for layer, ids in token] for token in tokens]
         if costs is by_cpu:
-            size = lambda key: 0  # noqa: E731 - uploads, if there are any, hide behind what follows
+            size = lambda key: 0  # noqa: E731
         played(tokens[:TIMED], holder, costs, size)
         run = played(tokens[TIMED:], holder, costs, size)
         waiting = run.waiting / run.batches
@@ -303,6 +333,33 @@ def prefetching(of: Subject, share: float) -> Records:
     return found
 
 
+def guessed(of: Subject, share: float) -> Interval:
+    """Of guesses at absent experts, how many are right: K for the next layer, those that followed
+    this layer's experts most often in every other text; of the texts between, under LRU."""
+    E, L, held = of.texts.E, of.texts.L, round(share * of.experts)
+    followed = np.zeros((L, E + 1, E + 1))
+    for one in of.texts.ids[::2]:
+        for layer in range(L - 1):
+            pairs = one[:, layer, :, None], one[:, layer + 1, None, :]
+            np.add.at(followed[layer], np.broadcast_arrays(*pairs), 1)
+    cache = SizedCache(held, lambda _: 1)
+    right, told = [], []
+    for one in of.texts.ids[1::2]:
+        found = np.zeros(2, np.int64)
+        for token in one:
+            for layer in range(L):
+                chosen = [int(e) for e in token[layer] if e != E]
+                if layer:
+                    score = followed[layer - 1][token[layer - 1]].sum(0)[:E]
+                    guess = np.argsort(-score, kind="stable")[: of.K].tolist()
+                    absent = [e for e in guess if not cache.has(layer, e)]
+                    found += len(set(absent).intersection(chosen)), len(absent)
+                cache.ask(layer, chosen)
+        right.append(found[0])
+        told.append(found[1])
+    return ratio(right, told)
+
+
 def break_even(rows: Records, where: str) -> float:
     """The precision on absent experts at which prefetching neither gains nor loses; 0 if it always
     gains, 1 if it never does."""
@@ -317,6 +374,25 @@ def break_even(rows: Records, where: str) -> float:
         return 0.0
     right, speed = zip(*points)
     return float(np.interp(1.0, np.maximum.accumulate(speed), right))
+
+
+def planned(of: Subject, gb: int = 7, tokens: int = 12, seed: int = 0) -> Records:
+    """Milliseconds of a token on an Orin with ZipMoE's planned pools and with whole experts under
+    LRU: on this routing, and on independent draws of its popularity. The plan knows the popularity
+    of the other texts."""
+    board = zipmoe.Machine.of(of.spec.name, "jetson-agx-orin-32gb", 1.2, 6)
+    known = counts(of.texts.ids[:-1], of.texts.E)
+    f = np.sort(known, 1)[:, ::-1].mean(0) / sum(map(len, of.texts.ids[:-1]))
+    real = [
+        [(layer, dict.fromkeys(ids, 1)) for layer, ids in token]
+        for token in tokens_of([of.texts.ids[-1][: 6 * tokens]], of.texts.E)
+    ]
+    found = {}
+    alone = zipmoe.stretched(f, board.spec, tokens, seed)
+    for name, routed in {"fitted routing": (f, real, tokens), "independent draws": alone}.items():
+        ways = zipmoe.caching(board, [gb], *routed)
+        found[name] = {f"{way} ms": 1e3 * times[gb] for way, times in ways.items()}
+    return found
 
 
 # ---- all of it
@@ -336,7 +412,8 @@ def run(
     seed: int = 0,
 ) -> Record:
     """Sections of tables: engines, static sets at each share, a prompt's batch, K, prefetching."""
-    sections: dict[str, Any] = {"engines": {}, "union of a batch": {}, "K": {}, "prefetching": {}}
+    names = ("engines", "union of a batch", "K", "guesses at absent experts", "prefetching")
+    sections: dict[str, Any] = {name: {} for name in names}
     sections |= {f"static sets, {share:.0%}": {} for share in shares}
     for of in progress(list(subjects(models, tokens, texts, seed, traces)), "models", unit="model"):
         for share in shares:
@@ -345,15 +422,21 @@ def run(
                 f"{name} {end}".strip(): 100 * x
                 for name, ends in found.items()
                 for end, x in zip(("", "from", "to"), ends)
+                if x == x  # one text has no interval
             }
         sections["union of a batch"][of.name] = union(of)
         if not of.texts.said.endswith("without weights"):  # which say who is first
             sections["K"][of.name] = of_k(of, shares[len(shares) // 2])
+        if len(of.texts.ids) > 3 and not of.one_text:
+            found = zip(("precision %", "from %", "to %"), guessed(of, shares[len(shares) // 2]))
+            sections["guesses at absent experts"][of.name] = {end: 100 * x for end, x in found}
         if of.texts.said.startswith("recorded"):
             continue
         share = shares[len(shares) // 2]
         for name, row in engines(of, share).items():
             sections["engines"][f"{of.name}, {name}"] = row
+        if of.name == PLANNED:
+            sections["planned pools"] = planned(of)
         guesses = prefetching(of, share)
         sections["prefetching"][of.name] = {
             f"pays above, {where}": break_even(guesses, where) for where in ("phone", "GPU")
