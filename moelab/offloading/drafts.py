@@ -26,7 +26,7 @@ from moelab.models import compat
 COUNTS = 1, 2, 4, 8  # drafts of a pass that a gate chooses from
 GRAM = 2  # tokens by which text is found again
 KEPT = 16  # passes, and guesses, that a gate looks back on
-PLAIN, TRIAL = 4, 2  # passes without drafts, and with, before their seconds are believed
+PLAIN, TRIAL = 4, 3  # passes without drafts, and with, before their seconds are believed
 COST = 0.5  # of a token's time, that a draft is taken to cost before it is timed
 GAIN = 0.03  # by which drafts must be faster
 STAKE, RICH = 4.0, 32.0  # tokens that may be lost by drafts: at first, and of what they have won
@@ -94,8 +94,8 @@ class DraftGate:
         self._seconds[drafts].append(seconds)
         if drafts:
             self._row = max(self._row, 0) + 1
-            gained = 1 + right - seconds / median(self._seconds[0])
-            self._stake = min(self._stake + gained, RICH)
+            took = median(self._seconds[drafts]) / median(self._seconds[0])  # whatever disturbed it
+            self._stake = min(self._stake + 1 + right - took, RICH)
         else:
             self._row = min(self._row, 0) - 1
             self._stake = max(self._stake, min(self._stake + SHARE, STAKE))

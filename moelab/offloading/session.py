@@ -91,6 +91,8 @@ class Session:
         are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
+    gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
+        text's own (False).
     """
 
     #: those of the run
@@ -117,7 +119,7 @@ class Session:
         else:
             self.residency = engine.residency
             self.run = engine.run
-        self._gates: dict[bool, DraftGate] = {}  # of an assistant's drafts, of the text's own
+        self.gates: dict[bool, DraftGate] = {}
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -234,7 +236,7 @@ class Session:
             inner = below(**given) if assistant or not asked else PromptLookup()
             if inner.requires_model_outputs:
                 return inner
-            gate = self._gates.setdefault(assistant, DraftGate(not assistant))
+            gate = self.gates.setdefault(assistant, DraftGate(not assistant))
             return Drafting(
                 inner,
                 (COUNTS[-1] if asked == "auto" else asked) or None,

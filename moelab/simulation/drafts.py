@@ -86,6 +86,7 @@ def passes(
         raise ValueError(f"no text has {drafts + 1} tokens, for a pass with {drafts} drafts")
     L = ids[0].shape[1]
     residency, half = Residency(L, E, Pools(F=round(share * L * E))), len(found) // 2
+    residency.fill()
     for n, (_, layers) in enumerate(found):
         if n == half:
             residency.reset_counters()

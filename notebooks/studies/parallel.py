@@ -28,8 +28,6 @@ from moelab.parallel.sharding import ShardedExperts
 from .eplb import balance, consecutive, imbalance
 from .layers import Layers
 
-from .layers import Layers
-
 KIND = "exact"
 MEASURES = ("moelab/parallel", "moelab/static")
 E = 64
