@@ -97,9 +97,7 @@ def steps_of(trace: RoutingTrace) -> tuple[list[Any], list[tuple[int, str]]]:
 def tpot(found: Simulation) -> float:
     """Mean over decode steps, seconds: means add up, so expectations, limits and simulations can be
     compared."""
-    return float(
-        np.mean([end - start for start, end, _, phase in found.forwards if phase == "decode"])
-    )
+    return float(np.mean([of.end - of.start for of in found.forwards if of.phase == "decode"]))
 
 
 class Bench:
