@@ -87,7 +87,7 @@ def simulate(
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : of each forward, the (layer, {expert: tokens}) of its layers.
-    forwards : (…, tokens, phase) of each.
+    forwards : (tokens, phase) of each; of one that verifies drafts also these and how many are right.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
@@ -111,8 +111,7 @@ def simulate(
     controller = StepController(residency, simulated.queue, gate, order)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, forward, predicted in passes:
-        tokens, phase, *drafts = forward[2:] if isinstance(forward, Forward) else forward[-2:]
+    for step, (tokens, phase, *drafts), predicted in passes:
         begun = simulated.now
         controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
@@ -195,7 +194,7 @@ def replay(
     machine = replace(machine, workers=settings.workers)
     return simulate(
         run.steps,
-        run.forwards,
+        [forward[2:] for forward in run.forwards],
         residency,
         machine,
         staging=settings.staging,

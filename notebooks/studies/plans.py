@@ -440,7 +440,7 @@ def stationary(
                 residency = Residency(bench.L, bench.E, of.pools, of.policy)
                 for step in flat(steps):
                     residency.begin(*step)
-                run = session.steps, session.forwards, residency
+                run = session.steps, [of[2:] for of in session.forwards], residency
                 played[of] = bench.simulated(*run, of.order, machine)
                 agree("hits and evictions", session.run.counters, played[of].counters)
     return Warm(

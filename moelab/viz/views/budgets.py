@@ -127,7 +127,7 @@ class Explorer:
     def parts(self, memory: int) -> dict[str, int]:
         """What memory there is for: bytes by what takes them, in this order."""
         pools, staging = self.divide(memory)
-        tokens = self.found.context or sum(tokens for tokens, _ in self.forwards)
+        tokens = self.found.context or sum(tokens for tokens, *_ in self.forwards)
         return {
             "other weights": self.settings.dense_bytes,
             f"KV cache, {tokens:,} tokens": kv_bytes(self.spec, tokens),
