@@ -105,6 +105,8 @@ def trace_of(found: Columns, name: str, spec: MoESpec | None, model_id: str) -> 
         columns["weights"] = torch.from_numpy(np.where(ids < spec.E, weights[:, kept], 0))
     for column in ("sequence", "position", "tokens"):
         columns[column] = _per_token(column, getattr(found, column), T, np.iinfo(np.int32).max)
+    if columns["sequence"] is not None:  # their numbers may be anybody's
+        columns["sequence"] = columns["sequence"].unique(return_inverse=True)[1].int()
     columns["phase"] = _per_token("phase", found.phase, T, DECODE, torch.uint8)
     _check_order(columns["sequence"], columns["position"], columns["phase"])
     return RoutingTrace.of_ids(torch.from_numpy(ids), spec, model_id, **columns)
