@@ -97,8 +97,8 @@ def test_three_views_are_of_it(bare, trace, monkeypatch):
     with pytest.raises(ValueError, match="prompt"):
         views.scrubber(bare, "a text")
     read = trace.select(trace.phase == PREFILL)
-    with pytest.raises(ValueError, match="decode"):
-        views.scrubber(read)
+    assert views.scrubber(read).data[0].states.shape == (12, 3, 64)
+    assert "prompts taken token by token" in views.budget(read, tokens=4).words[0]
 
 
 def test_the_command_line_views_it(path, tmp_path, capsys, monkeypatch):
