@@ -162,10 +162,10 @@ def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list
     return differing(*(of["params"] | {"seed": of["seed"]} for of in (a, b))), metrics
 
 
-def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> Comparison:
+def compare(a: str | Path, b: str | Path) -> Comparison:
     """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never
     saved."""
-    runs = find_run(a, results), find_run(b, results)
+    runs = find_run(a), find_run(b)
     found = [read_json(run / "metrics.json", MetricsFile) for run in runs]
     params, metrics = side_by_side(*found)
     spreads = [_spreads(run) for run in runs]
@@ -173,12 +173,12 @@ def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> 
     return Comparison(runs, params, metrics)
 
 
-def find_run(run: str | Path, results: str | Path | None = None) -> Path:
+def find_run(run: str | Path) -> Path:
     """The folder of a run, or of the newest saved run of a notebook given by name or number."""
     folder = absolute(run)
     if (folder / "metrics.json").is_file():
         return folder
-    root = results_root(results)
+    root = results_root()
     saved = {
         path.name: finished_runs(path.name, root, lab=True) for path in (root / "runs").glob("*")
     }

@@ -97,8 +97,8 @@ def test_three_views_are_of_it(bare, trace, monkeypatch):
     with pytest.raises(ValueError, match="prompt"):
         views.scrubber(bare, "a text")
     read = trace.select(trace.phase == PREFILL)
-    with pytest.raises(ValueError, match="decode"):
-        views.scrubber(read)
+    assert views.scrubber(read).data[0].states.shape == (12, 3, 64)
+    assert "prompts taken token by token" in views.budget(read, tokens=4).words[0]
 
 
 def test_the_command_line_views_it(path, tmp_path, capsys, monkeypatch):
@@ -148,6 +148,11 @@ def test_dataset_free_prefetching_is_counted_on_it(bare):
             (layer, e) for row in decoded.ids.tolist() for layer, of in enumerate(row) for e in of
         ]
         assert answer.hits == sum(kept[one] for one in wanted) and answer.requests == len(wanted)
+    one_phase = bare.in_phase(DECODE, 99)
+    halves = traces.prompted(one_phase)
+    assert traces.prompted(bare) is bare
+    assert [int((halves.phase[bare.sequence == n] == PREFILL).sum()) for n in (0, 1)] == [6, 4]
+    assert len(dataset_free.of_traces({"a": halves})["a"]) == 2
     with pytest.raises(ValueError, match="prompt and its answer"):
         dataset_free.of_traces({"a": bare.select(bare.phase == DECODE)})
 

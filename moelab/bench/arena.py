@@ -27,6 +27,7 @@ from moelab.evaluation.questions import prompts
 from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.trace import RoutingTrace
+from moelab.trace.statistics import capacity
 
 TEXTS = ("prose", "code", "lookup")
 #: tokens that are generated after a text
@@ -58,14 +59,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Contest:
-    """kind : what was brought. unit : of the scores. ceiling : the best possible score of each
-        trace.
+    """unit : of the scores. ceiling : the best possible score of each trace.
 
     standings : best first. wrong : trace → what the own one chose wrongly, costliest first.
     lower : whether a lower score is better.
     """
 
-    kind: str
     unit: str
     ceiling: Mapping[str, float]
     standings: list[Standing]
@@ -114,7 +113,22 @@ def arena(
 
             of = open_model()
         of = texts(of, tokens, each)
-    return _policies(name, mine, of, share)
+    ceiling = {}
+    for text, trace in of.items():
+        asked = [step[1:] for step in steps(trace)]
+        ceiling[text] = 100 * belady_hits(asked, capacity(trace, share)) / request_count(asked)
+    others = {
+        other: {
+            # the trace is kept, too, or another one could be given its number
+            text: once((id(trace), other, share), lambda: (play(trace, other, share)[0], trace))[0]
+            for text, trace in of.items()
+        }
+        for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
+    }
+    own, wrong = guarded(
+        list(of), lambda text: play(of[text], fresh(mine), share, judge=True), name
+    )
+    return ranked("hit rate (%)", ceiling, others, own, wrong)
 
 
 def require_policy(made: type) -> None:
@@ -151,7 +165,6 @@ def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
 
 
 def ranked(
-    kind: str,
     unit: str,
     ceiling: Mapping[str, float],
     others: Mapping[str, Mapping[str, float]],
@@ -160,7 +173,7 @@ def ranked(
     lower: bool = False,
 ) -> Contest:
     standings = [own, *(Standing(name, False, of) for name, of in others.items())]
-    contest = Contest(kind, unit, ceiling, standings, wrong, lower)
+    contest = Contest(unit, ceiling, standings, wrong, lower)
     contest.standings.sort(
         key=lambda of: -sum(contest.share(of, trace) for trace in ceiling)
     )  # ties: own first
@@ -191,29 +204,6 @@ def costliest(wrong: list[Wrong]) -> list[Wrong]:
     return sorted(wrong, key=lambda one: -one.cost)
 
 
-def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: float) -> Contest:
-    ceiling = {}
-    for text, trace in traces.items():
-        asked = [step[1:] for step in steps(trace)]
-        ceiling[text] = 100 * belady_hits(asked, _capacity(trace, share)) / request_count(asked)
-    others = {
-        other: {
-            # the trace is kept, too, or another one could be given its number
-            text: once((id(trace), other, share), lambda: (play(trace, other, share)[0], trace))[0]
-            for text, trace in traces.items()
-        }
-        for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
-    }
-    own, wrong = guarded(
-        list(traces), lambda text: play(traces[text], fresh(mine), share, judge=True), name
-    )
-    return ranked("cache policy", "hit rate (%)", ceiling, others, own, wrong)
-
-
-def _capacity(trace: RoutingTrace, share: float) -> int:
-    return round(share * trace.spec.L * trace.spec.E)
-
-
 def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> Played:
     """(hit rate in %, wrong evictions) of a policy with memory for a share of the experts, token by
     token.
@@ -222,7 +212,7 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
     or never; it costs as many steps as that would have been later."""
     L = trace.spec.L
     E = trace.spec.E
-    residency = Residency(L, E, Pools(F=_capacity(trace, share)), policy, "model")
+    residency = Residency(L, E, Pools(F=capacity(trace, share)), policy, "model")
     if residency.sees and trace.router_inputs is None:
         raise ValueError(
             "this policy sees hidden states, and the trace has none: moelab.record(…, hidden=True)"

@@ -86,7 +86,7 @@ def own_steps(trace: RoutingTrace, most: int = WARM + TIMED) -> Steps:
     if len(steps) < 2:
         raise ValueError(
             f"the trace of {trace.spec.name} has {len(steps)} tokens in decode, which a plan is for; "
-            "give one of at least 2"
+            "give one of at least 2, or trace.in_phase(DECODE, 2)"
         )
     return steps
 

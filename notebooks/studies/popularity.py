@@ -168,7 +168,7 @@ class Popularity(NamedTuple):
 
     def loads(self, split: str, size: int) -> Tensor:
         """Tokens of each expert in chunks of prefill, [chunks, L, E]."""
-        traces = (in_phase(self.traces[name, split], PREFILL, size) for name in self.names)
+        traces = (self.traces[name, split].in_phase(PREFILL, size) for name in self.names)
         return torch.cat([chunk_loads(trace, size) for trace in traces])
 
 
@@ -186,14 +186,6 @@ def halved(trace: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace]:
         replace(part, sequence=part.sequence.unique(return_inverse=True)[1].int()) for part in parts
     )
     return first, second
-
-
-def in_phase(trace: RoutingTrace, phase: int, least: int = 1) -> RoutingTrace:
-    """A trace or, if it has fewer tokens than that in a phase, all of its tokens as if they were in
-    it: a text is routed alike whether it is read or written."""
-    if int((trace.phase == phase).sum()) >= least:
-        return trace
-    return replace(trace, phase=torch.full_like(trace.phase, phase))
 
 
 def recorded(

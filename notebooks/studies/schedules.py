@@ -70,7 +70,6 @@ def rank(mine: Any) -> Contest:
 
     own, wrong = guarded(MODELS, mine_on, made.__name__)
     return ranked(
-        "NDP schedule",
         "time of the experts (ms)",
         {model: 1e3 * sum(of) for model, of in bounds.items()},
         {other: {model: sum(of) for model, of in by.items()} for other, by in found.items()},

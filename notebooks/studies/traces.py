@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from moelab.trace import RoutingTrace, load
+import torch
+
+from moelab.trace import DECODE, PREFILL, RoutingTrace, load
 
 
 def given(paths: str, model: str = "") -> dict[str, RoutingTrace]:
@@ -23,3 +26,15 @@ def given(paths: str, model: str = "") -> dict[str, RoutingTrace]:
             "compared: give those of one"
         )
     return found
+
+
+def prompted(trace: RoutingTrace) -> RoutingTrace:
+    """A trace whose texts have prompts and answers: itself or, if all of it is in one phase, with
+    the first half of each text as its prompt, as a text is routed alike in both."""
+    if len(trace.phase.unique()) == 2:
+        return trace
+    phase = torch.full_like(trace.phase, DECODE)
+    for sequence in trace.sequence.unique():
+        mine = torch.nonzero(trace.sequence == sequence).flatten()
+        phase[mine[: len(mine) // 2]] = PREFILL
+    return replace(trace, phase=phase)

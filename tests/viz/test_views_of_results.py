@@ -114,7 +114,6 @@ def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path):
 
 
 CONTEST = Contest(
-    "cache policy",
     "hit rate (%)",
     {"prose": 80.0, "code": 60.0},
     [

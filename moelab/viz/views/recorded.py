@@ -208,15 +208,18 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
 
 
 def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Recorded:
-    """The tokens until so many are decoded, one sequence after another."""
-    asked = kept | ({} if tokens is None else {"tokens": tokens})
+    """The tokens until so many are decoded, one sequence after another; of a trace that has none in
+    decode, prompts are taken token by token."""
+    decoded = trace.in_phase(DECODE)
+    how = "recorded" if decoded is trace else "recorded, prompts taken token by token"
+    trace, asked = decoded, kept | ({} if tokens is None else {"tokens": tokens})
     order = trace.sequence.long().argsort(stable=True)
     seen = torch.empty(len(trace), dtype=torch.long)
     seen[order] = (trace.phase[order] == DECODE).cumsum(0)
     trace = trace.select(seen <= (tokens or TRACED))
     run = run_of(trace, **{"memory": "50%"} | kept)
     before = as_opened(run.settings)
-    return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how="recorded")
+    return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how=how)
 
 
 def _drawn(name: str) -> Recorded:
