@@ -1,6 +1,6 @@
 """The model of routing on real traces: fitted to one part of each, judged on another.
 
-`moelab.simulation.routing` has seven numbers. They are fitted to every other text of a trace and
+`moelab.simulation.routing` has eight numbers. They are fitted to every other text of a trace and
 judged on the texts between; of a trace of fewer than ten texts, to every other layer and judged on
 the layers between, which says less: the text is the same. A draw has the lengths of the judged
 texts; the mean of several draws is compared, in points of a percent. What the two parts of the
