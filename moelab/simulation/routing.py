@@ -21,7 +21,7 @@ Shapes: x [T, D], v [L, E, D], b [L, E], ids [T, L, K].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, exp, inf, log, log2
 
@@ -157,9 +157,13 @@ def routing_of(spec: MoESpec) -> tuple[Routing, str]:
 @cache
 def families() -> dict[str, Routing]:
     """Model card → the routing on it, of all that have one."""
-    cards = {name: load_card(name).get("routing") for name in MODELS}
-    names = [field.name for field in fields(Routing)]
-    return {name: Routing(*(of[one] for one in names)) for name, of in cards.items() if of}
+    cards = {name: load_card(name).get("routing", {}) for name in MODELS}
+    about = "kind", "source"
+    return {
+        name: Routing(**{what: of[what] for what in of if what not in about})
+        for name, of in cards.items()
+        if of
+    }
 
 
 #: where fitting starts and what it keeps near where a trace does not say: about the mean of fits
