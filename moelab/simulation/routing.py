@@ -140,8 +140,9 @@ def routing_of(spec: MoESpec) -> tuple[Routing, str]:
     that have one; and words that say which."""
     fitted = families()
     own = [name for name in fitted if load_model(name).fingerprint() == spec.fingerprint()]
-    if own:
-        return fitted[own[0]], f"fitted to a trace of {own[0]}"
+    if own:  # of one geometry, a fine-tune may have its own
+        name = max(own, key=spec.name.endswith)
+        return fitted[name], f"fitted to a trace of {name}"
 
     def unlike(name: str) -> tuple[bool, float]:
         other = load_model(name)

@@ -73,6 +73,7 @@ TRACES = {
     "DeepSeek-V2-Lite-Chat": Trace(
         "moe-beyond-deepseek-v2-lite/trace.npz",
         "github.com/ngavhane/moe-beyond at 4dca2eac, training_data_eamc (no licence): chat prompts",
+        card="DeepSeek-V2-Lite-Chat",
     ),
     "Mixtral-8x7B": Trace(
         "speculative-moe-mixtral/trace.npz",
@@ -90,13 +91,11 @@ TRACES = {
         "stratamoe-switch-base-8/trace.npz",
         "github.com/Labeeb2339/stratamoe-lab at 08bfd806, evidence/switch-base-8 (Apache-2.0): ten "
         "prompts, encoder",
-        card="Switch-Base-8",
     ),
     "Qwen1.5-MoE-A2.7B": Trace(
         "qwen1.5-moe-five-layers/trace.npz",
         "github.com/weiran0129/vLLM-MoE-Logger at 2c3c87c1, Logs (no licence): five layers, rows "
         "of a batch of 25 in the order of the batch",
-        card="Qwen1.5-MoE-A2.7B",
     ),
 }
 
