@@ -189,7 +189,7 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
         )
     few = min(spec.L, 8)
     drawn = replace(spec, moe_layers=spec.moe_layers[:few])
-    seeds = min(max(8000 // len(trace), 1), 50)
+    seeds = min(max(5000 // len(trace), 1), 30)
     wanted = _compared(trace)
 
     def residual(x: np.ndarray) -> np.ndarray:
