@@ -222,7 +222,7 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
 WEIGHTS = np.array([1.0] * 13 + [0.3] * (len(LAGS) - 1) + [1.0] * 2)
 #: how strongly a fit holds on to `TYPICAL`, in percent of a statistic for a factor e; and how far
 #: it looks for a slope
-PRIOR = 0.4
+PRIOR = 1.0
 STEP = 0.25
 
 
