@@ -26,7 +26,6 @@ from moelab.parallel.exchange import Grid
 from moelab.parallel.sharding import ShardedExperts
 
 from .eplb import balance, consecutive, imbalance
-
 from .layers import Layers
 
 KIND = "exact"
