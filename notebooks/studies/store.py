@@ -24,7 +24,6 @@ import numpy as np
 import torch
 
 from moelab.base.records import Numbers, Records
-from moelab.bench.measure import Samples, gain, speed_up
 from moelab.bench.results import load_average
 from moelab.bench.synthesize import synthetic_expert
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -37,6 +36,7 @@ from moelab.store.headers import NAMES
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 from .layers import Layers, PackedExperts, rounds_of
+from .timing import Samples, gain, speed_up
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
 MOST = 16  # experts of a token at most, of `DecodedExperts`
