@@ -82,8 +82,7 @@ def run(
     loss : also score `WINDOWS` windows of text.    look : also profile the model; if it is offloaded,
         all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
-    Returns "ttft" and "tpot" (s, of each forward), "recall" of the predictions, "peak" (bytes),
-    "steps", "forwards", "loss": nats a token of each window, and of a look "profile" and how "late"
+    Returns "tpot" (s, of each decode step), "recall" of the predictions, "steps", "forwards", "loss": nats a token of each window, and of a look "profile" and how "late"
     a throttled read came."""
     import torch
 
@@ -109,10 +108,8 @@ def run(
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
         report = {
-            "ttft": seconds[0],
             "tpot": seconds[1:],
             "recall": fmean(known) if known else None,
-            "peak": this.metrics().peak_rss_bytes,
             "steps": [
                 [[layer, list(experts.items())] for layer, experts in step] for step in this.steps
             ],
