@@ -92,27 +92,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    from moelab.ane.device.device_model import DeviceModel
-
-    device = DeviceModel.of(args.device)
     name = None if args.model == "small" else args.model
     spec, model_id = _spec(name, "calibration" in args)
     made = _plan(spec, model_id, args)
-    device.require(made)
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(
             f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}"
         )
     print(made.describe(args.layers))
-    if args.prompt is not None:
-        cost = device.prefill(made, args.prompt)
-        print(
-            f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled of fp16 graphs: TTFT "
-            f"{cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. "
-            f"Graphs that were left out of the fit are predicted to {device.error('latency'):.1%} "
-            f"RMS in latency, {device.error('energy'):.1%} in energy; the CPU's times and powers "
-            "are single figures of unknown error"
-        )
     if args.save is not None:
         print(made.save(args.save))
     return 0
@@ -311,8 +298,6 @@ COMMANDS = (
         {
             "weights": WEIGHTS,
             "layers": (several(whole()), "N,N", None, "MoE layers to print, as 0,1,47; else all"),
-            "prompt": (whole(1), "N", None, "also what a prompt of N tokens costs, as modelled"),
-            "device": (None, "NAME", "m2-ultra", "whose memory must hold the weights; or m2-max"),
             "save": (output, "FILE", None, "write the plan as JSON"),
         },
         {},

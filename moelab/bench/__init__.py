@@ -47,8 +47,10 @@ ENGINE = tuple(
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 #: name → the module of a bench
 BENCHES = {
-    name: f"moelab.bench.{name}" for name in ("engine", "prefetch", "scale", "end_to_end", "gpu")
-} | {"advise": "moelab.advice.accuracy"}
+    "engine": "moelab.bench.engine",
+    "end_to_end": "moelab.bench.end_to_end",
+    "advise": "moelab.advice.accuracy",
+}
 
 
 def names() -> list[str]:

@@ -4,11 +4,12 @@ budgets and disk rates.
 All take the same tokens on the same model, for each context (tokens of the prompt) and batch
 (sequences at a time). A configuration runs in a process of its own with a budget's memory, in
 interleaved rounds (`moelab.bench.grid`); other engines have the same memory limit, page cache
-included, but only our reader can be throttled, so they run at the disk's own rate. No speed is shown
-before the output is: what computes as transformers does must agree with its eager experts bit for
-bit, and what does not says the Kullback-Leibler divergence of its next-token distribution from
-theirs, in nats a token. Ratios are of the same tokens, their intervals over tokens: another run, on
-another day's disk, may differ by more. `prefetch` does so in every token: what the technique gives.
+included, but for llama.cpp, which needs no torch and has less by that. Only our reader can be
+throttled, so they run at the disk's own rate. No speed is shown before the output is: what computes
+as transformers does must agree with its eager experts bit for bit, and what does not says the
+Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Ratios are
+of the same tokens, their intervals over tokens: another run, on another day's disk, may differ by
+more. `prefetch` does so in every token: what the technique gives.
 An engine finds out where it pays, and leaves it where it does not
 (`moelab.offloading.prefetch_gate`)."""
 

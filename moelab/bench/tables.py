@@ -14,14 +14,13 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from moelab.base.files import CHECKOUT, read_json, results_root, write_text
 from moelab.base.records import Record
 from moelab.base.table import format_value, markdown_table
-from moelab.bench import BENCHES
+from moelab.bench import module_of
 from moelab.bench.results import BenchFile, bench_file, older_than, sections_of
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
@@ -119,7 +118,7 @@ def stale() -> list[str]:
     """Results of tables that are older than what they measured, as benches declare it: `MEASURES`."""
     found = []
     for file in sorted({file for table in tables().values() for file in files(table)}):
-        bench = import_module(BENCHES[read_json(bench_file(file), BenchFile)["bench"]])
+        bench = module_of(read_json(bench_file(file), BenchFile)["bench"])
         found += older_than(bench_file(file), getattr(bench, "MEASURES", ("moelab",)))
     return found
 

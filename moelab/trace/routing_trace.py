@@ -75,10 +75,12 @@ class RoutingTrace:
         T, ran = len(ids), ids < spec.E
         known = {name: column for name, column in columns.items() if column is not None}
         sequence = known.setdefault("sequence", torch.zeros(T, dtype=torch.int32))
-        for number in sequence.unique() if "position" not in known else ():
-            mine = sequence == number
-            known.setdefault("position", torch.empty(T, dtype=torch.int32))
-            known["position"][mine] = torch.arange(int(mine.sum()), dtype=torch.int32)
+        if "position" not in known:
+            _, which, counts = sequence.unique(return_inverse=True, return_counts=True)
+            by = which.argsort(stable=True)
+            known["position"] = torch.empty(T, dtype=torch.int32)
+            starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+            known["position"][by] = (torch.arange(T) - starts).int()
         known.setdefault("weights", ran / spec.K)
         known.setdefault("phase", torch.full((T,), DECODE, dtype=torch.uint8))
         known.setdefault("tokens", torch.zeros(T, dtype=torch.int32))

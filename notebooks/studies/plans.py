@@ -52,6 +52,7 @@ from moelab.zipmoe.planner import best_pools
 from moelab.zipmoe.planning import CachePlan, plans
 
 from .popularity import inclusion_probabilities
+from .timing import torch_threads
 
 SOURCES = ("code", "prose", "needle", "lookup")
 STATES = "FCSE"
@@ -477,7 +478,7 @@ def run(
     seed: int = 0,
 ) -> Records:
     sections = {}
-    with measure.torch_threads(1):  # tiny matrices; the other cores read and decompress
+    with torch_threads(1):  # tiny matrices; the other cores read and decompress
         bench = Bench("", "", disk_mbs * 1e6, 40, 24, 2 * prompts, min(budgets), 1, 2, seed)
         for share in budgets:
             found = stationary(bench, share, before, tokens, ablation)
