@@ -19,6 +19,8 @@ import numpy as np
 from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.cards import load_model
+from moelab.simulation.routing import Routing, families, routing_of
 
 #: texts of the routing that is assumed; tokens and layers of each by which hits are counted, after
 #: as many tokens that fill the cache
@@ -131,16 +133,16 @@ def assumed(
         )
     if calibration is not None:
         return Assumed(spec, *of_calibration(spec, calibration), margin=FIT, batch=batch)
-    from moelab.simulation.routing import families, routing_of
 
-    def drawing(routing: Any) -> Draw:
+    def drawing(routing: Routing) -> Draw:
         return lambda layers, lengths, n: routing.draw(layers, spec.E, spec.K, lengths, seed=n)
 
     own, words = routing_of(spec)
-    known = [drawing(other) for other in families().values() if other != own]
-    # a model's own fit needs no other family's
-    others = () if any(own == of for name, of in families().items() if name == spec.name) else known
-    return Assumed(spec, words, drawing(own), tuple(others), FIT, batch)
+    fitted = families()
+    alike = [drawing(other) for other in fitted.values() if other != own]
+    if any(load_model(name).fingerprint() == spec.fingerprint() for name in fitted):
+        alike = []  # it is known: other models do not say more
+    return Assumed(spec, words, drawing(own), tuple(alike), FIT, batch)
 
 
 def of_trace(spec: MoESpec, path: Any, model: str | None) -> tuple[str, Draw]:

@@ -51,7 +51,7 @@ VERIFIED = 3
 def simulated(asked: Question, verify: bool) -> Advice:
     """The advice; verify : also run the best for real."""
     model = asked.model
-    ours = model.folder is not None and not asked.on_card
+    ours = model.folder is not None and not asked.on_card and not asked.assumed.given
     kept = Kept(identity_of(model) if ours else None)
     look = None
     notes = []
@@ -60,16 +60,16 @@ def simulated(asked: Question, verify: bool) -> Advice:
             look = looked(asked, kept)
         except (RuntimeError, OSError) as error:
             notes.append(f"The model could not be run here: {error}")
-    if look is not None and not asked.assumed.given:
+    if look is None:
+        texts = scenes(asked.assumed)
+    else:
         texts = [look.seen]
         asked = replace(asked, assumed=replace(asked.assumed, words="as in what ran here"))
-    else:
-        texts = scenes(asked.assumed)
-    if look is not None and disturbed(look.itself):
-        notes.append(
-            f"While the model was measured, other processes kept {look.itself.others:.1f} cores "
-            "busy: times are too long. Ask again when it is quiet: it is measured anew then."
-        )
+        if disturbed(look.itself):
+            notes.append(
+                f"While the model was measured, other processes kept {look.itself.others:.1f} "
+                "cores busy: times are too long. Ask again when it is quiet: it is measured anew then."
+            )
     if asked.on_card:
         costs_of = card_costs(asked.device, model)
     else:

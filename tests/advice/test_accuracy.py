@@ -2,9 +2,10 @@
 
 import pytest
 
-from moelab.advice import accuracy, space
+from moelab.advice import space
 from moelab.advice.model import AS_IS
 from moelab.base.specs import MoESpec
+from notebooks.studies import advise as accuracy
 from tests.depth import depth
 
 SPEC = MoESpec(

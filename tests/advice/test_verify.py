@@ -33,7 +33,7 @@ def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
 
 
 def record(kept, one, tpot, loss=None):
-    kept.add(one, 1, {"tpot": [tpot], "ttft": 1.0, "peak": 1, "limit": ""}, loss)
+    kept.add(one, 1, {"tpot": [tpot]}, loss)
 
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
@@ -81,7 +81,7 @@ def told(monkeypatch):
             raise KeyboardInterrupt
         if asked[-1] == 7:
             raise RuntimeError("no room")
-        return {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None, "tpot": [9.0]}
+        return {"loss": None, "tpot": [9.0]}
 
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)

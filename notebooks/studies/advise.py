@@ -26,7 +26,7 @@ import numpy as np
 
 from moelab.advice.kept import Kept
 from moelab.advice.machine import DISTURBED, here
-from moelab.advice.model import Model, find_model
+from moelab.advice.model import find_model
 from moelab.advice.question import Question
 from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import chosen, identity_of, looked
@@ -67,39 +67,42 @@ def asked_of(folder: Path, budget: float) -> Question:
     return replace(asked, memory=asked.fixed + round(budget * model.spec.experts_bytes))
 
 
-class Measured:
-    """TPOT of ways, `typical` of their tokens, each in its least disturbed round; why, of those that
-    could not run. What was measured is not measured again."""
+Times = dict[str, float | str]  # way, on a disk of some rate → TPOT, or why there is none
 
-    def __init__(self, model: Model, rounds: int) -> None:
-        self.model, self.rounds = model, rounds
-        self.found: dict[str, float | str] = {}
 
-    def of(self, ways: Sequence[Way], rate: float, title: str) -> dict[Way, float | str]:
-        """Of each of the ways on a disk of this rate."""
-        keys = {way: json.dumps([way.settings, not way.resident and rate]) for way in ways}
-        best: dict[Way, list[float]] = {}
-        for _, way in turns(
-            [way for way in ways if keys[way] not in self.found], self.rounds, title
-        ):
-            if keys[way] in self.found:  # it failed
-                continue
-            try:
-                source = stored(self.model, way.form)
-                slow = {} if way.resident else {"bandwidth": rate}
-                drop_cached(Path(source))
-                ran = run_way(source, options_of(way, self.model) | slow)
-            except (RuntimeError, ValueError, OSError) as error:
-                self.found[keys[way]] = str(error)
-                continue
-            seconds = ran["tpot"][-TIMED:]
-            best[way] = [*map(min, seconds, best.get(way, seconds))]
-        self.found |= {keys[way]: typical(seconds) for way, seconds in best.items()}
-        return {way: self.found[keys[way]] for way in ways}
+def measured(
+    asked: Question, ways: Sequence[Way], rate: float, rounds: int, known: Times, title: str
+) -> dict[Way, float | str]:
+    """TPOT of each way, `typical` of its tokens, each in its least disturbed round; why, of those
+    that could not run. What is `known` from other settings is not measured again."""
+    keys = {way: json.dumps([way.settings, not way.resident and rate]) for way in ways}
+    best: dict[str, list[float]] = {}
+    for _, way in turns([way for way in ways if keys[way] not in known], rounds, title):
+        key = keys[way]
+        if key in known:  # it failed
+            continue
+        try:
+            source = stored(asked.model, way.form)
+            drop_cached(Path(source))
+            slow = {} if way.resident else {"bandwidth": rate}
+            ran = run_way(source, options_of(way, asked.model) | slow)
+        except (RuntimeError, ValueError, OSError) as error:
+            known[key] = str(error)
+            continue
+        seconds = ran["tpot"][-TIMED:]
+        best[key] = [*map(min, seconds, best.get(key, seconds))]
+    known |= {key: typical(seconds) for key, seconds in best.items()}
+    return {way: known[key] for way, key in keys.items()}
 
 
 def settings(
-    asked: Question, title: str, look: Look, costs_of: CostsOf, rate: float, measured: Measured
+    asked: Question,
+    title: str,
+    look: Look,
+    costs_of: CostsOf,
+    rate: float,
+    rounds: int,
+    known: Times,
 ) -> Records:
     """One budget and rate with every loss: a row of each setting."""
     kept = Kept(identity_of(asked.model))
@@ -108,7 +111,7 @@ def settings(
         search = Search(replace(asked, loss=loss), costs_of, look.seen, kept, SEARCH)
         tried[name] = chosen(search)
     every = list(dict.fromkeys(way for ways in tried.values() for way in ways))
-    found, busy = watched(lambda: measured.of(every, rate, title))
+    found, busy = watched(lambda: measured(asked, every, rate, rounds, known, title))
     rows: Records = {}
     for name, (advised, *others) in tried.items():
         ran = {way: of for way in (advised, *others) if not isinstance(of := found[way], str)}
@@ -129,10 +132,6 @@ def settings(
             "cores that others kept busy": busy,
         }
     return rows
-
-
-def titled(spec: MoESpec, rate: float, budget: float) -> str:
-    return f"{spec.name}, {budget:.0%} of experts, {rate / 1e6:g} MB/s"
 
 
 def summary(rows: Records) -> Record:
@@ -174,7 +173,7 @@ def run(
         "tokens": "routed as fitted to real traces; given, not sampled: a prompt of "
         f"{PROMPT}, {WARM} that fill the cache, {TIMED} that count",
     }
-    measured: dict[str, Measured] = {}
+    known: dict[str, Times] = {spec.name: {} for spec in specs}
     with working(folder) as place, patch.dict(os.environ, MOELAB_CACHE=str(place / "cache")):
         done = place / "settings.json"
         rows = resumed(done, rounds)
@@ -182,14 +181,13 @@ def run(
             shutil.rmtree(place / "cache" / "advice", ignore_errors=True)  # another day's profile
         try:
             for spec, rate, budget in progress(cells, "advice", unit="settings"):
-                title = titled(spec, 1e6 * rate, budget)
+                title = f"{spec.name}, {budget:.0%} of experts, {rate:g} MB/s"
                 if f"{title}, {[*LOSSES][-1]}" in rows:
                     continue
                 folder = place / spec.name
                 look, costs_of = prepared(spec, folder, 1e6 * rate)
-                asked = asked_of(folder, budget)
-                known = measured.setdefault(spec.name, Measured(asked.model, rounds))
-                rows |= settings(asked, title, look, costs_of, 1e6 * rate, known)
+                how = look, costs_of, 1e6 * rate, rounds, known[spec.name]
+                rows |= settings(asked_of(folder, budget), title, *how)
                 write_json(done, {"format": FORMAT, "of": made_by(rounds), "rows": rows})
         except KeyboardInterrupt:  # it takes minutes: what is done is kept
             conditions["stopped in"] = spec.name
