@@ -20,6 +20,7 @@ WANTED = {
     "Qwen1.5-MoE-A2.7B",
     "DeepSeek-MoE-16B",
     "DeepSeek-V2-Lite",
+    "DeepSeek-V2-Lite-Chat",
     "DeepSeek-V3",
     "Mixtral-8x7B",
     "GPT-OSS-20B",
@@ -89,6 +90,7 @@ CONFIGS = {
         q_lora_rank=None,
         vocab_size=102400,
     ),
+    "DeepSeek-V2-Lite-Chat": lambda: CONFIGS["DeepSeek-V2-Lite"](),
     "DeepSeek-V3": lambda: transformers.DeepseekV3Config(
         quantization_config={"quant_method": "fp8"}
     ),
