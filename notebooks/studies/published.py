@@ -40,7 +40,7 @@ from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import LFU, Belady
 from moelab.cards import load_model
 from moelab.simulation.engines import Costs, Replay, SizedCache, played
-from moelab.simulation.routing import routing_of
+from moelab.simulation.routing import families, routing_of
 from moelab.trace import load as load_trace
 
 
@@ -64,6 +64,8 @@ EQUAL, WITHIN, OFF, OPEN = ANSWERS = ("equal", "within", "off", "not computable"
 POINTS = 5.0
 SHARE = 0.2
 MIB = 2**20
+#: of a drawn model, whose layers are alike, so many stand for all where each has a pool of its own
+LAYERS = 12
 #: where the recorded traces lie, and of which model they are
 TRACES = {
     "qwen": "bigmoeonedge/qwen.route.csv",
@@ -267,11 +269,13 @@ class Texts(NamedTuple):
         return self.ids[0].shape[1]
 
 
-def drawn(of: Answer, seed: int) -> Texts:
-    """Texts of a model's fitted routing."""
+def drawn(of: Answer, seed: int, family: str = "") -> Texts:
+    """Texts of a model's fitted routing, or of another family's."""
     spec = load_model(of.card)
     L, E, K = of.L or spec.L, of.E or spec.E, of.K or spec.K
-    routing, said = routing_of(spec)
+    if of.scope == "layer" and of.unit == "%":
+        L = min(L, LAYERS)
+    routing, said = (families()[family], family) if family else routing_of(spec)
     ids = routing.draw(L, E, K, [of.tokens] * of.texts, seed)
     return Texts(np.split(ids, of.texts), E, said)
 
@@ -463,11 +467,13 @@ def value_of(formula: str, miss: float) -> float:
 
 
 class Found(NamedTuple):
-    """One published number, ours, and the verdict."""
+    """One published number, ours, and the verdict; band : least and most over the fits of all
+    models, where there is none of this one."""
 
     published: float | tuple[float, float]
     ours: float | None
     answer: str
+    band: tuple[float, float] | None = None
 
 
 def judged(of: Answer, published: Any, ours: float | None) -> Found:
@@ -484,7 +490,7 @@ def judged(of: Answer, published: Any, ours: float | None) -> Found:
 
 def answered(of: Answer, traces: Path | None, seed: int) -> tuple[list[Found], str]:
     """(an answer's numbers, which routing it is by)."""
-    said = ""
+    said, bands = "", [None] * len(of.at)
     if of.by in ("engine trace", "trace") and traces is None:
         ours = [None] * len(of.at)
     elif of.by == "engine trace":
@@ -493,18 +499,22 @@ def answered(of: Answer, traces: Path | None, seed: int) -> tuple[list[Found], s
     elif of.by == "stated":
         formulas = of.formula * (len(of.at) // len(of.formula))
         ours = [value_of(one, 1 - at / 100) for one, at in zip(formulas, of.at)]
+    elif of.by == "trace":
+        ours, said = _of_texts(recorded(traces / TRACES[of.trace], CARDS[of.trace]), of)
     else:
-        texts = (
-            drawn(of, seed)
-            if of.by == "routing"
-            else recorded(traces / TRACES[of.trace], CARDS[of.trace])
-        )
-        said = texts.said
-        ours = [STATISTICS[of.statistic](texts, of, at) for at in of.at]
+        ours, said = _of_texts(drawn(of, seed), of)
         if of.E:
             said = f"{said}, no trace of this model"
+            every = [_of_texts(drawn(of, seed, family), of)[0] for family in families()]
+            bands = [(min(values), max(values)) for values in zip(*every)]
     published = [of.published] if of.between else of.published
-    return [judged(of, *pair) for pair in zip(published, ours, strict=True)], said
+    pairs = zip(published, ours, bands, strict=True)
+    return [judged(of, value, own)._replace(band=band) for value, own, band in pairs], said
+
+
+def _of_texts(texts: Texts, of: Answer) -> tuple[list[float], str]:
+    """(one number for each of `at`, which routing)."""
+    return [float(STATISTICS[of.statistic](texts, of, at)) for at in of.at], texts.said
 
 
 def worst(found: Iterable[Found]) -> str:
@@ -524,7 +534,16 @@ def _why(row: Published, found: Sequence[tuple[Answer, list[Found], str]]) -> st
     every = [one for _, values, _ in found for one in values]
     close = sum(one.answer in (EQUAL, WITHIN) for one in every)
     chosen = dict.fromkeys(f"chosen: {of.chosen}" for of, *_ in found if of.chosen)
+    if bands := [(of, one) for of, values, _ in found for one in values if one.band]:
+        inside = sum(_inside(of, one) for of, one in bands)
+        said[f"{inside} of {len(bands)} within the band over all fits"] = None
     return "; ".join([f"{close} of {len(every)} numbers", *said, *chosen, *off])
+
+
+def _inside(of: Answer, one: Found) -> bool:
+    """Whether what was published is in the band over all models."""
+    low, high = one.published if of.between else (one.published, one.published)
+    return one.band[0] <= high and low <= one.band[1]
 
 
 def curves(folder: Path) -> Records:
@@ -584,6 +603,9 @@ def _value_row(of: Answer, one: Found) -> Record:
     row: Record = {f"{name} (paper) {of.unit}": end for name, end in zip(names, ends)}
     if one.ours is not None:
         row[f"ours ({of.kind}) {of.unit}"] = round(one.ours, 4)
+    if one.band:
+        ends = zip(("least", "most"), one.band)
+        row |= {f"{end} of all fits ({of.kind}) {of.unit}": round(x, 4) for end, x in ends}
     return row | {"answer": one.answer}
 
 

@@ -58,12 +58,13 @@ RECORDED = {
 #: fits to one text, in which a layer's popularity and the text's preference cannot be told apart:
 #: they say nothing of static sets
 ONE_TEXT = ("Qwen3-30B-A3B", "Gemma-4-26B-A4B", "GPT-OSS-120B")
-#: tokens of a recorded trace that are looked at, of whole texts
+#: tokens of a long trace that are looked at, but for static sets, which see all texts
 MOST = 2500
 #: a phone, whose experts come from its disk; a GPU, whose experts come from the host's memory
 PHONE, GPU, HOST = "oneplus-12", "rtx-5080", "i7-14700"
 #: a model of ZipMoE's whose fit saw many texts
 PLANNED = "DeepSeek-V2-Lite"
+PLAN, COMPRESSED = "planned, ZipMoE's rule", "only C, LRU"
 #: tokens that are timed, after as many that fill the cache
 TIMED = 32
 PRECISIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -116,14 +117,18 @@ def drawn(model: str, tokens: int, texts: int, seed: int) -> Subject:
 
 
 def recorded(trace: RoutingTrace, name: str) -> Subject:
-    """Of a trace, whole texts of about `MOST` tokens, spread over it. Without a model, nothing is
-    known of other weights."""
+    """Of a trace, all texts. Without a model, nothing is known of other weights."""
     order = np.argsort(-trace.weights.float().numpy(), axis=2, kind="stable")  # best expert first
     ids, sequence = np.take_along_axis(trace.ids.numpy(), order, 2), trace.sequence.numpy()
-    every = [ids[sequence == s] for s in np.unique(sequence)]
     said = "recorded" if float(trace.weights.std()) else "recorded, without weights"
-    texts = Texts(every[:: -(-len(ids) // MOST)], trace.spec.E, said)
+    texts = Texts([ids[sequence == s] for s in np.unique(sequence)], trace.spec.E, said)
     return Subject(name, texts, trace.spec.with_dtype("int4"), 0.0)
+
+
+def part(of: Subject) -> Subject:
+    """About `MOST` tokens, of texts spread over all."""
+    tokens = sum(map(len, of.texts.ids))
+    return of.only(of.texts.ids[:: -(-tokens // MOST)])
 
 
 def subjects(
@@ -167,36 +172,38 @@ def popular(texts: Sequence[np.ndarray], E: int, held: int) -> StaticSet:
 
 def static_hits(of: Subject, held: int, others: bool) -> tuple[np.ndarray, np.ndarray]:
     """(hits, requests) of each text with its own most popular experts, or those of the others."""
-    found = []
-    for i, one in enumerate(of.texts.ids):
-        known = of.texts.ids[:i] + of.texts.ids[i + 1 :] if others else [one]
-        found.append(by_text(of.only([one]), popular(known, of.texts.E, held)))
-    hits, requests = (np.concatenate(each) for each in zip(*found))
-    return hits, requests
+    own = np.stack([counts([one], of.texts.E).ravel() for one in of.texts.ids])
+    known = own.sum(0) - own if others else own
+    best = np.argsort(-known, axis=1, kind="stable")[:, :held]
+    return np.take_along_axis(own, best, 1).sum(1), own.sum(1)
 
 
 def static_sets(of: Subject, share: float) -> dict[str, Interval]:
-    """Hit rates of caches and of static sets, and the static set's of other texts less LRU's, if
-    there are others."""
+    """Hit rates of LRU and of static sets; and the static set's of other texts less LRU's, if there
+    are others."""
     held = round(share * of.experts)
-    future = tokens_of(of.texts.ids, of.texts.E)
-    belady = Belady((layer, dict.fromkeys(ids, 1)) for token in future for layer, ids in token)
-    policies = {"LRU": "lru", "default": DEFAULT_POLICY, "Belady": belady}
-    rows = {
-        name: by_text(of, SizedCache(held, lambda _: 1, policy))
-        for name, policy in policies.items()
-    }
-    L = of.texts.L
-    rows["LRU of each layer"] = by_text(of, SizedCache(held, lambda _: 1, "lru", L))
-    rows["LFU"] = by_text(of, SizedCache(held, lambda _: 1, "lfu"))
-    rows["LFU of each layer"] = by_text(of, SizedCache(held, lambda _: 1, "lfu", L))
-    rule = Residency(L, of.texts.E, Pools(F=held), "zipmoe")
-    rows["ZipMoE's rule"] = by_text(of, Resident(rule))
-    rows["static, own text"] = static_hits(of, held, False)
+    lru, requests = by_text(of, SizedCache(held, lambda _: 1))
+    rows = {"LRU": (lru, requests), "static, own text": static_hits(of, held, False)}
     if not of.one_text:
         rows["static, other texts"] = hits, requests = static_hits(of, held, True)
-        rows["static, other texts, less LRU"] = hits - rows["LRU"][0], requests
+        rows["static, other texts, less LRU"] = hits - lru, requests
     return {name: ratio(*each) for name, each in rows.items()}
+
+
+def policies(of: Subject, share: float) -> dict[str, Interval]:
+    """Hit rates of the default, of the optimum, and of what was found good on small models."""
+    held, L = round(share * of.experts), of.texts.L
+    future = tokens_of(of.texts.ids, of.texts.E)
+    belady = Belady((layer, dict.fromkeys(ids, 1)) for token in future for layer, ids in token)
+    holders = {
+        "default": SizedCache(held, lambda _: 1, DEFAULT_POLICY),
+        "LRFU": SizedCache(held, lambda _: 1, "lrfu"),
+        "LRU of each layer": SizedCache(held, lambda _: 1, "lru", L),
+        "LFU of each layer": SizedCache(held, lambda _: 1, "lfu", L),
+        "ZipMoE's rule": Resident(Residency(L, of.texts.E, Pools(F=held), "zipmoe")),
+        "Belady": SizedCache(held, lambda _: 1, belady),
+    }
+    return {name: ratio(*by_text(of, holder)) for name, holder in holders.items()}
 
 
 def union(of: Subject) -> Numbers:
@@ -376,22 +383,30 @@ def break_even(rows: Records, where: str) -> float:
     return float(np.interp(1.0, np.maximum.accumulate(speed), right))
 
 
-def planned(of: Subject, gb: int = 7, tokens: int = 12, seed: int = 0) -> Records:
-    """Milliseconds of a token on an Orin with ZipMoE's planned pools and with whole experts under
-    LRU: on this routing, and on independent draws of its popularity. The plan knows the popularity
-    of the other texts."""
-    board = zipmoe.Machine.of(of.spec.name, "jetson-agx-orin-32gb", 1.2, 6)
-    known = counts(of.texts.ids[:-1], of.texts.E)
-    f = np.sort(known, 1)[:, ::-1].mean(0) / sum(map(len, of.texts.ids[:-1]))
-    real = [
-        [(layer, dict.fromkeys(ids, 1)) for layer, ids in token]
-        for token in tokens_of([of.texts.ids[-1][: 6 * tokens]], of.texts.E)
-    ]
+def planned(model: str, gb: int = 7, tokens: int = 8, draws: int = 4) -> Records:
+    """Milliseconds of a token on an Orin with ZipMoE's planned pools and with one state under LRU,
+    mean of draws with the interval of the plan's time over compressed experts': on fitted routing,
+    and on independent draws of its popularity. The plan knows the popularity of other texts."""
+    board = zipmoe.Machine.of(model, "jetson-agx-orin-32gb", 1.2, 6)
+    took: dict[str, list[Numbers]] = {"fitted routing": [], "independent draws": []}
+    for seed in range(draws):
+        of = drawn(model, 160, 6, seed)
+        known = counts(of.texts.ids[:-1], of.texts.E)
+        f = np.sort(known, 1)[:, ::-1].mean(0) / sum(map(len, of.texts.ids[:-1]))
+        real = [
+            [(layer, dict.fromkeys(ids, 1)) for layer, ids in token]
+            for token in tokens_of([of.texts.ids[-1][: 6 * tokens]], of.texts.E)
+        ]
+        alone = zipmoe.stretched(f, board.spec, tokens, seed)
+        for name, routed in zip(took, ((f, real, tokens), alone)):
+            ways = zipmoe.caching(board, [gb], *routed)
+            took[name].append({way: 1e3 * times[gb] for way, times in ways.items()})
     found = {}
-    alone = zipmoe.stretched(f, board.spec, tokens, seed)
-    for name, routed in {"fitted routing": (f, real, tokens), "independent draws": alone}.items():
-        ways = zipmoe.caching(board, [gb], *routed)
-        found[name] = {f"{way} ms": 1e3 * times[gb] for way, times in ways.items()}
+    for name, rows in took.items():
+        plan, compressed = ([row[way] for row in rows] for way in (PLAN, COMPRESSED))
+        over = zip(("plan ÷ compressed", "from", "to"), ratio(plan, compressed))
+        found[name] = {f"{way} ms": float(np.mean([r[way] for r in rows])) for way in rows[0]}
+        found[name] |= dict(over)
     return found
 
 
@@ -415,37 +430,45 @@ def run(
     names = ("engines", "union of a batch", "K", "guesses at absent experts", "prefetching")
     sections: dict[str, Any] = {name: {} for name in names}
     sections |= {f"static sets, {share:.0%}": {} for share in shares}
+    share = shares[len(shares) // 2]
+    sections["policies"] = {}
     for of in progress(list(subjects(models, tokens, texts, seed, traces)), "models", unit="model"):
-        for share in shares:
-            found = static_sets(of, share)
-            sections[f"static sets, {share:.0%}"][of.name] = {
-                f"{name} {end}".strip(): 100 * x
-                for name, ends in found.items()
-                for end, x in zip(("", "from", "to"), ends)
-                if x == x  # one text has no interval
-            }
+        for each in shares:
+            sections[f"static sets, {each:.0%}"][of.name] = _percent(static_sets(of, each))
+        of = part(of)  # noqa: PLW2901
+        sections["policies"][of.name] = _percent(policies(of, share))
         sections["union of a batch"][of.name] = union(of)
         if not of.texts.said.endswith("without weights"):  # which say who is first
-            sections["K"][of.name] = of_k(of, shares[len(shares) // 2])
+            sections["K"][of.name] = of_k(of, share)
         if len(of.texts.ids) > 3 and not of.one_text:
-            found = zip(("precision %", "from %", "to %"), guessed(of, shares[len(shares) // 2]))
+            found = zip(("precision %", "from %", "to %"), guessed(of, share))
             sections["guesses at absent experts"][of.name] = {end: 100 * x for end, x in found}
         if of.texts.said.startswith("recorded"):
             continue
-        share = shares[len(shares) // 2]
         for name, row in engines(of, share).items():
             sections["engines"][f"{of.name}, {name}"] = row
-        if of.name == PLANNED:
-            sections["planned pools"] = planned(of)
         guesses = prefetching(of, share)
+        perfect = "{}, 100% of guesses right"
         sections["prefetching"][of.name] = {
             f"pays above, {where}": break_even(guesses, where) for where in ("phone", "GPU")
         } | {
-            f"perfect, {where} ×": guesses[f"{where}, 100% of guesses right"]["speed ×"]
+            f"perfect, {where} ×": guesses[perfect.format(where)]["speed ×"]
             for where in ("phone", "GPU")
         }
+    if not models or PLANNED in models:
+        sections["planned pools"] = planned(PLANNED)
     if traces:
         sections["conditions"] = {
             f"sha256 of {name}": digest(traces.path / name / "trace.npz") for name in RECORDED
         }
     return sections
+
+
+def _percent(found: dict[str, Interval]) -> Numbers:
+    """Hit rates in %, each with its interval if it has one."""
+    return {
+        f"{name} {end}".strip(): 100 * x
+        for name, ends in found.items()
+        for end, x in zip(("", "from", "to"), ends)
+        if x == x  # one text has no interval
+    }
