@@ -10,6 +10,7 @@ model's card."""
 from __future__ import annotations
 
 import warnings
+from contextlib import suppress
 from hashlib import sha256
 
 from moelab.advice.model import find_model
@@ -19,10 +20,30 @@ from moelab.base.records import Records
 from moelab.simulation.drafts import COUNTS, PassCosts, passes, texts, union
 from moelab.trace import RoutingTrace, load
 
+
+class Folder:
+    """The .npz files in a folder that are traces; as text, their names and digests. ValueError: none
+    is."""
+
+    def __init__(self, folder: str) -> None:
+        root, self.digests, self.traces = absolute(folder), {}, {}
+        for file in sorted(root.rglob("*.npz")):
+            name = str(file.relative_to(root).with_suffix("")).removesuffix("/trace")
+            with warnings.catch_warnings(), suppress(ValueError):  # logits, say, are no trace
+                warnings.simplefilter("ignore")  # of columns beyond routing
+                self.traces[name] = load(file)
+                self.digests[name] = sha256(file.read_bytes()).hexdigest()[:12]
+        if not self.traces:
+            raise ValueError(f"{folder} has no trace: no .npz with ids [T, L, K]")
+
+    def __str__(self) -> str:
+        return "; ".join(f"{name} {digest}" for name, digest in self.digests.items())
+
+
 KIND = "modelled"
 MEASURES = ("notebooks/studies/draft_passes.py", "moelab/simulation/drafts.py", "moelab/cache")
 OPTIONS = {
-    "traces": (str, "folder of traces, which `moelab trace show` reads"),
+    "traces": (Folder, "folder of traces, which `moelab trace show` reads"),
     "tokens": (whole(64), "of a trace, in its first texts"),
     "memory": (number(0), "GB/s at which weights are read from memory"),
     "disk": (number(0), "GB/s at which experts are read"),
@@ -73,23 +94,13 @@ def row_of(trace: RoutingTrace, tokens: int, share: float, costs: PassCosts | No
 
 
 def run(
-    traces: str, tokens: int = 400, memory: float = 40.0, disk: float = 3.0
+    traces: Folder, tokens: int = 400, memory: float = 40.0, disk: float = 3.0
 ) -> dict[str, Records]:
     """Section → trace and share in memory → metric → value."""
-    root, rows, files = absolute(traces), {}, {}
-    for file in sorted(root.rglob("*.npz")):
-        name = str(file.relative_to(root).with_suffix("")).removesuffix("/trace")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of columns beyond routing
-            try:
-                trace = load(file)
-            except ValueError:  # no trace: the logits of one, say
-                continue
-        files[name] = {"sha256": sha256(file.read_bytes()).hexdigest()[:16], "tokens": len(trace)}
+    rows = {}
+    for name, trace in traces.traces.items():
         card = next((card for part, card in CARDS.items() if part in name), None)
         costs = card and costs_of(card, memory, disk)
         for share in SHARES:
             rows[f"{name}, {share:.0%} in memory"] = row_of(trace, tokens, share, costs)
-    if not rows:
-        raise ValueError(f"{traces} has no trace that moelab reads: no .npz of ids")
-    return {"passes": rows, "traces": files}
+    return {"passes": rows}
