@@ -25,6 +25,7 @@ from hashlib import sha256
 from pathlib import Path
 from shutil import copyfile
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import torch
@@ -35,6 +36,7 @@ from moelab.base.configs import spec_from_config
 from moelab.base.files import folder_bytes, small_model, vacant
 from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
+from moelab.bench.implant import TOKENS_FILE, Routing, implant
 from moelab.cards import load_model
 from moelab.checkpoint.convert import quantize_expert
 from moelab.checkpoint.experts import store_layers
@@ -43,7 +45,7 @@ from moelab.models import (
     deepseek,  # noqa: F401  (makes transformers know it)
 )
 from moelab.models.experts import shapes
-from moelab.models.seam import MoELayer, discover
+from moelab.models.seam import discover
 from moelab.store import codecs, fewbit
 from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify
@@ -53,7 +55,7 @@ POOL, COLUMNS = 1 << 25, 2048  # weights in the pool at most, and a row of it
 #: the small model's tokenizer, the number of its ids; its id 0 ends a text and pads
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 VOCABULARY = 1024
-EMBEDDING = 64  # embeddings are so many times larger: else every token is routed alike
+EMBEDDING = 64  # embeddings are so many times larger: else random routers route every token alike
 
 
 def draw(n: int, seed: int = 0) -> torch.Tensor:
@@ -120,6 +122,8 @@ def config_of(spec: MoESpec) -> Any:
         "eos_token_id": 0,
         "pad_token_id": 0,
     }
+    if spec.model_type == "qwen3_moe":
+        wanted["norm_topk_prob"] = True  # as published, and what llama.cpp always does
     if not hasattr(known, "moe_intermediate_size") or spec.model_type == "llama4_text":
         wanted["intermediate_size"] = spec.I  # the experts' own name for it
     if hasattr(known, "v_head_dim"):
@@ -144,6 +148,7 @@ def synthesize(
     *,
     codec: str | None = None,
     quantize: str | None = None,
+    routing: Routing | None = None,
     seed: int = 0,
 ) -> Path:
     """Write a synthetic checkpoint, or store, with the geometry of a model card.
@@ -154,10 +159,13 @@ def synthesize(
     codec : write an expert store with this codec instead of a checkpoint, without writing a
         checkpoint first.
     quantize : write a store whose experts are rounded to this format, as `convert` does.
-    seed : of the pool and of the places in it.
+    routing : implants routing, see `moelab.bench.implant`: a model card's name for routing as that
+        model's, fitted; a trace or its path; or ids [T, L, K]. The folder then has the tokens that
+        are routed so, in tokens.json. Without, it is that of random routers.
+    seed : of the pool and of the places in it, and of routing that is drawn.
 
-    Raises FileExistsError: the destination exists. ValueError: no such card, codec or format, or a
-    geometry that cannot be had."""
+    Raises FileExistsError: the destination exists. ValueError: no such card, codec or format, a
+    geometry that cannot be had, or routing that is not this model's or cannot be implanted."""
     destination = vacant(destination)
     if quantize is not None:
         fewbit.find_format(quantize)
@@ -165,71 +173,120 @@ def synthesize(
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     config = config_of(spec)
     twin = compat.meta_twin(config)
-    rng = np.random.default_rng(seed)
-    tensors = twin.state_dict()
-    pool = draw(min(POOL, 4 * sum(tensor.numel() for tensor in tensors.values())), seed)
+    weights = Weights(twin, seed)
+    texts = {}
+    if routing is not None:
+        texts[TOKENS_FILE] = implant(routing, spec, config, weights)
     destination.parent.mkdir(parents=True, exist_ok=True)
     near = destination.parent, f"{destination.name}."
     with tempfile.TemporaryDirectory(dir=near[0], prefix=near[1]) as temporary:
         folder = Path(temporary) / "model"
         config.save_pretrained(folder)
-        small = ["config.json"]
+        small = ["config.json", *texts]
+        for file, text in texts.items():
+            (folder / file).write_text(text)
         if spec.vocab >= VOCABULARY:
             small += TOKENIZER
             for file in TOKENIZER:
                 copyfile(small_model() / file, folder / file)
         if codec is None:
-            _write_checkpoint(folder, tensors, pool, rng)
+            _write_checkpoint(folder, twin.state_dict(), weights)
             os.rename(folder, destination)
             return destination
-        layers = discover(twin)
-        experts = tuple(layer.name + ".experts." for layer in layers)
-        others = {key: t for key, t in tensors.items() if not key.startswith(experts)}
-        _write_checkpoint(folder, others, pool, rng)
-        name = sha256(f"synthetic {config.to_json_string()} {seed}".encode()).hexdigest()[:16]
-        writer = StoreWriter(
-            destination, spec, name, store_layers(layers), codec, quantized=quantize
-        )
+        _write_checkpoint(folder, weights.others, weights)
+        about = f"synthetic {config.to_json_string()} {seed}{''.join(texts.values())}"
+        name = sha256(about.encode()).hexdigest()[:16]
+        layers = store_layers(weights.layers)
+        writer = StoreWriter(destination, spec, name, layers, codec, quantized=quantize)
         with closing(writer):
-            _write_experts(writer, layers, quantize, pool, rng)
-            small_files = [(file, (folder / file).read_bytes()) for file in small]
-            writer.finish(dict(sorted(read_folder(folder)[1].items())), small_files)
-            verify(writer.folder)
-            return writer.publish()
+            _write_experts(writer, quantize, weights)
+            return _published(writer, folder, small)
 
 
-def _write_experts(
-    writer: StoreWriter,
-    layers: list[MoELayer],
-    quantize: str | None,
-    pool: torch.Tensor,
-    rng: np.random.Generator,
-) -> None:
+def _published(writer: StoreWriter, folder: Path, small: list[str]) -> Path:
+    """The store whose experts are written, with a folder's other weights and its small files."""
+    small_files = [(file, (folder / file).read_bytes()) for file in small]
+    writer.finish(dict(sorted(read_folder(folder)[1].items())), small_files)
+    verify(writer.folder)
+    return writer.publish()
+
+
+class Weights:
+    """The values of a synthetic model's tensors: each is drawn by its name, or `given`.
+
+    twin : the model on the meta device.
+    layers : its MoE layers. others : its tensors but for the experts'. stacked : names of the
+        experts' that have all experts of a layer.
+    factors : ends of names of drawn matrices, without ".weight" → what they are multiplied by."""
+
+    def __init__(self, twin: torch.nn.Module, seed: int) -> None:
+        tensors = twin.state_dict()
+        self.seed = seed
+        self.pool = draw(min(POOL, 4 * sum(tensor.numel() for tensor in tensors.values())), seed)
+        self.layers = discover(twin)
+        experts = tuple(f"{layer.name}.experts." for layer in self.layers)
+        self.others = {key: t for key, t in tensors.items() if not key.startswith(experts)}
+        self.stacked = {
+            f"{layer.name}.experts.{name}"
+            for layer in self.layers
+            if not isinstance(layer.experts, torch.nn.ModuleDict)
+            for name in shapes(layer.experts)
+        }
+        self.given: dict[str, torch.Tensor] = {}
+        self.factors = {"embed_tokens": EMBEDDING, "shared": EMBEDDING}
+
+    def pieces(self, key: str, t: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The values of a tensor in pieces: ones for norms, zeros for biases and corrections."""
+        if key in self.given:
+            yield self.given[key]
+        elif key in self.stacked:
+            for expert in range(len(t)):
+                yield from self._drawn(t[0].numel(), key, expert)
+        elif t.dtype != torch.bfloat16 or t.dim() < 2:
+            yield torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)
+        else:
+            named = key.removesuffix(".weight")
+            factor = next((by for end, by in self.factors.items() if named.endswith(end)), 1)
+            for piece in self._drawn(t.numel(), key):
+                yield piece if factor == 1 else piece * factor
+
+    def whole(self, key: str) -> torch.Tensor:
+        """A tensor that is not an expert's."""
+        t = self.others[key]
+        return torch.cat([piece.reshape(-1) for piece in self.pieces(key, t)]).view(t.shape)
+
+    def expert(self, layer: int, expert: int) -> dict[str, torch.Tensor]:
+        """An expert's tensors: a source for the seam."""
+        of = self.layers[layer]
+        return {
+            name: torch.cat(
+                [*self._drawn(math.prod(shape), f"{of.name}.experts.{name}", expert)]
+            ).view(shape)
+            for name, shape in shapes(of.experts).items()
+        }
+
+    def _drawn(self, n: int, key: str, *number: int) -> Iterator[torch.Tensor]:
+        """Pieces of the pool, each from a random place on (a multiple of 64 bytes), that have `n`
+        weights together."""
+        rng = np.random.default_rng([self.seed, crc32(key.encode()), *number])
+        while n:
+            begin = 32 * int(rng.integers(len(self.pool) // 64))  # in the first half: long pieces
+            piece = self.pool[begin : begin + n]
+            yield piece
+            n -= len(piece)
+
+
+def _write_experts(writer: StoreWriter, quantize: str | None, weights: Weights) -> None:
     missing = list(writer.missing())
     for layer, expert in progress(missing, desc="synthesizing", unit="experts"):
-        tensors = {
-            name: torch.cat([*_pieces(math.prod(shape), pool, rng)]).view(shape)
-            for name, shape in shapes(layers[layer].experts).items()
-        }
+        tensors = weights.expert(layer, expert)
         blobs: dict[str, tuple[str, Any]] = {}
         if quantize:
-            quantize_expert(quantize, tensors, blobs, layers[layer])
+            quantize_expert(quantize, tensors, blobs, weights.layers[layer])
         writer.add(layer, expert, tensors, None, blobs)
 
 
-def _pieces(n: int, pool: torch.Tensor, rng: np.random.Generator) -> Iterator[torch.Tensor]:
-    """Pieces of the pool, each from a random place on (a multiple of 64 bytes), that have `n`
-    weights together."""
-    while n:
-        begin = 32 * int(rng.integers(len(pool) // 64))  # in the first half: long pieces
-        piece = pool[begin : begin + n]
-        yield piece
-        n -= len(piece)
-
-
-def _write_checkpoint(
-    folder: Path, tensors: dict[str, torch.Tensor], pool: torch.Tensor, rng: np.random.Generator
-) -> None:
+def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], weights: Weights) -> None:
     """Safetensors files of at most 4 GB or one tensor, and their index, for tensors on the meta
     device."""
     for key, tensor in tensors.items():
@@ -247,22 +304,10 @@ def _write_checkpoint(
         with open(folder / file, "wb") as f:
             f.write(header_bytes({key: (NAMES[t.dtype], t.shape) for key, t in shard.items()}))
             for key, t in progress(shard.items(), desc=file, unit="tensors"):
-                for piece in _weights(key, t, pool, rng):
+                for piece in weights.pieces(key, t):
                     f.write(piece.reshape(-1).view(torch.uint8).numpy())
     total = {"total_size": sum(t.nbytes for t in tensors.values())}
     (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": total, "weight_map": weight_map}))
-
-
-def _weights(
-    key: str, t: torch.Tensor, pool: torch.Tensor, rng: np.random.Generator
-) -> Iterator[torch.Tensor]:
-    """The values of a tensor in pieces: ones for norms, zeros for biases and corrections."""
-    if t.dtype != torch.bfloat16 or t.dim() < 2:
-        yield torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)
-        return
-    loud = EMBEDDING if "embed" in key or key == "shared.weight" else 1
-    for piece in _pieces(t.numel(), pool, rng):
-        yield piece * loud if loud > 1 else piece
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,6 +329,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=registry.names("format"),
         help="write a store of experts in this format",
     )
+    parser.add_argument(
+        "--routing",
+        metavar="CARD|TRACE",
+        help="routing as of a card's real model, or as a trace says (default: random routers)",
+    )
     parser.add_argument("--seed", type=whole(), default=0)
 
 
@@ -294,6 +344,7 @@ def main(args: argparse.Namespace) -> int:
         args.scale,
         codec=args.codec,
         quantize=args.quantize,
+        routing=args.routing,
         seed=args.seed,
     )
     print(f"{folder}: {folder_bytes(folder) / 1e9:,.2f} GB")

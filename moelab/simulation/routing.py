@@ -24,14 +24,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, exp, inf, log, log2
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from moelab.base.specs import MoESpec
 from moelab.cards import MODELS, load_card, load_model
-from moelab.trace import RoutingTrace
-from moelab.trace.statistics import chosen, hit_rates, next_layer, popularity
+
+if TYPE_CHECKING:  # drawing does without torch
+    from moelab.trace import RoutingTrace
 
 #: tokens whose scores are in memory at once
 CHUNK = 128
@@ -90,6 +91,10 @@ class Routing:
     def trace(self, spec: MoESpec, lengths: Sequence[int], seed: int = 0) -> RoutingTrace:
         """The same as a trace of such a model, all of it decoding; weights are 1/K, and words are
         unknown."""
+        import torch
+
+        from moelab.trace import RoutingTrace
+
         ids = torch.from_numpy(self.draw(spec.L, spec.E, spec.K, lengths, seed))
         numbers = torch.arange(len(lengths), dtype=torch.int32)
         sequence = numbers.repeat_interleave(torch.tensor(lengths))
@@ -244,6 +249,8 @@ def _routing(x: np.ndarray) -> Routing:
 
 def _compared(trace: RoutingTrace) -> np.ndarray:
     """What a fit compares, in percent; nan where a trace does not say it."""
+    from moelab.trace.statistics import chosen, hit_rates, next_layer, popularity
+
     hits = hit_rates(trace, policies=("lru", "lfu", "belady")).values()
     had = chosen(trace)
     sequence = trace.sequence.sort().values.numpy()
