@@ -118,7 +118,7 @@ def test_doctor_walks_no_folder_and_tells_what_it_cannot_measure(tmp_path, monke
     def closed(*_):
         raise PermissionError(13, "Permission denied", "proc/1/cwd")
 
-    monkeypatch.setattr(doctor, "disk_rate", closed)
+    monkeypatch.setattr(doctor, "disk_rates", closed)
     monkeypatch.setattr(doctor, "folder_bytes", closed)
     found = dict(doctor.findings(tmp_path))
     assert (

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from moelab.advice.answer import Advice, conclude
+from moelab.advice.assumed import assumed
 from moelab.advice.disk import fitting
-from moelab.advice.machine import here
+from moelab.advice.machine import DISTURBED, here
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import Question
-from moelab.advice.ways import ZIPF, Way, zipf
+from moelab.advice.ways import Way
 from moelab.base.arguments import whole
-from moelab.base.specs import DeviceSpec, MoESpec
+from moelab.base.specs import DeviceSpec
 from moelab.cards import load_device
 from moelab.offloading import budget
 
@@ -45,6 +46,7 @@ def advise(
     batch: int = 1,
     loss: str | float = 0.0,
     device: str | Path | DeviceSpec | None = None,
+    trace: Any = None,
     calibration: str | Path | None = None,
     simulate: bool | None = None,
     verify: bool = False,
@@ -61,19 +63,22 @@ def advise(
         not. A form whose loss nobody has measured is advised with "any" only; `verify` measures
         those of the best.
     device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
-    calibration : file of `moelab calibrate`, whose counts say how popular experts are; else the
-        model's own tokens do, if it is here and simulated, or a Zipf law is assumed.
+    trace : the routing of your text: a file that `moelab.trace.load` reads, or a `RoutingTrace`.
+        Without one, the model's own tokens say it, if it is here and simulated, or else routing is
+        drawn as fitted to real traces: this model's, or that of the most alike and a range over all.
+    calibration : file of `moelab calibrate`, whose counts say how popular experts are, token by
+        token.
     simulate : play the ways in the simulator; None: if the weights and the device are here.
     verify : run the best ones for real, minutes; what is measured is kept.
 
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
-    context than the model takes; a memory in which it does not fit; another model's calibration;
-    what cannot be verified."""
+    context than the model takes; a memory in which it does not fit; another model's trace or
+    calibration; what cannot be verified."""
     found, on_card = find_model(model), device is not None
-    if verify and (found.folder is None or on_card):
+    if verify and (found.folder is None or on_card or trace is not None):
         raise ValueError(
-            "only a model whose weights are here can be verified, and only on this machine: "
-            "give its folder and no device"
+            "only a model whose weights are here can be verified, only on this machine and with its "
+            "own text: give its folder, no device and no trace"
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card
@@ -87,9 +92,9 @@ def advise(
         batch,
         parse_loss(loss),
         on_card,
-        *_shares(calibration, found.spec),
+        assumed(found.spec, batch, trace, calibration, found.source),
     )
-    if found.forms() and not asked.arithmetic():
+    if found.forms() and not asked.fitting():
         raise asked.refusal()
     if simulate or verify:
         from moelab.advice.simulated import simulated
@@ -108,6 +113,12 @@ def modelled(asked: Question) -> Advice:
             found = [fitting(asked.model, of, asked.loss)[0] for of in found]
         return [next((way for way in of if way.within(asked.loss)), None) for of in found]
 
+    notes = []
+    if (others := asked.device.figures.get("others_cores")) and others.value > DISTURBED:
+        notes.append(
+            f"While this machine was measured, others kept {others.value:.1f} of its cores busy: "
+            "times are too long, and the range wider. Ask again when it is quiet; that is kept."
+        )
     ways = asked.arithmetic()
     others = [
         way
@@ -115,7 +126,7 @@ def modelled(asked: Question) -> Advice:
         for way in replace(asked, memory=int(part * asked.memory)).arithmetic()
         if way not in ways
     ]
-    return conclude(asked, ways, changed, dict.fromkeys(others), [])
+    return conclude(asked, ways, changed, dict.fromkeys(others), notes)
 
 
 def _memory_of(given: str | float | int, device: DeviceSpec) -> int:
@@ -157,24 +168,6 @@ def parse_loss(loss: str | float) -> float:
     )
 
 
-def _shares(calibration: str | Path | None, spec: MoESpec) -> tuple[Any, str]:
-    """([L, E] of tokens that need each expert, who says so). ValueError: a calibration of another
-    geometry."""
-    if calibration is None:
-        return zipf(spec), f"by a Zipf law of {ZIPF:g}, which is assumed"
-    from moelab.calibration import Calibration
-
-    found = Calibration.load(calibration)
-    if found.spec.fingerprint() != spec.fingerprint():
-        raise ValueError(
-            f"{calibration} was counted on {found.spec.name}, whose geometry is another than "
-            f"{spec.name}'s; calibrate this model: moelab calibrate MODEL FILE"
-        )
-    counts = found.counts().double()
-    shares = (counts / counts.sum(1, keepdim=True).clamp(min=1) * spec.K).clamp(max=1)
-    return shares.numpy(), "as the calibration counted"
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
@@ -203,6 +196,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
     )
     parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`"
+    )
     parser.add_argument(
         "--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are"
     )

@@ -133,9 +133,9 @@ class Advice:
 {size(self.memory)} may be used
 
 Do: {form} ({way.loses}{unknown}), {where}; {", ".join(how)}.
-Gives: {duration(way.tpot)}{way.uncertain} a token ({plain(asked.batch / way.tpot)} tokens/s), \
+Gives: {duration(way.tpot)}{way.range} a token ({plain(asked.batch / way.tpot)} tokens/s), \
 {duration(way.ttft)} to the first after a prompt of {asked.context:,} tokens; {way.kind}{expected}, \
-limited by {way.limited_by}, with experts chosen {asked.popularity}.
+limited by {way.limited_by}, with routing {asked.assumed.words}.
 More: {more or "nothing that was tried here"}.
 
 """ + "\n".join(f"  {command}" for command in (*self.commands, self.python))
@@ -183,5 +183,7 @@ def conclude(
             "The loss that is allowed changes nothing, as that of few bits has not been measured "
             "of this model: --verify measures it, --loss any does without"
         )
+    if asked.batch == 1:
+        notes.append(asked.drafts(best))
     gain.sort(key=lambda one: one[1].tpot)
     return Advice(asked, tuple(ways), tuple(gain), tuple(elsewhere), tuple(notes))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from moelab.advice.machine import disk_rate, memory_rate
+from moelab.advice.machine import disk_rates, memory_rate
 from moelab.base.files import cache_root, folder_bytes, nearest
 from moelab.base.table import size
 from moelab.bench.machine import read_ahead
@@ -70,9 +70,9 @@ def _memory() -> str:
 
 
 def _disk(folder: Path) -> str:
-    rate, how = disk_rate(folder)
+    rate, busy, how = disk_rates(folder)
     ahead = f"; read-ahead {kb} KB" if (kb := read_ahead(folder)) else ""
-    return f"{size(rate)}/s ({how}); {size(shutil.disk_usage(folder).free)} free{ahead}"
+    return f"{size(rate)}/s, {size(busy)}/s when busy ({how}); {size(shutil.disk_usage(folder).free)} free{ahead}"
 
 
 def _ane() -> str:

@@ -2,18 +2,18 @@
 
 A measurement is kept under this machine and the model's identity, with what had been predicted for
 it. The ratios of the two correct the next predictions, by their geometric mean; how far they are
-apart is the uncertainty that is left."""
+apart is the range that is left. Where fewer than two ways tell it, the range is that of the
+simulator elsewhere."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import time
 from contextlib import closing, suppress
 from dataclasses import replace
 from statistics import geometric_mean, median
 
+from moelab.advice.machine import machine
 from moelab.advice.ways import TIMED, Way
 from moelab.base.files import cache_folder
 from moelab.base.journal import Journal
@@ -22,11 +22,9 @@ from moelab.evaluation.intervals import typical
 
 #: the least uncertainty of a corrected prediction, as this much differs between two runs of one way
 LEAST = 0.05
-
-
-def machine() -> str:
-    """The key under which measurements of this machine are kept."""
-    return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
+#: measured over simulated TPOT where nothing corrects it, of nine tenths of the settings of `moelab
+#: bench advise` (results/bench/advise.json)
+SIMULATED = 0.92, 1.22
 
 
 class Kept:
@@ -80,22 +78,23 @@ class Kept:
         latest = {json.dumps([of["settings"], of["batch"]]): of for of in self.records}
         return [of["tpot"] / of["predicted"] for of in latest.values() if of["predicted"]]
 
-    def correction(self) -> tuple[float, float | None]:
-        """(factor on a predicted TPOT, relative uncertainty that is left: None where fewer than two
-        ways tell it)."""
+    def correction(self) -> tuple[float, tuple[float, float]]:
+        """(factor on a predicted TPOT, the least and the most of measured over so corrected)."""
         if not (ratios := self.ratios()):
-            return 1.0, None
+            return 1.0, SIMULATED
         factor = geometric_mean(ratios)
-        apart = max(abs(ratio / factor - 1) for ratio in ratios)
-        return factor, max(apart, LEAST) if len(ratios) > 1 else None
+        apart = max(max(abs(ratio / factor - 1) for ratio in ratios), LEAST)
+        return factor, (1 / (1 + apart), 1 + apart) if len(ratios) > 1 else SIMULATED
 
     def corrected(self, way: Way, batch: int) -> Way:
         """A simulated way as it was measured, if it was, or else corrected by what was."""
         asked = way.settings, batch
         tpot = [of["tpot"] for of in self.records if (of["settings"], of["batch"]) == asked]
-        if not tpot:
-            factor, error = self.correction()
-            return replace(way, tpot=way.tpot * factor, error=error)
-        middle = median(tpot)
-        error = max(LEAST, (max(tpot) - min(tpot)) / 2 / middle)
-        return replace(way, tpot=middle, kind="measured", predicted=way.tpot, error=error)
+        if tpot:
+            middle = median(tpot)
+            ends = min(*tpot, middle / (1 + LEAST)), max(*tpot, middle * (1 + LEAST))
+            return replace(way, tpot=middle, kind="measured", predicted=way.tpot, between=ends)
+        factor, ends = self.correction()
+        least, most = way.between or (way.tpot, way.tpot)
+        between = least * factor * ends[0], most * factor * ends[1]
+        return replace(way, tpot=way.tpot * factor, between=between)

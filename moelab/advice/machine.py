@@ -1,54 +1,109 @@
-"""What this machine delivers, measured in a moment: memory, disk and arithmetic. No torch, which
-takes seconds to load.
+"""What this machine delivers: memory, disk and arithmetic, measured in two seconds and kept. No
+torch, which takes seconds to load.
 
-Rates are bounds to compare with, the best of a few tries; `moelab.profile` measures what an engine
-meets."""
+Memory and arithmetic are bounds to compare with, the best of many tries, as others only disturb
+them. Of the disk it is the middle, and what it delivers in its slowest tenth, when it is busy: it
+is read as the engine reads, several experts at a time. The measurement of a quiet machine is kept,
+so that the next advice has the same rates. One that others disturbed is made again the next time:
+the better rates of memory and arithmetic stay, and the disk of the less disturbed one."""
 
 from __future__ import annotations
 
 import mmap
 import os
+import platform
 import random
 import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict, replace
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
+from moelab.base.files import cache_folder, load_json, write_json
 from moelab.base.specs import DeviceSpec, Figure
+from moelab.bench.results import watched
 from moelab.offloading.budget import available
 
-#: bytes of a read: about an expert, of which disks deliver several thousand a second
+FORMAT = "moelab.machine/1"
+#: bytes of a read: about an expert, of which disks deliver several thousand a second; as many at a
+#: time as the engine's (`moelab.offloading.loading.DEPTH`)
 READ = 4 << 20
+AT_ONCE = 3
 #: bytes that are written where there is no file to read from
 PROBE = 64 << 20
-TOTAL = 48 << 20  # bytes that are read
+#: seconds of each measurement; rounds of it at least
+SECONDS, ROUNDS = 0.5, 8
+#: cores that others keep busy, above which what is measured meanwhile is measured again the next
+#: time
+DISTURBED = 0.25
+#: the part of reads by which a busy disk is judged
+SLOW = 0.1
+#: figures that others only make worse
+FASTEST = "memory_bandwidth_gbs", "fp32_tflops"
+
+
+def machine() -> str:
+    """The key under which measurements of this machine are kept."""
+    return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
-    """A card of this machine, measured; the disk where `folder` is, or else the system's temporary
-    folder."""
-    disk, how = disk_rate(folder)
-    found = {
-        "memory_bandwidth_gbs": (memory_rate() / 1e9, "GB/s", "the best of reading by all cores"),
-        "storage_read_gbs": (disk / 1e9, "GB/s", how),
-        "fp32_tflops": (flops() / 1e12, "TFLOPS", "the best of a product by numpy"),
-        "memory_gb": (available() / 1e9, "GB", "available now"),
+    """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
+    the system's temporary folder."""
+    disk = os.stat(folder or tempfile.gettempdir()).st_dev
+    key = sha256(f"{machine()}, disk {disk}".encode()).hexdigest()[:16]
+    file = cache_folder("advice") / f"{key}.machine.json"
+    old = None
+    with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
+        old = load_json(file, FORMAT, "measurement of a machine", "`moelab advise`", DeviceSpec)
+    if old is None or old["others_cores"] > DISTURBED:
+        new, others = watched(lambda: measured(folder))
+        new.figures["others_cores"] = _figure(others, "cores", "what others used meanwhile")
+        if old:  # others make nothing faster
+            quiet = min(new, old, key=lambda one: one["others_cores"])
+            best = {name: max(new[name], old[name]) for name in FASTEST}
+            figures = {name: replace(quiet.figures[name], value=of) for name, of in best.items()}
+            new = replace(quiet, figures=quiet.figures | figures)
+        write_json(file, {"format": FORMAT, **asdict(new)})
+        old = new
+    free = _figure(available() / 1e9, "GB", "available now")
+    return replace(old, figures=old.figures | {"memory_gb": free})
+
+
+def measured(folder: str | Path | None = None) -> DeviceSpec:
+    """This machine as it is now."""
+    disk, busy, how = disk_rates(folder)
+    figures = {
+        "memory_bandwidth_gbs": _figure(
+            memory_rate() / 1e9, "GB/s", "the best of all cores' reads"
+        ),
+        "storage_read_gbs": _figure(disk / 1e9, "GB/s", f"the median of {how}"),
+        "storage_busy_gbs": _figure(busy / 1e9, "GB/s", f"the slowest tenth of {how}"),
+        "fp32_tflops": _figure(flops() / 1e12, "TFLOPS", "the best of a product by numpy"),
     }
-    figures = {name: Figure(of, unit, "measured", how) for name, (of, unit, how) in found.items()}
-    return DeviceSpec(f"this machine ({os.cpu_count()} cores)", figures)
+    when = time.strftime("%Y-%m-%d %H:%M")
+    return DeviceSpec(f"this machine ({os.cpu_count()} cores, measured {when})", figures)
 
 
-def _best(act: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(3):
+def _figure(value: float, unit: str, how: str) -> Figure:
+    return Figure(value, unit, "measured", how)
+
+
+def _seconds(act: Callable[[], object]) -> list[float]:
+    """Of one try after another, after a first one that meets new memory."""
+    found = []
+    act()
+    end = time.perf_counter() + SECONDS
+    while len(found) < ROUNDS or time.perf_counter() < end:
         start = time.perf_counter()
         act()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def memory_rate() -> float:
@@ -57,19 +112,19 @@ def memory_rate() -> float:
     cores = os.cpu_count() or 1
     parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
     with ThreadPoolExecutor(cores) as pool:
-        return nbytes / _best(lambda: list(pool.map(np.sum, parts)))
+        return nbytes / min(_seconds(lambda: list(pool.map(np.sum, parts))))
 
 
 def flops() -> float:
     """FLOP/s of a square product in fp32, by numpy's library."""
     n = 768
     a = np.ones((n, n), np.float32)
-    return 2 * n**3 / _best(lambda: a @ a)
+    return 2 * n**3 / min(_seconds(lambda: a @ a))
 
 
-def disk_rate(folder: str | Path | None = None) -> tuple[float, str]:
-    """(bytes/s of reads of `READ` bytes at random places past the page cache, one at a time; what
-    was read).
+def disk_rates(folder: str | Path | None = None) -> tuple[float, float, str]:
+    """(bytes/s of reads of `READ` bytes at random places past the page cache, `AT_ONCE` at a time:
+    the median and the slowest tenth; what was read).
 
     folder : of the model, whose largest file is read; where it has none itself, a file is written
         and removed again.
@@ -78,30 +133,35 @@ def disk_rate(folder: str | Path | None = None) -> tuple[float, str]:
     """
     files = [path for path in Path(folder).iterdir() if path.is_file()] if folder else []
     file = max(files, key=lambda path: path.stat().st_size, default=None)
+    how = f"reads of {READ >> 20} MB, {AT_ONCE} at a time, of"
     if file and file.stat().st_size >= PROBE:
-        return _read(file), f"reads of {READ >> 20} MB of {file.name}"
+        return *_read(file), f"{how} {file.name}"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        (file := Path(temporary) / "probe").write_bytes(os.urandom(1 << 20) * (PROBE >> 20))
+        file = Path(temporary) / "probe"
+        file.write_bytes(os.urandom(PROBE))
         with open(file, "rb") as f:
             os.fsync(f.fileno())
-        where = Path(temporary).parent
-        return _read(file), f"reads of {READ >> 20} MB of a new file in {where}"
+        return *_read(file), f"{how} a new file in {Path(temporary).parent}"
 
 
-def _read(file: Path) -> float:
-    buffer = mmap.mmap(-1, READ)  # aligned
-    places = list(range(0, file.stat().st_size - READ + 1, READ))
-    random.Random(0).shuffle(places)
-    places = places[: TOTAL // READ]
+def _read(file: Path) -> tuple[float, float]:
+    buffers = [mmap.mmap(-1, READ) for _ in range(AT_ONCE)]  # aligned
+    draw = random.Random(0)
+    count = file.stat().st_size // READ
 
     def read() -> None:
-        for place in places:
-            os.preadv(fd, [buffer], place)
+        places = [READ * n for n in draw.sample(range(count), AT_ONCE)]
+        list(pool.map(lambda buffer, place: os.preadv(fd, [buffer], place), buffers, places))
 
     for flags in (getattr(os, "O_DIRECT", 0), 0):
-        with suppress(OSError), open(os.open(file, os.O_RDONLY | flags), "rb") as f:
+        with (
+            suppress(OSError),
+            open(os.open(file, os.O_RDONLY | flags), "rb") as f,
+            ThreadPoolExecutor(AT_ONCE) as pool,
+        ):
             fd = f.fileno()
             if not flags and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            return len(places) * READ / _best(read)
+            seconds = _seconds(read)
+            return tuple(AT_ONCE * READ / np.quantile(seconds, (0.5, 1 - SLOW)))
     raise OSError(f"{file} cannot be read")

@@ -1,22 +1,26 @@
 """What `advise` is asked, and what each form gives by arithmetic: bytes over rates.
 
 Source: the limits of `moelab.bench.limits`: a layer takes as long as reading its missing
-experts or multiplying all of them, whichever is longer, after what comes before. A cache is taken
-to hold the most popular experts, as it does at best. Left out: codecs that are decoded before they
-are multiplied; prefetching, which hides reads behind other work but reads no fewer bytes; whatever
-an engine does besides."""
+experts or multiplying all of them, whichever is longer, after what comes before. What a cache finds
+is what the default policy finds of tokens that are drawn as the model's, or given
+(`moelab.advice.assumed`). The first prompt of a process finds an empty cache, and goes through a
+layer in one step: it reads each expert that it needs once. Left out: codecs that are decoded before
+they are multiplied; prefetching, which hides reads behind other work but reads no fewer bytes;
+whatever an engine does besides."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
-from typing import Any
 
+from moelab.advice.assumed import LAYERS, TOKENS, Assumed
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.ways import Way, hit_rates
+from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
+from moelab.simulation.drafts import PassCosts, advised
 
 #: experts that must have slots beside those that are kept, so that a layer can load while it
 #: computes
@@ -31,8 +35,7 @@ class Question:
     context, batch : tokens of a sequence, and sequences at a time.
     loss : relative increase of language loss that is allowed; infinity allows any.
     on_card : whether the machine is a card's rather than this one.
-    shares, popularity : [L, E] of tokens that need each expert, where no trace says it, and who
-        says so.
+    assumed : the routing, where the model has not run here.
     """
 
     model: Model
@@ -42,8 +45,7 @@ class Question:
     batch: int
     loss: float
     on_card: bool
-    shares: Any
-    popularity: str
+    assumed: Assumed | None = None
 
     @property
     def kv(self) -> int:
@@ -66,41 +68,92 @@ class Question:
         written = 0 if form == AS_IS else count * expert + self.model.others
         return Way(form, loss, count * expert, budget, self.fixed + budget, written=written)
 
+    def fitting(self) -> list[tuple[int, Way]]:
+        """(Bytes of an expert, the way) of each form that fits."""
+        sizes = {form: self.model.expert_bytes(form) for form in self.model.forms()}
+        ways = [
+            (expert, self.way(form, self.model.loss(form), expert))
+            for form, expert in sizes.items()
+        ]
+        return [(expert, way) for expert, way in ways if way]
+
     def arithmetic(self, faster: float = 1.0) -> list[Way]:
         """The forms that fit, the fastest first; of equally fast ones, the lossless first.
 
         faster : than the machine's is the disk that is asked about."""
-        model, spec = self.model, self.model.spec
-        rates = MachineRates.of(self.device)
-        read = faster * rates.read
-        hits = hit_rates(self.shares)
-        dense = model.dense
-        count = spec.L * spec.E
-        # experts of a step, if chosen at random; weights that each token multiplies
-        visits = count * (1 - (1 - spec.K / spec.E) ** self.batch)
-        weights = spec.L * spec.K * spec.expert_params + dense / 2
+        spec = self.model.spec
+        fast, rates, slow = self._rates(faster)
         ways = []
-        for form in model.forms():
-            expert = model.expert_bytes(form)
-            way = self.way(form, model.loss(form), expert)
-            if way is None:
-                continue
+        for expert, way in self.fitting():
+            count = spec.L * spec.E
             kept = count if way.resident else max(way.budget // expert - STAGING, 0)
-            hit = hits(kept)
-            touched = visits * expert
-            parts = {
-                "memory bandwidth": touched / rates.memory,
-                "reading experts": touched * (1 - hit) / read,
-            }
-            prompt = (
-                (dense + way.experts) / rates.memory,
-                (count - kept) * expert / read,
-                2 * self.context * self.batch * weights / rates.flops,
+            hit = self.assumed.found(kept / count)
+            tpot, limit = self._token(expert, hit.middle, rates)
+            ends = self._token(expert, hit.high, fast)[0], self._token(expert, hit.low, slow)[0]
+            ttft = self._prompt(expert, way.resident, rates)
+            ways.append(
+                replace(
+                    way,
+                    hit_rate=hit.middle,
+                    ttft=ttft,
+                    tpot=tpot,
+                    between=ends,
+                    limited_by=limit,
+                )
             )
-            limit = max(parts, key=parts.get)
-            tpot = (dense + self.kv) / rates.memory + parts[limit]
-            ways.append(replace(way, hit_rate=hit, ttft=max(prompt), tpot=tpot, limited_by=limit))
         return sorted(ways, key=lambda way: (way.tpot, not way.lossless))
+
+    def _rates(self, faster: float) -> list[MachineRates]:
+        """The machine's when nobody disturbs it, as measured, and with a busy disk."""
+        rates = MachineRates.of(self.device)
+        known = {name: of.value for name, of in self.device.figures.items()}
+        cores = os.cpu_count() or 1
+        freed = cores / max(cores - known.get("others_cores", 0), 1)
+        busy = known.get("storage_busy_gbs", rates.read / 1e9) * 1e9
+        return [
+            replace(rates, read=faster * read, memory=more * rates.memory, flops=more * rates.flops)
+            for read, more in ((rates.read, freed), (rates.read, 1), (busy, 1))
+        ]
+
+    def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
+        """(seconds of a token, what limits it), of experts of so many bytes, such a share of which
+        is in memory."""
+        touched = self.model.spec.L * self.assumed.distinct * expert
+        parts = {
+            "memory bandwidth": touched / rates.memory,
+            "reading experts": touched * (1 - hit) / rates.read,
+        }
+        limit = max(parts, key=parts.get)
+        return (self.model.dense + self.kv) / rates.memory + parts[limit], limit
+
+    def _prompt(self, expert: int, resident: bool, rates: MachineRates) -> float:
+        """Seconds of the first prompt: all its experts are read once, from the disk unless all are
+        in memory, and multiplied; the head sees its last token only."""
+        spec = self.model.spec
+        tokens = self.context * self.batch
+        layers = self.model.dense / 2 - spec.vocab * spec.H
+        weights = spec.L * spec.K * spec.expert_params + max(layers, 0)
+        experts = spec.L * min(tokens * spec.K, spec.E) * expert
+        return max(
+            (self.model.dense + experts) / rates.memory,
+            (not resident) * experts / rates.read,
+            2 * tokens * weights / rates.flops,
+        )
+
+    def drafts(self, way: Way) -> str:
+        """Whether draft tokens would pay in this way, in words."""
+        spec, rates = self.model.spec, self._rates(1.0)[1]
+        expert = way.experts / (spec.L * spec.E)
+        position = 2 * (spec.L * spec.K * spec.expert_params + self.model.dense / 2)
+        costs = PassCosts(
+            spec.L,
+            (self.model.dense + self.kv) / rates.memory,
+            position / rates.flops,
+            expert / rates.memory,
+            expert / rates.read,
+        )
+        ids = self.assumed.draw(min(LAYERS, spec.L), [2 * TOKENS], 0)
+        return advised([ids], spec.E, way.budget / way.experts, costs)
 
     def refusal(self) -> ValueError:
         """The error where nothing that fits is known to lose no more than is allowed."""

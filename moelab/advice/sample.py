@@ -14,14 +14,12 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from moelab.advice.kept import machine
-from moelab.advice.machine import memory_rate
+from moelab.advice.machine import DISTURBED, here, machine
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, CostsOf, Look
 from moelab.base.files import cache_folder
@@ -44,9 +42,6 @@ TURNS, TOKENS = 8, 16
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
 #: sample for
 PUSHED = 128 << 20
-#: cores that others keep busy, above which what is measured meanwhile is measured again the next
-#: time
-DISTURBED = 0.25
 #: dtype of experts as they are → the form of a sample that costs as much
 STORED = {
     "bfloat16": "raw",
@@ -155,9 +150,6 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
     return max(found.resident - rest, 0.0) / sample.L
 
 
-_memory_rate = cache(memory_rate)  # for all forms
-
-
 def costs(found: Profile, model: Model, whole: bool) -> Costs:
     """What a profile says; `whole` if it is of the model itself, not of a sample."""
     machine = replace(found.machine, delays=replace(found.machine.delays, experts_bytes=()))
@@ -166,14 +158,15 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
     rest = None
     if not whole:
         spec = model.spec
-        here = sample_spec(model.spec)
+        rate = 1e9 * here(model.folder)["memory_bandwidth_gbs"]
+        sampled = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
-        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / _memory_rate()
-        attention = spec.num_layers * attention_bytes(here)
-        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / _memory_rate()
+        head += max(spec.vocab - sampled.vocab, 0) * spec.H * 2 / rate
+        attention = spec.num_layers * attention_bytes(sampled)
+        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
         # a dense layer's attention is its successor's
         layers = spec.num_layers / spec.L
-        rest = (before_experts(found, here) * layers + more) * spec.L + head + head_token
+        rest = (before_experts(found, sampled) * layers + more) * spec.L + head + head_token
         machine = replace(machine, other=(base * layers + more, token), head=(head, head_token))
     sizes = Sizes(found.full, aligned(e), aligned(sm)) if sm else Sizes(found.full, 0, 0, True)
     return Costs(machine, sizes, e + sm, rest)

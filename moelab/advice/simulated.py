@@ -8,10 +8,9 @@ predictions."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
-
-import numpy as np
 
 from moelab.advice import verify as real
 from moelab.advice.answer import Advice, conclude
@@ -33,7 +32,7 @@ from moelab.advice.space import (
     play,
     predicted,
     reading,
-    scene,
+    scenes,
 )
 from moelab.advice.ways import Way
 from moelab.base.files import cache_folder, load_json, write_json
@@ -41,7 +40,7 @@ from moelab.base.records import Record
 from moelab.base.schema import typed
 from moelab.base.table import span
 from moelab.bench.profile import Profile
-from moelab.simulation.simulator import flat
+from moelab.bench.results import why_busy
 
 #: of what is kept of a look: another number where that would no longer do
 FORMAT = "moelab.look/7"
@@ -52,7 +51,7 @@ VERIFIED = 3
 def simulated(asked: Question, verify: bool) -> Advice:
     """The advice; verify : also run the best for real."""
     model = asked.model
-    ours = model.folder is not None and not asked.on_card
+    ours = model.folder is not None and not asked.on_card and not asked.assumed.given
     kept = Kept(identity_of(model) if ours else None)
     look = None
     notes = []
@@ -61,32 +60,27 @@ def simulated(asked: Question, verify: bool) -> Advice:
             look = looked(asked, kept)
         except (RuntimeError, OSError) as error:
             notes.append(f"The model could not be run here: {error}")
-    if look is not None:
-        seen = look.seen
-        asked = replace(asked, popularity="as in what ran here")
+    if look is None:
+        texts = scenes(asked.assumed)
+    else:
+        texts = [look.seen]
+        asked = replace(asked, assumed=replace(asked.assumed, words="as in what ran here"))
         if disturbed(look.itself):
             notes.append(
                 f"While the model was measured, other processes kept {look.itself.others:.1f} "
-                "cores busy: times are too long. When it is quiet, remove "
-                f"{look_file(asked, kept)} and ask again."
+                "cores busy: times are too long. Ask again when it is quiet: it is measured anew then."
             )
-    else:
-        seen = scene(asked.shares, asked.batch)
-        notes.append(
-            f"Tokens were drawn {asked.popularity}, each by itself; a model's own repeat more of "
-            "each other."
-        )
     if asked.on_card:
         costs_of = card_costs(asked.device, model)
     else:
         costs_of = sample_costs(model, forms_of(model), look)
-    search = Search(asked, costs_of, seen, kept)
+    search = Search(asked, costs_of, texts[0], kept)
     if look is not None:
         _keep_look(search, look.ran)
     if verify:
         notes += real.verify(asked, chosen(search), kept)
         search.found = [replace(way, loss=search.loss(way.form)) for way in search.found]
-    return judged(search, notes)
+    return judged(search, texts, notes)
 
 
 def _keep_look(search: Search, ran: Record) -> None:
@@ -100,9 +94,16 @@ def _keep_look(search: Search, ran: Record) -> None:
         kept.add(played, search.asked.batch, ran)
 
 
-def judged(search: Search, notes: list[str]) -> Advice:
-    """The advice that follows from what was simulated and, on this machine, measured."""
+def judged(search: Search, texts: list[Scene], notes: list[str]) -> Advice:
+    """The advice that follows from what was simulated and, on this machine, measured; the range of
+    the best is that over all texts."""
     asked = search.asked
+    allowed = [way for way in search.found if way.within(asked.loss)]
+    for best in sorted(allowed, key=lambda way: search.corrected(way).tpot)[:1]:
+        costs = search.costs_of(best.form)
+        took = [one.tpot for text in texts if (one := play(asked, best, costs, text))]
+        between = min(best.tpot, *took), max(best.tpot, *took)
+        search.found[search.found.index(best)] = replace(best, between=between)
     plain = {(way.name, way.budget): way for way in search.found}
 
     def changed(best: Way) -> tuple[Way | None, Way | None]:
@@ -129,12 +130,12 @@ def _how(search: Search) -> list[str]:
     kept = search.kept
     notes = []
     if ratios := kept.ratios():
-        factor, error = kept.correction()
+        factor, (least, most) = kept.correction()
         notes.append(
             f"Ways of running this model that were measured on this machine ({machine()}): "
             f"{len(ratios)}, at {span(min(ratios), max(ratios))} of the time simulated. What "
-            f"else was simulated is corrected by {factor:.3g}, ± "
-            f"{'unknown' if error is None else f'{error:.0%}'}."
+            f"else was simulated is corrected by {factor:.3g}, and takes "
+            f"{span(least, most)} of that."
         )
     notes.append(
         f"Simulated: {PROMPT} tokens of a prompt, {WARM} that fill the cache and {TIMED} that "
@@ -188,14 +189,18 @@ def look_file(asked: Question, kept: Kept, **slow: float) -> Any:
 
 def looked(asked: Question, kept: Kept, **slow: float) -> Look:
     """What the model does here, run once as it is: its tokens' routing, its profile, what was
-    measured; all of that is kept.    slow : the bandwidth of throttled reads, B/s.
+    measured; all of that is kept, but what others disturbed is measured again once the machine is
+    quiet.
+
+    slow : the bandwidth of throttled reads, B/s.
 
     Raises RuntimeError, OSError: it cannot be run."""
     model = asked.model
     file = look_file(asked, kept, **slow)
-    try:
+    found = None
+    with suppress(FileNotFoundError, ValueError):
         found = load_json(file, FORMAT, "look at a model", "`moelab advise`", Record)
-    except (FileNotFoundError, ValueError):
+    if found is None or disturbed(typed(found["profile"], Profile)) and why_busy() is None:
         if (way := as_looked(asked)) is None:
             raise RuntimeError("its experts as they are do not fit its memory") from None
         options = {"prefetch": PREFETCH} | way.options
@@ -206,11 +211,6 @@ def looked(asked: Question, kept: Kept, **slow: float) -> Look:
         found |= {"within": within}
         write_json(file, found | {"format": FORMAT})
     steps = [[(layer, dict(experts)) for layer, experts in step] for step in found["steps"]]
-    tokens = sum(n for n, _ in found["forwards"])
-    shares = np.zeros((model.spec.L, model.spec.E))
-    for layer, experts in flat(steps):
-        for expert, n in experts.items():
-            shares[layer, expert] += n / tokens
     predictions = predicted(steps, model.spec.E, found["recall"] or RECALL)
-    seen = Scene(steps, found["forwards"], predictions, np.minimum(shares, 1), asked.batch)
+    seen = Scene(steps, found["forwards"], predictions, model.spec.E, asked.batch)
     return Look(seen, typed(found["profile"], Profile), found)

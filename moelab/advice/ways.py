@@ -1,28 +1,17 @@
-"""One way of running a model, and how popular experts are taken to be."""
+"""One way of running a model."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from moelab.base.records import Record
-from moelab.base.specs import MoESpec
 from moelab.base.table import duration, percent, plain, size
 from moelab.cache.policies import DEFAULT_POLICY
 
 #: tokens of a sequence that are played and measured: of the prompt, to fill the cache, and timed
 PROMPT, WARM, TIMED = 64, 24, 24
-#: experts that must have slots beside those that are kept, so that a layer can load while it
-#: computes
-STAGING = 2
-#: assumed popularity where nobody has counted: a Zipf law by rank, whose busiest of 32 experts has
-#: twice the mean load, about as in the decoded tokens of the small model that is shipped (notebook
-#: 01)
-ZIPF = 0.3
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,7 @@ class Way:
     hit_rate : of a token's experts.
     written : bytes of a new store.
     tpot, ttft : s.    kind : "modelled", "simulated" or "measured".
-    error : of `tpot`, relative; None for unknown.
+    between : what `tpot` may be, the least and the most, s; None: nobody can say.
     predicted : of a measured one, the TPOT that had been expected.
     """
 
@@ -54,7 +43,7 @@ class Way:
     prefetch: str | None = None
     pools: Any = None
     kind: str = "modelled"
-    error: float | None = None
+    between: tuple[float, float] | None = None
     predicted: float | None = None
 
     @property
@@ -105,9 +94,10 @@ class Way:
         return f"{percent(self.loss, 2)} more loss" if self.loss else "lossless"
 
     @property
-    def uncertain(self) -> str:
-        """The error of its TPOT in words."""
-        return "" if self.error is None else f" ± {self.error:.0%}"
+    def range(self) -> str:
+        """What its TPOT may be, in words."""
+        ends = [] if self.between is None else [duration(end) for end in self.between]
+        return f" ({ends[0]} to {ends[1]})" if len({*ends}) == 2 else ""
 
     def row(self, batch: int) -> dict[str, str]:
         """All that is known of it, as a person reads it."""
@@ -115,7 +105,7 @@ class Way:
             "experts as": self.form,
             "cache": "–" if self.resident else self.cache,
             "prefetch": self.prefetch or "–",
-            "TPOT": duration(self.tpot) + self.uncertain,
+            "TPOT": duration(self.tpot) + self.range,
             "tokens/s": plain(batch / self.tpot),
             "TTFT": duration(self.ttft),
             "memory": size(self.memory),
@@ -125,19 +115,3 @@ class Way:
             "limited by": self.limited_by,
             "kind": self.kind,
         }
-
-
-def zipf(spec: MoESpec) -> np.ndarray:
-    """Share of tokens that need each expert, [L, E], by rank⁻ᵉ: K together in each layer, unless
-    that would need one more often than always."""
-    f = np.arange(1, spec.E + 1) ** -ZIPF
-    return np.tile(np.minimum(f * spec.K / f.sum(), 1), (spec.L, 1))
-
-
-def hit_rates(shares: np.ndarray) -> Callable[[int], float]:
-    """Kept experts (of all L·E) → share of a token's experts among them, if the most popular are
-    kept."""
-    popular = np.sort(shares, axis=None)[::-1].cumsum()
-    return lambda kept: (
-        float(popular[min(kept, len(popular)) - 1] / popular[-1]) if kept > 0 else 0.0
-    )

@@ -49,7 +49,6 @@ STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 BENCHES = {
     "engine": "moelab.bench.engine",
     "end_to_end": "moelab.bench.end_to_end",
-    "advise": "moelab.advice.accuracy",
 }
 
 

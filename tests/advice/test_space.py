@@ -1,17 +1,18 @@
 """The simulated space beside counts by hand, and properties that hold for any model, machine and
 memory."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from moelab import advise
 from moelab.advice import space
+from moelab.advice.assumed import SHARES, TEXTS, assumed, hit_rate
 from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, DECODED, Model
 from moelab.advice.question import Question
-from moelab.advice.space import Search, card_costs, play, reading, scene
-from moelab.advice.ways import zipf
+from moelab.advice.space import Search, card_costs, play, reading, scenes
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
 
 SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)
@@ -39,7 +40,7 @@ BYTES = {
 
 def question(nbytes, loss=0.0):
     """With memory for so many bytes of experts."""
-    asked = Question(MODEL, CARD, 0, 16, 1, loss, True, zipf(SPEC), "assumed")
+    asked = Question(MODEL, CARD, 0, 16, 1, loss, True, assumed(SPEC))
     return replace(asked, memory=asked.fixed + int(nbytes))
 
 
@@ -54,7 +55,7 @@ def played(experts, form, seen, **changed):
 def test_forms_by_hand():
     """With room for all, a token reads its experts from memory; with room for few, its misses come
     from the disk."""
-    seen = scene(zipf(SPEC))
+    seen = scenes(assumed(SPEC))[0]
     for form, nbytes in BYTES.items():
         assert MODEL.expert_bytes(form) == nbytes
         everything = played(16, form, seen)
@@ -71,19 +72,44 @@ def test_forms_by_hand():
     assert card_costs(CARD, MODEL)(DECODED) is None  # nobody said how fast it is decoded
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scenes_are_what_the_assumed_texts_ask_for(batch):
+    """Beside a loop over sequences and tokens; the first has the middle hit rate of `TEXTS`."""
+    routing = assumed(SPEC, batch)
+    length = space.PROMPT + space.WARM + space.TIMED
+    texts = routing.texts(SPEC.L, [length] * batch)
+    found = scenes(routing)
+    assert len(found) == len(texts)
+    wanted = []
+    for ids in texts:
+        steps = [[Counter() for _ in range(SPEC.L)] for _ in range(1 + length - space.PROMPT)]
+        for at, token in enumerate(ids):
+            step = steps[max(at % length - space.PROMPT + 1, 0)]
+            for layer, experts in enumerate(token):
+                step[layer].update(experts.tolist())
+        wanted.append([[(layer, dict(n)) for layer, n in enumerate(step)] for step in steps])
+    for scene in found:
+        wanted.remove([[(layer, experts) for layer, experts in step] for step in scene.steps])
+        assert scene.shares.sum(1) == pytest.approx([SPEC.K] * SPEC.L) and scene.shares.min() > 0
+        assert sum(n for n, _ in scene.forwards) == length * batch
+    assert wanted == []
+    rates = [hit_rate(scene.steps, SPEC.E, SHARES[1]) for scene in found[:TEXTS]]
+    assert sorted(rates)[TEXTS // 2] == rates[0]
+
+
 def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
     """Whatever a line through one token and a prompt says of one: 7 s besides experts of 2 layers,
     2 each."""
     machine = replace(card_costs(CARD, MODEL)(AS_IS).machine, other=(3.0, 5.0), head=(1.0, 1.0))
     experts = 2 * 2 * BYTES[AS_IS] / 1e9
     for rest, seconds in ((7.0, 7 + experts), (None, 2 * (3 + 5) + 2 + experts)):
-        found = played(16, AS_IS, scene(zipf(SPEC)), machine=machine, rest=rest)
+        found = played(16, AS_IS, scenes(assumed(SPEC))[0], machine=machine, rest=rest)
         assert found.tpot == pytest.approx(seconds)
 
 
 def test_the_search_finds_what_trying_every_cache_finds():
     asked = question(6 * 2 * WEIGHTS)
-    found = Search(asked, card_costs(CARD, MODEL), scene(asked.shares), Kept(None))
+    found = Search(asked, card_costs(CARD, MODEL), scenes(asked.assumed)[0], Kept(None))
     best, plain = min((way for way in found.found if way.within(0.0)), key=lambda way: way.tpot), []
     for form in (AS_IS, "bf12"):
         costs = card_costs(CARD, MODEL)(form)
@@ -118,7 +144,7 @@ def test_an_advice_by_a_card(monkeypatch):
     for way in found.ways:  # the least that memory allows
         assert way.tpot > spec.K / spec.E * way.experts / 400e9 and way.memory <= found.memory
     assert [way.tpot for way in found.ways] == sorted(way.tpot for way in found.ways)
-    assert found.best.lossless and found.best.error is None
+    assert found.best.lossless and found.best.between is not None
     assert "simulated" in str(found) and "huffman" in found.notes[-1]
     few = advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True, batch=2)
     assert few.best.form == AS_IS and few.asked.batch == 2

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelab import advise
+from moelab import advise, open_model
 from moelab.advice import sample, simulated, space, verify
-from moelab.advice.kept import Kept
+from moelab.advice.kept import SIMULATED, Kept
 from moelab.advice.model import AS_IS, Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.verify import options_of, run
@@ -33,25 +33,31 @@ def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
 
 
 def record(kept, one, tpot, loss=None):
-    kept.add(one, 1, {"tpot": [tpot], "ttft": 1.0, "peak": 1, "limit": ""}, loss)
+    kept.add(one, 1, {"tpot": [tpot]}, loss)
 
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
     kept = Kept("abc")
-    assert kept.correction() == (1.0, None) and kept.corrected(way(), 1) == way()
+    assert kept.correction() == (1.0, SIMULATED)
+    least, most = kept.corrected(way(), 1).between
+    assert (least, most) == SIMULATED and kept.corrected(way(), 1).tpot == way().tpot
     record(kept, way(), 1.5)
     other = kept.corrected(way("bf12", 2.0), 1)
     assert other.tpot == pytest.approx(3.0) and other.kind == "simulated"
-    assert kept.correction() == (pytest.approx(1.5), None)  # one tells not how far others are off
+    assert kept.correction() == (
+        pytest.approx(1.5),
+        SIMULATED,
+    )  # one tells not how far others are off
     record(kept, way("bf12", 2.0), 2.4)
     again = Kept("abc-int4")  # a rounded copy is the same model
     mean = geometric_mean([1.5, 1.2])
-    assert again.correction() == (pytest.approx(mean), pytest.approx(1.5 / mean - 1))
+    factor, (least, most) = again.correction()
+    assert (factor, most) == pytest.approx((mean, 1.5 / mean)) and least == 1 / most
     assert again.records == kept.records
     known = again.corrected(way(), 1)
     assert (known.tpot, known.kind, known.predicted) == (1.5, "measured", 1.0)
     assert again.corrected(way(), 2).kind == "simulated"  # a batch of two is another thing
-    assert Kept("def").correction() == (1.0, None)
+    assert Kept("def").correction() == (1.0, SIMULATED)
 
 
 def test_the_loss_of_a_form_is_the_last_that_was_measured():
@@ -75,7 +81,7 @@ def told(monkeypatch):
             raise KeyboardInterrupt
         if asked[-1] == 7:
             raise RuntimeError("no room")
-        return {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None, "tpot": [9.0]}
+        return {"loss": None, "tpot": [9.0]}
 
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
@@ -90,7 +96,7 @@ def test_ways_take_turns_and_what_there_is_stays(told, form, runs, end):
     """No run begins that would end after the time; Ctrl-C ends all."""
     kept = Kept("abc")
     ways = [way(form, budget=5_000), way(form, budget=7_000, cache="lru"), way(form, budget=6_000)]
-    asked = Question(MODEL, None, 1, 16, 1, 0.0, False, None, "")
+    asked = Question(MODEL, None, 1, 16, 1, 0.0, False)
     said = verify.verify(asked, ways, kept)
     kept = [record["settings"]["budget"] for record in Kept("abc").records]
     assert told == runs and kept == [5_000, 6_000]
@@ -116,6 +122,20 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
         assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
     assert options_of(way(budget=10_000), MODEL) == {"executor": "fast"}
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
+
+
+def test_a_prompt_asks_for_each_expert_once(tmp_path):
+    """However long it is, and however few of them fit: so the first token waits for each once."""
+    import torch
+
+    folder = tiny.save("qwen3_moe", tmp_path / "model")
+    with open_model(folder, memory="40%") as lm, torch.inference_mode():
+        assert not lm.moelab.residency.holds_all
+        lm(input_ids=torch.arange(400)[None] % lm.config.vocab_size)
+        read = [event[2:4] for event in lm.moelab.run.timeline if event.bytes]
+        (step,) = lm.moelab.steps
+        assert len(read) == len({*read})
+        assert {*read} == {(layer, expert) for layer, experts in step for expert in experts}
 
 
 def test_a_model_that_is_here_is_advised_verified_and_remembered(
