@@ -46,7 +46,7 @@ from moelab.speculate import Estimator
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
 SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
-GENERATING = ("model", "prompt", "max_new_tokens", "perfetto")
+GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
 #: registered names that are not offered, since they need what no file has
 NOT_OFFERED = ("belady", "next-token", "hybrid")
 
@@ -79,6 +79,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
+    add(
+        "--drafts",
+        type=_drafts,
+        metavar="N",
+        help="tokens to guess ahead, from what the text said before, and to verify in one pass: a "
+        "number, or auto for as many as are seen to be faster (default: none)",
+    )
     _add_opening(parser)
     add("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
     add(
@@ -108,6 +115,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "read, decoding and wait",
     )
     add("--json", action="store_true", help="print one JSON document")
+
+
+def _drafts(text: str) -> int | str:
+    return text if text == "auto" else whole(0)(text)
 
 
 def _add_opening(parser: argparse.ArgumentParser) -> None:
@@ -149,7 +160,7 @@ def main(args: argparse.Namespace) -> int:
             "--parallel and --tp need several processes: torchrun --nproc-per-node 2 -m moelab "
             "generate --parallel auto …"
         )
-    alone = [of for of in (*OPENING, "calibration") if of in options and of not in SHARED]
+    alone = [of for of in (*OPENING, "calibration", "drafts") if of in options and of not in SHARED]
     if shared and alone:
         raise ValueError(
             f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
@@ -181,6 +192,7 @@ def generate(
     device: torch.device | str | None = None,
     stream: bool = False,
     perfetto: str | None = None,
+    drafts: int | str = 0,
     **opening: Any,
 ) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
@@ -188,6 +200,7 @@ def generate(
     parallel, tp : as of `open_parallel`, which takes none of `opening`.
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
+    drafts : of each forward pass, as of the model's `generate`; in one process.
     opening : further options of `moelab.open_model`.
 
     Raises ValueError: an empty prompt, a model without a tokenizer, a variant or
@@ -219,14 +232,19 @@ def generate(
             told = f"decoding greedily, not by its generation_config.json's {other}"
             print(told, file=sys.stderr)
     with network:
-        made = _generate(network, prompt, max_new_tokens, parallel, stream)
+        made = _generate(network, prompt, max_new_tokens, parallel, stream, drafts)
         if perfetto is not None and is_first():
             network.moelab.run.to_perfetto(perfetto)
         return made
 
 
 def _generate(
-    network: Any, prompt: str, max_new_tokens: int, parallel: str | None, stream: bool
+    network: Any,
+    prompt: str,
+    max_new_tokens: int,
+    parallel: str | None,
+    stream: bool,
+    drafts: int | str,
 ) -> Generation:
     from transformers import TextStreamer
 
@@ -242,6 +260,7 @@ def _generate(
             attention_mask=inputs["attention_mask"],
             max_new_tokens=max_new_tokens,
             logits_processor=same,
+            drafts=drafts,
             **greedy(network),
             streamer=TextStreamer(network.tokenizer, skip_prompt=True, skip_special_tokens=True)
             if stream

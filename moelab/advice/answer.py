@@ -183,5 +183,7 @@ def conclude(
             "The loss that is allowed changes nothing, as that of few bits has not been measured "
             "of this model: --verify measures it, --loss any does without"
         )
+    if asked.batch == 1:
+        notes.append(asked.drafts(best))
     gain.sort(key=lambda one: one[1].tpot)
     return Advice(asked, tuple(ways), tuple(gain), tuple(elsewhere), tuple(notes))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from moelab.advice.assumed import Assumed
+from moelab.advice.assumed import LAYERS, TOKENS, Assumed
 from moelab.advice.machine import freed
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.ways import Way
@@ -20,6 +20,7 @@ from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
+from moelab.simulation.drafts import PassCosts, advised
 
 #: experts that must have slots beside those that are kept, so that a layer can load while it
 #: computes
@@ -137,6 +138,21 @@ class Question:
             (not resident) * experts / rates.read,
             2 * tokens * weights / rates.flops,
         )
+
+    def drafts(self, way: Way) -> str:
+        """Whether draft tokens would pay in this way, in words."""
+        spec, rates = self.model.spec, self._rates(1.0)[1]
+        expert = way.experts / (spec.L * spec.E)
+        position = 2 * (spec.L * spec.K * spec.expert_params + self.model.dense / 2)
+        costs = PassCosts(
+            spec.L,
+            (self.model.dense + self.kv) / rates.memory,
+            position / rates.flops,
+            expert / rates.memory,
+            expert / rates.read,
+        )
+        ids = self.assumed.draw(min(LAYERS, spec.L), [2 * TOKENS], 0)
+        return advised([ids], spec.E, way.budget / way.experts, costs)
 
     def refusal(self) -> ValueError:
         """The error where nothing that fits is known to lose no more than is allowed."""

@@ -113,7 +113,7 @@ def run(
             "steps": [
                 [[layer, list(experts.items())] for layer, experts in step] for step in this.steps
             ],
-            "forwards": [[tokens, phase] for *_, tokens, phase in this.forwards],
+            "forwards": [[one.tokens, one.phase] for one in this.forwards],
             "loss": None,
             "late": 0.0,
         }

@@ -47,7 +47,7 @@ class NextUse:
     def shape(self, L: int, E: int) -> None:
         self._E = E
         self._known = np.zeros((L, E), np.bool_)  # whether its pool may have it
-        self._value, self._expected, self._recent = np.zeros((3, L, E))  # ln G, G, u
+        self._value, self._recent = np.zeros((2, L, E))  # ln G, u
         self._turn = np.zeros(L, np.int64)  # step in which the layer last ran
         self._weights: dict[int, np.ndarray] = {}
         nothing = np.zeros(0, np.int64)
@@ -92,19 +92,19 @@ class NextUse:
         if layer not in self._weights:
             self._weights[layer] = np.zeros((2 * self._E, self._E), np.float32)
         rows = np.concatenate([used, self._previous + self._E])
-        of = self._weights[layer], self._recent[layer], self._expected[layer], self._value[layer]
+        of = self._weights[layer], self._recent[layer], self._value[layer]
         _turn(*of, used, rows, self._rows[layer])
         self._rows[layer], self._previous = rows, used
         self._turn[layer] = self._now
 
 
 @kernel
-def _turn(W, u, G, value, used, rows, before):
-    """G of a layer that runs, and what the last G learns from it.
+def _turn(W, u, value, used, rows, before):
+    """ln G of a layer that runs, and what W learns from the last one.
 
-    W [2 E, E], u, G, value = ln G [E] are updated; rows, before : rows of W of this turn and of the
+    W [2 E, E], u and value = ln G [E] are updated; rows, before : rows of W of this turn and of the
     layer's last one, of which the first turn has none."""
-    E = len(G)
+    E = len(u)
     decay = 0.5 ** (1 / HALF_LIFE)
     uses = np.zeros(E)
     uses[used] = 1
@@ -115,8 +115,8 @@ def _turn(W, u, G, value, used, rows, before):
     for e in range(E):
         u[e] = decay * u[e] + (1 - decay) * uses[e]
         now = 1 / (1 + np.exp(-PRIOR * np.log(u[e] + LEAST) - learnt[e] / np.sqrt(len(rows))))
-        error[e] = (1.0 if uses[e] else DISCOUNT * now) - G[e]
-        G[e], value[e] = now, np.log(now)
+        error[e] = (1.0 if uses[e] else DISCOUNT * now) - np.exp(value[e])
+        value[e] = np.log(now)
     for row in before:
         W[row] += (error * (RATE / np.sqrt(len(before)))).astype(np.float32)
 

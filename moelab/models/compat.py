@@ -195,6 +195,15 @@ def is_sdpa(config: Any) -> bool:
     return config._attn_implementation == "sdpa"
 
 
+#: the method that makes the source of drafts of an assisted generation
+CANDIDATES = "_get_candidate_generator"
+
+
+def is_stateful(model: nn.Module) -> bool:
+    """Whether a model keeps what cannot be cut back to a part of the text."""
+    return model._is_stateful
+
+
 def describe(model: nn.Module, folder: Path) -> None:
     """Say where a model is from, which its config has no public setter for, and how it generates: by
     its checkpoint's generation_config.json, or else by what config.json says."""

@@ -78,6 +78,7 @@ class Engine:
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
         self._idle_since: float | None = None  # in a forward: when experts were last computed
+        self._drafts = 0  # in the forward
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
         self._share = 0.0  # of a core that loading uses in a decode step, a running mean
         self._steps = 0  # that it is of
@@ -301,6 +302,7 @@ class Engine:
             with self.loader.changing():
                 self.controller.begin_forward(info.phase)
         self.decoding = info.phase == "decode"
+        self._drafts = info.drafts
         if self.decoding and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
@@ -321,7 +323,7 @@ class Engine:
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
         with self.loader.changing():
-            self.controller.end_forward(now - self._began)
+            self.controller.end_forward(None if self._drafts else now - self._began)
         return now
 
     def _narrow(self) -> None:

@@ -25,12 +25,19 @@ from moelab.cache.residency import CacheCounters
 
 class Forward(NamedTuple):
     """One run of the whole model: when, over how many tokens (of all sequences together), prefill
-    or decode."""
+    or decode; of the tokens, how many were drafts, and how many of these were right."""
 
     start: float
     end: float
     tokens: int
     phase: str  # prefill | decode
+    drafts: int = 0
+    right: int = 0
+
+    @property
+    def kept(self) -> int:
+        """Tokens without the drafts that were wrong."""
+        return self.tokens - self.drafts + self.right
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,10 +46,12 @@ class Metrics:
     …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
-    tpot : median duration of a decode forward, which gives each sequence of the batch one token.
+    tpot : median duration of a decode forward, which gives each sequence of the batch one token;
+        with drafts, the duration of all over the tokens that they gave.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
         runs from the end of the forward before to the end of this one, so sampling counts.
-    prefill_tokens, decode_tokens : tokens that went in.
+    prefill_tokens, decode_tokens : tokens that went in; without drafts that were wrong, as in
+        all that is said of a token.
     read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
         over its tokens; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
@@ -106,7 +115,7 @@ def metrics(
     """The `Metrics` of a run.
 
     events : in any order; an event's bytes count where its kind is a read.
-    forwards : (start, end, tokens, phase), one after another.
+    forwards : (start, end, tokens, phase …) of `Forward`, one after another.
     counters, prefetched, process : of the residency, of prefetching, and `process()`, where there
     are any."""
     forwards = [Forward(*forward) for forward in forwards]
@@ -125,7 +134,7 @@ def metrics(
     took, ends, decoding = defaultdict(list), [*starts[:1], *(one.end for one in forwards)], 0.0
     for one, end_before in zip(forwards, ends):
         took[one.phase].append(one.end - one.start)
-        tokens[one.phase] += one.tokens
+        tokens[one.phase] += one.kept
         decoding += one.end - end_before if one.phase == "decode" else 0.0
     prefill, decode = took["prefill"], took["decode"]
     total, waited = sum(read.values()), sum(stall.values())
@@ -138,7 +147,7 @@ def metrics(
         of_cache = asdict(counters) | {"hits": hits, "hit_rate": rate}
     return Metrics(
         ttft=median(prefill) if prefill else None,
-        tpot=median(decode) if decode else None,
+        tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
@@ -155,6 +164,13 @@ def metrics(
         **of_cache,
         **process,
     )
+
+
+def _per_token(decode: list[Forward]) -> float | None:
+    took = [one.end - one.start for one in decode]
+    if any(one.drafts for one in decode):
+        return sum(took) / sum(1 + one.right for one in decode)
+    return median(took) if took else None
 
 
 def process() -> dict[str, int | None]:

@@ -187,6 +187,10 @@ class EngineRun(Recorded):
         self.predictions.append(self._predictions)
         self.begin_forward()
 
+    def accepted(self, right: int) -> None:
+        """Of the drafts of the latest forward pass, so many were right."""
+        self.forwards[-1] = self.forwards[-1]._replace(right=right)
+
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
         """A layer runs."""
         self._steps.append((layer, tokens))

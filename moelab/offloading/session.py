@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -17,12 +17,14 @@ from moelab.base.forks import renew_in_children
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.models import compat
 from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.identity import require_unwritten
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
+from moelab.offloading.drafts import ASKED, COUNTS, DraftGate, Drafting, PromptLookup, drafting
 from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
@@ -52,10 +54,16 @@ class OpenedModel(InTurn):
     def __exit__(self, *_: object) -> None:
         self.moelab.close()
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own; `cancel` and Ctrl-C end it between two layers."""
-        with self.moelab.running():
-            return super().generate(*args, **kwargs)
+    def generate(self, inputs: Any = None, *, drafts: int | str = 0, **kwargs: Any) -> Any:
+        """As transformers' own; `cancel` and Ctrl-C end it between two layers.
+
+        drafts : tokens that are guessed ahead, of an `assistant_model` or from the text itself, and
+            verified in one forward pass, for one sequence: a number, or "auto" for as many as have
+            been seen to be faster, or none. Tokens stay what they are without, but for the last
+            bits of a pass over several positions, by which a close choice may change."""
+        ids = kwargs.get("input_ids", inputs)
+        with self.moelab.running(), drafting(self, drafts, ids, kwargs) as kwargs:
+            return super().generate(inputs, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; ValueError where the experts are not in memory, since they would be
@@ -83,10 +91,10 @@ class Session:
         are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
-    routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
+    gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
+        text's own (False).
     """
 
-    routing: Any = None
     #: those of the run
     timeline = property(lambda self: self.run.timeline)
     forwards = property(lambda self: self.run.forwards)
@@ -111,6 +119,7 @@ class Session:
         else:
             self.residency = engine.residency
             self.run = engine.run
+        self.gates: dict[bool, DraftGate] = {}
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -128,6 +137,7 @@ class Session:
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []
         layers = self._layers if self.engine is None else ()  # an engine knows its steps
         with Patches() as patches:
+            patches.wrap(model, compat.CANDIDATES, self._drafting)
             for module in (model, *alone):
                 before = module.register_forward_pre_hook
                 patches.hook(before, self._begin_forward, with_kwargs=True)
@@ -156,8 +166,6 @@ class Session:
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
-        if self.routing is not None:
-            parts += [f"lossy: cache-aware routing, margin {self.routing.margin:g}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:
@@ -219,6 +227,27 @@ class Session:
             if self.engine is not None:
                 self.engine.widen()
 
+    def _drafting(self, below: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes a generation's source of drafts, around transformers' own."""
+
+        def made(**given: Any) -> Any:
+            asked = ASKED.get()
+            assistant = given["assistant_model"] is not None
+            inner = below(**given) if assistant or not asked else PromptLookup()
+            if inner.requires_model_outputs:
+                return inner
+            gate = self.gates.setdefault(assistant, DraftGate(not assistant))
+            return Drafting(
+                inner,
+                (COUNTS[-1] if asked == "auto" else asked) or None,
+                gate if asked == "auto" else None,
+                given["model_kwargs"]["past_key_values"],
+                self.run.accepted,
+                given["generation_config"].max_length,
+            )
+
+        return made
+
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         me = threading.get_ident()
         within = self._forward is not None and self._forward[:2] == (self._model, me)
@@ -242,7 +271,7 @@ class Session:
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        self.run.end_forward(Forward(start, end, info.tokens, info.phase))
+        self.run.end_forward(Forward(start, end, info.tokens, info.phase, info.drafts))
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
 

@@ -45,10 +45,12 @@ class StepController:
         self.announced = None
         self.gate.begin_forward(phase)
 
-    def end_forward(self, seconds: float) -> None:
-        """It took so long: what it has prefetched and not used is given up."""
+    def end_forward(self, seconds: float | None) -> None:
+        """It took so long (None: not to be compared with others, as it had drafts): what it has
+        prefetched and not used is given up."""
         self.queue.drop_prefetched()
-        self.gate.end_forward(seconds)
+        if seconds is not None:
+            self.gate.end_forward(seconds)
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
         """A layer to come will probably choose these experts, the likeliest first; `load` of the

@@ -51,8 +51,8 @@ class Routing:
     width : dimensions of the state that routers read; the part of one counts as part of one.
     skew : above 0, popularity is of a few loved experts; below 0, of a few shunned ones.
 
-    Raises ValueError for shares below 0 or above 1 in sum, and for other values that are not
-    above 0 (width: at least 1)."""
+    Raises ValueError for shares below 0 or above 1 in sum, lengths that are not above 0, a width
+    below 1, a skew beyond ±9."""
 
     popularity: float
     text: float
@@ -68,10 +68,10 @@ class Routing:
         lengths = self.passage_tokens, self.neighbour_tokens
         right = all(share >= 0 for share in shares) and sum(shares) <= 1 + 1e-9
         right = right and all(0 < n < inf for n in lengths) and 1 <= self.width < inf
-        if not (right and abs(self.skew) < inf):
+        if not (right and abs(self.skew) < 9):
             raise ValueError(
                 f"{self}: {', '.join(PARTS)} are shares, 0 or more and 1 at most in sum; "
-                "passage_tokens and neighbour_tokens are above 0; width is at least 1, skew is finite"
+                "passage_tokens and neighbour_tokens are above 0; width is at least 1, skew within ±9"
             )
 
     def draw(self, L: int, E: int, K: int, lengths: Sequence[int], seed: int = 0) -> np.ndarray:
@@ -192,9 +192,9 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
             f"the trace of {spec.name} has {len(trace)} tokens and {spec.L} layers; a fit needs two "
             "of each, and a thousand tokens to say much"
         )
-    few = min(spec.L, 8)
+    few = min(spec.L, 8, max(4, 64_000 // len(trace)))  # layers are drawn alike
     drawn = replace(spec, moe_layers=spec.moe_layers[:few])
-    seeds = min(max(8000 // len(trace), 1), 50)
+    seeds = min(max(5000 // len(trace), 1), 30)
     wanted = _compared(trace)
 
     def residual(x: np.ndarray) -> np.ndarray:
@@ -227,7 +227,7 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
 WEIGHTS = np.array([1.0] * 13 + [0.3] * (len(LAGS) - 1) + [1.0] * 2)
 #: how strongly a fit holds on to `TYPICAL`, in percent of a statistic for a factor e; and how far
 #: it looks for a slope
-PRIOR = 0.4
+PRIOR = 1.0
 STEP = 0.25
 
 

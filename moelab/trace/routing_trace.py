@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -100,6 +100,13 @@ class RoutingTrace:
             name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None
         }
         return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
+
+    def in_phase(self, phase: int, least: int = 1) -> RoutingTrace:
+        """This trace or, if it has fewer tokens than that in a phase, all of its tokens as if they
+        were in it: a text is routed alike whether it is read or written."""
+        if int((self.phase == phase).sum()) >= least:
+            return self
+        return replace(self, phase=torch.full_like(self.phase, phase))
 
     def counts(self) -> torch.Tensor:
         """Tokens that each expert executed: int64 [L, E]."""

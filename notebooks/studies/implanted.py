@@ -14,8 +14,9 @@ the folder; none is part of the project."""
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,23 @@ from moelab.trace.statistics import hits_by_capacity
 LLAMA = str(Path(__file__).with_name("llama_routing.py"))
 
 FOLLOWED = 32  # tokens of greedy decoding
+
+
+@dataclass(frozen=True)
+class Local:
+    """A path on this machine, of which records say the name alone."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return self.path.name
+
+
+def local(text: str) -> Local:
+    """A path that exists, read from a command line."""
+    if not text or not Path(text).exists():
+        raise ArgumentTypeError(f"there is no {text!r}")
+    return Local(Path(text).absolute())
 
 
 def whole_tokens(trace: RoutingTrace, tokens: int) -> RoutingTrace:
@@ -65,7 +83,7 @@ def right(found: np.ndarray, wanted: np.ndarray) -> float:
 
 def by_moelab(model: Path, tokens: list[int], slots: int) -> tuple[float, int]:
     """(hit rate of moelab's engine with an LRU, how many slots it had), token by token."""
-    with open_model(model, memory="50%", plan=Pools(F=slots), cache="lru", prefetch=None) as lm:
+    with open_model(model, memory="100%", plan=Pools(F=slots), cache="lru", prefetch=None) as lm:
         with torch.inference_mode():
             from transformers import DynamicCache
 
@@ -127,16 +145,19 @@ def engines(
 
 
 def run(
-    traces: str = ".",
+    traces: Local | None = None,
     tokens: int = 512,
     share: float = 0.25,
     width: int = 1024,
     inner: int = 32,
     only: Sequence[str] = (),
-    python: str | None = None,
+    python: Local | None = None,
 ) -> Record:
+    if traces is None:
+        raise ValueError("no trace is part of the project: give --traces FOLDER")
+    interpreter = str(python.path) if python else None
     found: Record = {}
-    for path in sorted(Path(traces).rglob("*.npz")):
+    for path in sorted(traces.path.rglob("*.npz")):
         name = f"{path.parent.name} {path.stem}"
         if only and not any(word in name for word in only):
             continue
@@ -148,7 +169,7 @@ def run(
         print(name, flush=True)
         with measure.working(None) as place:
             try:
-                rows = engines(trace, share, width, inner, place, python)
+                rows = engines(trace, share, width, inner, place, interpreter)
             except ValueError as error:  # the routing cannot be implanted
                 rows = {"the trace": {"result": str(error)}}
         digest = sha256(path.read_bytes()).hexdigest()[:16]
@@ -160,11 +181,11 @@ def run(
 KIND = "exact"
 MEASURES = (*ENGINE, "moelab/bench/implant.py", "moelab/bench/synthesize.py")
 OPTIONS = {
-    "traces": (None, "the folder of traces"),
+    "traces": (local, "the folder of traces"),
     "tokens": (whole(2), "of each trace"),
     "share": (number(above=0, most=1), "of all experts in memory"),
     "width": (whole(32), "H of the models"),
     "inner": (whole(32), "I of the models"),
     "only": ({"nargs": "+"}, "traces with one of these words in their names"),
-    "python": PYTHON,
+    "python": (local, PYTHON[1]),
 }

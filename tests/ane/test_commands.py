@@ -106,7 +106,7 @@ def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monk
     assert "not overwritten" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["doctor", "x"], ["bench", "x"]])
+@pytest.mark.parametrize("arguments", [["doctor", "x"]])
 def test_without_a_mac_it_says_so_and_ends_with_2(arguments, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mac.platform, "system", lambda: "Linux")
