@@ -25,7 +25,7 @@ from typing import Any
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
 from moelab.advice.disk import fitting
-from moelab.advice.machine import DISTURBED, here
+from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
@@ -113,12 +113,7 @@ def modelled(asked: Question) -> Advice:
             found = [fitting(asked.model, of, asked.loss)[0] for of in found]
         return [next((way for way in of if way.within(asked.loss)), None) for of in found]
 
-    notes = []
-    if (others := asked.device.figures.get("others_cores")) and others.value > DISTURBED:
-        notes.append(
-            f"While this machine was measured, others kept {others.value:.1f} of its cores busy: "
-            "times are too long, and the range wider. Ask again when it is quiet; that is kept."
-        )
+    busy = asked.device.figures.get("others_cores")
     ways = asked.arithmetic()
     others = [
         way
@@ -126,7 +121,7 @@ def modelled(asked: Question) -> Advice:
         for way in replace(asked, memory=int(part * asked.memory)).arithmetic()
         if way not in ways
     ]
-    return conclude(asked, ways, changed, dict.fromkeys(others), notes)
+    return conclude(asked, ways, changed, dict.fromkeys(others), told(busy.value if busy else 0))
 
 
 def _memory_of(given: str | float | int, device: DeviceSpec) -> int:
