@@ -20,9 +20,8 @@ from typing import Any
 import torch
 
 from moelab.base import registry
-from moelab.base.arguments import number
 from moelab.base.library import passages, token_count
-from moelab.calibration import Calibration
+from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
@@ -32,13 +31,13 @@ from moelab.models import eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.offloading.budget import memory as budget
-from moelab.offloading.cache_aware import CacheAwareRouting, require_margin
 from moelab.offloading.offload import Offloading, offload, option
 from moelab.offloading.session import Session
 from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.predictors import lacking
 from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
+from moelab.trace import RoutingTrace
 from moelab.zipmoe.measure import quick_delays
 from moelab.zipmoe.planner import auto_pools
 
@@ -79,16 +78,10 @@ class OpenOptions(Offloading):
         names="predictor",
         also=("auto", "none"),
     )
-    cache_aware: float | None = option(
+    calibration: Calibration | RoutingTrace | None = option(
         None,
-        "lossy, with the executor fast: experts in memory are chosen before others that lead them by "
-        "less than so many logits",
-        "memory",
-        type=number(0),
-        metavar="MARGIN",
-    )
-    calibration: Calibration | None = option(
-        None, "counts of this very model: for executors with capacities, plan auto, prefetch static"
+        "counts of this very model, or a trace: for executors with capacities, plan auto, prefetch "
+        "static",
     )
     dense: str | None = option(
         None,
@@ -120,14 +113,8 @@ class OpenOptions(Offloading):
                 f"dense is {self.dense!r}; it must be one of {', '.join(DENSE)}, and only the executor "
                 f'"fast" computes with it'
             )
-        exact = self.executor in ("exact", None)
-        if self.cache_aware is not None and require_margin(self.cache_aware) and exact:
-            raise ValueError(
-                'cache_aware changes the output, and the executor "exact" promises every bit of it: use '
-                'executor="fast"'
-            )
         _check("cache", self.cache)
-        if not isinstance(self.calibration, Calibration | None):
+        if not isinstance(self.calibration, Calibration | RoutingTrace | None):
             raise TypeError(
                 f"the calibration is {self.calibration!r}; it must be a moelab.Calibration: "
                 f"calibrate(trace) counts one, Calibration.load(path) reads one"
@@ -176,6 +163,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         model = offload(checkpoint, asked.memory, asked.completed())
     with ExitStack() as unless_open:
         unless_open.callback(model.moelab.close)
+        if isinstance(asked.calibration, RoutingTrace):  # only a plan asks for the order
+            asked = replace(asked, calibration=calibrate(asked.calibration))
         if asked.calibration is not None:
             asked.calibration.require(identity(model), model.spec)
         if asked.executor != "exact":
@@ -183,8 +172,6 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
             model.moelab.enter(how)
         if asked.memory is not None and asked.prefetch not in NONE:
             model.moelab.enter(_prefetching(model, asked.prefetch, asked.calibration))
-        if asked.cache_aware is not None:
-            model.moelab.enter(_routing(model, asked.cache_aware))
         model.moelab.reset()  # of what was run to measure default vectors
         unless_open.pop_all()
     return model
@@ -260,12 +247,11 @@ def using(
     executor: Any = None,
     prefetch: Any = None,
     calibration: Calibration | None = None,
-    cache_aware: float | None = None,
     **options: Any,
 ) -> Iterator[Any]:
     """Within the block an opened model runs on another executor or predictor, afterwards as before.
 
-    executor, prefetch, calibration, cache_aware : as of `open_model`; None leaves what is there, and
+    executor, prefetch, calibration : as of `open_model`; None leaves what is there, and
         prefetch="none" loads on demand.
     options : of the executor, if it is a name.
 
@@ -275,8 +261,8 @@ def using(
     _check_prefetch(prefetch, calibration)
     if options and not isinstance(executor, str):
         raise ValueError(
-            f"using takes no {', '.join(options)}: it changes executor, prefetch, calibration and "
-            f"cache_aware, and all else are options of an executor that is given by its name"
+            f"using takes no {', '.join(options)}: it changes executor, prefetch and "
+            f"calibration; all else are options of an executor that is given by its name"
         )
     if not hasattr(model, "moelab"):
         raise ValueError(
@@ -288,8 +274,6 @@ def using(
             stack.enter_context(_executing(model, executor, calibration, **options))
         if prefetch is not None:
             stack.enter_context(_prefetching(model, prefetch, calibration))
-        if cache_aware is not None:
-            stack.enter_context(_routing(model, cache_aware))
         yield model
 
 
@@ -348,13 +332,6 @@ def _prefetching(
         if predictor is not None:
             patches.enter_context(Speculation(model, predictor))
         patches.put(session, "speculation", model.speculation)
-        yield
-
-
-@contextmanager
-def _routing(model: Any, margin: float) -> Iterator[None]:
-    with CacheAwareRouting(model, margin) as routing, Patches() as patches:
-        patches.put(model.moelab, "routing", routing)
         yield
 
 

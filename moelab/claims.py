@@ -46,7 +46,7 @@ from moelab.base.registry import require
 from moelab.base.schema import Amount, naming, typed
 from moelab.base.table import format_value, text_table
 from moelab.bench.results import bench_file, metrics_of
-from moelab.comparison import MetricsFile, are_numbers, finished_runs
+from moelab.comparison import MetricsFile, are_numbers, differing, finished_runs
 
 REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = (
     VERDICTS
@@ -313,7 +313,7 @@ def recorded(where: str, results: str | Path | None = None) -> Metrics:
     baseline = read_json(path, MetricsFile) if path.exists() else {"metrics": {}, "params": None}
     for run in reversed(finished_runs(where, root)):
         found = read_json(run / "metrics.json", MetricsFile)
-        if baseline["params"] in (None, found["params"]):
+        if baseline["params"] is None or not differing(baseline["params"], found["params"]):
             return found["metrics"]
     return baseline["metrics"]
 

@@ -142,10 +142,15 @@ class Comparison(NamedTuple):
         ]
 
 
+def differing(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
+    """Parameters that differ → both values. What one does not know is "" in it: a text that may be
+    left empty says nothing of what was before there was such a parameter."""
+    both = {name: (a.get(name, ""), b.get(name, "")) for name in a | b}
+    return {name: of for name, of in both.items() if of[0] != of[1]}
+
+
 def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list[Metric]]:
     """(parameters that differ, every metric) of the contents of two metrics.json."""
-    params = [of["params"] | {"seed": of["seed"]} for of in (a, b)]
-    differ = {name: tuple(of.get(name) for of in params) for name in params[0] | params[1]}
     metrics = []
     for name in a["metrics"] | b["metrics"]:
         both = [of["metrics"].get(name, {}) for of in (a, b)]
@@ -154,13 +159,13 @@ def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list
             " / ".join(dict.fromkeys(of[key] for of in there)) for key in ("unit", "kind")
         )
         metrics.append(Metric(name, unit, kind, tuple(of.get("value") for of in both)))
-    return {name: of for name, of in differ.items() if of[0] != of[1]}, metrics
+    return differing(*(of["params"] | {"seed": of["seed"]} for of in (a, b))), metrics
 
 
-def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> Comparison:
+def compare(a: str | Path, b: str | Path) -> Comparison:
     """Two runs, each a folder or a notebook. ValueError: there is no such run, or it was never
     saved."""
-    runs = find_run(a, results), find_run(b, results)
+    runs = find_run(a), find_run(b)
     found = [read_json(run / "metrics.json", MetricsFile) for run in runs]
     params, metrics = side_by_side(*found)
     spreads = [_spreads(run) for run in runs]
@@ -168,12 +173,12 @@ def compare(a: str | Path, b: str | Path, results: str | Path | None = None) -> 
     return Comparison(runs, params, metrics)
 
 
-def find_run(run: str | Path, results: str | Path | None = None) -> Path:
+def find_run(run: str | Path) -> Path:
     """The folder of a run, or of the newest saved run of a notebook given by name or number."""
     folder = absolute(run)
     if (folder / "metrics.json").is_file():
         return folder
-    root = results_root(results)
+    root = results_root()
     saved = {
         path.name: finished_runs(path.name, root, lab=True) for path in (root / "runs").glob("*")
     }

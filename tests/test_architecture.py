@@ -48,6 +48,7 @@ DIRECTIONS = {
     "simulation": {"trace", "store", "cache", "offloading"},
     "zipmoe": {"models", "trace", "calibration", "store", "cache", "offloading", "simulation"},
     "api": {
+        "trace",
         "zipmoe",
         "models",
         "checkpoint",

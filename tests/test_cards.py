@@ -20,6 +20,7 @@ WANTED = {
     "Qwen1.5-MoE-A2.7B",
     "DeepSeek-MoE-16B",
     "DeepSeek-V2-Lite",
+    "DeepSeek-V2-Lite-Chat",
     "DeepSeek-V3",
     "Mixtral-8x7B",
     "GPT-OSS-20B",
@@ -29,6 +30,7 @@ WANTED = {
     "Llama4-Maverick",
     "Switch-Large-128",
     "OLMoE-1B-7B",
+    "Gemma-4-26B-A4B",
 }
 UNIFIED = {
     "jetson-agx-orin-64gb",
@@ -88,6 +90,7 @@ CONFIGS = {
         q_lora_rank=None,
         vocab_size=102400,
     ),
+    "DeepSeek-V2-Lite-Chat": lambda: CONFIGS["DeepSeek-V2-Lite"](),
     "DeepSeek-V3": lambda: transformers.DeepseekV3Config(
         quantization_config={"quant_method": "fp8"}
     ),
@@ -114,6 +117,17 @@ CONFIGS = {
         num_sparse_decoder_layers=12,
     ),
     "OLMoE-1B-7B": lambda: transformers.OlmoeConfig(intermediate_size=1024),
+    "Gemma-4-26B-A4B": lambda: transformers.Gemma4TextConfig(
+        num_hidden_layers=30,
+        hidden_size=2816,
+        intermediate_size=2112,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        enable_moe_block=True,
+        num_experts=128,
+        top_k_experts=8,
+        moe_intermediate_size=704,
+    ),
 }
 
 NO_ACTIVE_COUNT = {"Switch-Large-128"}  # a token passes through the encoder or the decoder

@@ -128,7 +128,7 @@ def test_the_newest_run_with_the_baselines_parameters_counts(tmp_path):
     assert rows(one, tmp_path)[0].ours == 5.0
     for name, value in (("1", 1.5), ("2", 2.5), ("3", 2.0), ("4", 9.0), ("5-lab", 8.0)):
         path = tmp_path / "runs" / "n" / name / "metrics.json"
-        write(path, value, **({"smoke": True} if name == "4" else {}))
+        write(path, value, **{"3": {"trace": ""}, "4": {"smoke": True}}.get(name, {}))
     (row,) = rows(one, tmp_path)
     assert (row.ours, row.verdict) == (2.0, REPRODUCED) and "2" in row.cells
 

@@ -338,7 +338,6 @@ KEPT = [
     {"memory": "50%"},
     {"memory": "50%", "executor": "sorted"},
     {"memory": "50%", "prefetch": "router"},
-    {"memory": "50%", "executor": "fast", "cache_aware": 0.5},
     {"memory": "100%", "executor": "fast"},
     {"executor": "fast"},
     {"memory": "50%", "executor": "fast", "prefetch": "quasi"},

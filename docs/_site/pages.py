@@ -30,7 +30,7 @@ CONTENTS = {
         "beside",
     ),
     "Tutorials": ("tutorials/index", "tutorials/[0-9]*", "tutorials/views"),
-    "Results": ("found", "findings", "results", "papers/claims", "papers/*"),
+    "Results": ("found", "findings", "referee", "results", "papers/claims", "papers/*"),
     "Extending": ("extending/*",),
     "How it works": ("how_*",),
     "Reference": (

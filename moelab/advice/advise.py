@@ -75,10 +75,10 @@ def advise(
     context than the model takes; a memory in which it does not fit; another model's trace or
     calibration; what cannot be verified."""
     found, on_card = find_model(model), device is not None
-    if verify and (found.folder is None or on_card):
+    if verify and (found.folder is None or on_card or trace is not None):
         raise ValueError(
-            "only a model whose weights are here can be verified, and only on this machine: "
-            "give its folder and no device"
+            "only a model whose weights are here can be verified, only on this machine and with its "
+            "own text: give its folder, no device and no trace"
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card

@@ -19,10 +19,14 @@ import numpy as np
 from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.cards import load_model
+from moelab.simulation.routing import Routing, families, routing_of
 
 #: texts of the routing that is assumed; tokens and layers of each by which hits are counted, after
 #: as many tokens that fill the cache
-TEXTS, TOKENS, LAYERS = 3, 48, 4
+TEXTS, TOKENS, LAYERS = 5, 64, 4
+#: layers of a trace, which differ
+OF_TRACE = 12
 #: shares of all experts in memory at which hits are counted; between them lies a straight line
 SHARES = (0.05, 0.15, 0.3, 0.5, 0.75)
 #: how far a fit's hit rates may be from its trace's (`moelab.simulation.routing`)
@@ -45,6 +49,7 @@ class Assumed:
 
     words : who says so.    draw : a text of it.    others : texts of what it might be as well.
     margin : by how much its hit rates may be off besides.    given : by who asks.
+    layers : by which hits are counted.
     """
 
     spec: MoESpec
@@ -54,6 +59,7 @@ class Assumed:
     margin: float = 0.0
     batch: int = 1
     given: bool = False
+    layers: int = LAYERS
 
     def texts(self, layers: int, lengths: Sequence[int]) -> list[np.ndarray]:
         """`TEXTS` of them, then one of each other."""
@@ -63,10 +69,10 @@ class Assumed:
     @cached_property
     def _curves(self) -> tuple[np.ndarray, float]:
         """(hit rates [texts, shares], mean distinct experts of a layer's step)."""
-        layers = min(LAYERS, self.spec.L)
+        layers = min(self.layers, self.spec.L)
         drawn = self.texts(layers, [2 * TOKENS] * self.batch)
         steps = [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
-        rates = [[_hit_rate(of, self.spec.E, share) for share in SHARES] for of in steps]
+        rates = [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in steps]
         sizes = [len(experts) for step in steps[0] for _, experts in step]
         return np.array(rates), float(np.mean(sizes))
 
@@ -98,7 +104,7 @@ def counted(experts: np.ndarray, E: int) -> dict[int, int]:
     return {e: n for e, n in sorted(Counter(experts.tolist()).items()) if e < E}
 
 
-def _hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
+def hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
     """Of the second half of the steps, which finds what the first has left."""
     L = len(steps[0])
     residency = Residency(L, E, Pools(F=round(share * L * E)))
@@ -122,19 +128,21 @@ def assumed(
     if trace is not None and calibration is not None:
         raise ValueError("a trace says which experts are popular, too: give no calibration with it")
     if trace is not None:
-        return Assumed(spec, *of_trace(spec, trace, model), batch=batch, given=True)
+        return Assumed(
+            spec, *of_trace(spec, trace, model), batch=batch, given=True, layers=OF_TRACE
+        )
     if calibration is not None:
         return Assumed(spec, *of_calibration(spec, calibration), margin=FIT, batch=batch)
-    from moelab.simulation.routing import families, routing_of
 
-    def drawing(routing: Any) -> Draw:
+    def drawing(routing: Routing) -> Draw:
         return lambda layers, lengths, n: routing.draw(layers, spec.E, spec.K, lengths, seed=n)
 
     own, words = routing_of(spec)
-    known = [drawing(other) for other in families().values() if other != own]
-    # a model's own fit needs no other family's
-    others = () if any(own == of for name, of in families().items() if name == spec.name) else known
-    return Assumed(spec, words, drawing(own), tuple(others), FIT, batch)
+    fitted = families()
+    alike = [drawing(other) for other in fitted.values() if other != own]
+    if any(load_model(name).fingerprint() == spec.fingerprint() for name in fitted):
+        alike = []  # it is known: other models do not say more
+    return Assumed(spec, words, drawing(own), tuple(alike), FIT, batch)
 
 
 def of_trace(spec: MoESpec, path: Any, model: str | None) -> tuple[str, Draw]:
@@ -154,7 +162,7 @@ def of_trace(spec: MoESpec, path: Any, model: str | None) -> tuple[str, Draw]:
         tokens = sum(lengths)
         first = n * (len(ids) - tokens) // max(TEXTS - 1, 1)  # spread over what there is
         at = np.arange(first, first + tokens) % len(ids)
-        return ids[at][:, np.arange(layers) * trace.spec.L // layers]
+        return ids[at][:, (2 * np.arange(layers) + 1) * trace.spec.L // (2 * layers)]
 
     name = "the trace" if path is trace else Path(path).name
     fewer = f", {trace.spec.K} a token" if trace.spec.K < spec.K else ""

@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
 from moelab.base.files import cache_folder, load_json, write_json
-from moelab.base.schema import Amount, Positive
 from moelab.base.specs import DeviceSpec, Figure
 from moelab.bench.results import watched
 from moelab.offloading.budget import available
@@ -44,23 +43,8 @@ SECONDS, ROUNDS = 0.5, 8
 DISTURBED = 0.25
 #: the part of reads by which a busy disk is judged
 SLOW = 0.1
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Of this machine, per second: bytes of memory and FLOP; bytes of the disk, in the middle and
-    when it is busy, and what was read.
-
-    others : cores that other processes kept busy meanwhile.
-    """
-
-    memory: Positive
-    flops: Positive
-    disk: Positive
-    busy_disk: Positive
-    read: str
-    others: Amount
-    when: str
+#: figures that others only make worse
+FASTEST = "memory_bandwidth_gbs", "fp32_tflops"
 
 
 def machine() -> str:
@@ -69,52 +53,45 @@ def machine() -> str:
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
-    """A card of this machine; the disk where `folder` is, or else the system's temporary folder."""
-    rates = kept_rates(folder)
-    figures = {
-        "memory_bandwidth_gbs": (rates.memory / 1e9, "GB/s", "the best of reading by all cores"),
-        "storage_read_gbs": (rates.disk / 1e9, "GB/s", f"the median of {rates.read}"),
-        "storage_busy_gbs": (rates.busy_disk / 1e9, "GB/s", f"the slowest tenth of {rates.read}"),
-        "fp32_tflops": (rates.flops / 1e12, "TFLOPS", "the best of a product by numpy"),
-        "memory_gb": (available() / 1e9, "GB", "available now"),
-        "others_cores": (rates.others, "cores", "what others used meanwhile"),
-    }
-    return DeviceSpec(
-        f"this machine ({os.cpu_count()} cores, measured {rates.when})",
-        {name: Figure(of, unit, "measured", how) for name, (of, unit, how) in figures.items()},
-    )
-
-
-def rates_file(folder: str | Path | None = None) -> Path:
-    """The file that keeps what was measured of this machine and the disk of a folder."""
+    """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
+    the system's temporary folder."""
     disk = os.stat(folder or tempfile.gettempdir()).st_dev
     key = sha256(f"{machine()}, disk {disk}".encode()).hexdigest()[:16]
-    return cache_folder("advice") / f"{key}.machine.json"
-
-
-def kept_rates(folder: str | Path | None = None) -> Rates:
-    """What was measured at a quiet time, or is measured now, beside an earlier one that others
-    disturbed."""
-    file = rates_file(folder)
+    file = cache_folder("advice") / f"{key}.machine.json"
     old = None
     with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
-        old = load_json(file, FORMAT, "measurement of a machine", "`moelab advise`", Rates)
-    if old and old.others <= DISTURBED:
-        return old
-    found, others = watched(lambda: measured(folder))
-    new = replace(found, others=round(others, 2))
-    if old:  # others make nothing faster
-        best = {"memory": max(old.memory, new.memory), "flops": max(old.flops, new.flops)}
-        new = replace(min(new, old, key=lambda one: one.others), **best)
-    write_json(file, {"format": FORMAT, **asdict(new)})
-    return new
+        old = load_json(file, FORMAT, "measurement of a machine", "`moelab advise`", DeviceSpec)
+    if old is None or old["others_cores"] > DISTURBED:
+        new, others = watched(lambda: measured(folder))
+        new.figures["others_cores"] = _figure(others, "cores", "what others used meanwhile")
+        if old:  # others make nothing faster
+            quiet = min(new, old, key=lambda one: one["others_cores"])
+            best = {name: max(new[name], old[name]) for name in FASTEST}
+            figures = {name: replace(quiet.figures[name], value=of) for name, of in best.items()}
+            new = replace(quiet, figures=quiet.figures | figures)
+        write_json(file, {"format": FORMAT, **asdict(new)})
+        old = new
+    free = _figure(available() / 1e9, "GB", "available now")
+    return replace(old, figures=old.figures | {"memory_gb": free})
 
 
-def measured(folder: str | Path | None = None) -> Rates:
-    """The rates as they are now."""
+def measured(folder: str | Path | None = None) -> DeviceSpec:
+    """This machine as it is now."""
     disk, busy, how = disk_rates(folder)
+    figures = {
+        "memory_bandwidth_gbs": _figure(
+            memory_rate() / 1e9, "GB/s", "the best of all cores' reads"
+        ),
+        "storage_read_gbs": _figure(disk / 1e9, "GB/s", f"the median of {how}"),
+        "storage_busy_gbs": _figure(busy / 1e9, "GB/s", f"the slowest tenth of {how}"),
+        "fp32_tflops": _figure(flops() / 1e12, "TFLOPS", "the best of a product by numpy"),
+    }
     when = time.strftime("%Y-%m-%d %H:%M")
-    return Rates(memory_rate(), flops(), disk, busy, how, 0.0, when)
+    return DeviceSpec(f"this machine ({os.cpu_count()} cores, measured {when})", figures)
+
+
+def _figure(value: float, unit: str, how: str) -> Figure:
+    return Figure(value, unit, "measured", how)
 
 
 def _seconds(act: Callable[[], object]) -> list[float]:

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from moelab.base import registry
-from moelab.base.configs import NESTED, spec_from_config
+from moelab.base.configs import NESTED, geometric_bytes, spec_from_config
 from moelab.base.files import from_hub, small_model
 from moelab.base.specs import DTYPE_BYTES, MoESpec
-from moelab.cards import card_of, load_card, load_model
+from moelab.cards import card_of, load_card, load_model, other_bytes
 
 #: how bf16 experts may be stored and multiplied as they lie → bits a weight: `moelab.store`
 FORMS = {"bf12": 12, "int8": 8.5, "fp8": 8.002, "int4": 4.5, "mxfp4": 4.25}
@@ -87,7 +87,11 @@ def find_model(model: str | Path | None) -> Model:
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if is_here else text)
         found = Model(
-            text, spec, _others(spec, config), "estimated from its geometry", most=_most(config)
+            text,
+            spec,
+            geometric_bytes(spec, config),
+            "estimated from its geometry",
+            most=_most(config),
         )
         return found if is_here else _to_download(found)
     from moelab.checkpoint.checkpoint import Checkpoint
@@ -117,11 +121,9 @@ def _to_download(model: Model) -> Model:
 def _of_card(name: str) -> Model:
     spec = load_model(name)
     card = load_card(name)
-    source = card.get("hub", name)
-    if (published := card.get("figures", {}).get("total_params")) is None:
-        return Model(source, spec, _others(spec), "estimated from its geometry")
-    others = (published["value"] - spec.L * spec.E * spec.expert_params) * 2
-    return Model(source, spec, round(others), "published parameters less the experts'")
+    published = "total_params" in card.get("figures", {})
+    how = "published parameters less the experts'" if published else "estimated from its geometry"
+    return Model(card.get("hub", name), spec, other_bytes(spec), how)
 
 
 def _most(config: Any) -> int | None:
@@ -146,34 +148,3 @@ def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
 
     config = load_config(file.parent)
     return spec_from_config(config, name), config
-
-
-def _others(spec: MoESpec, config: Any = None) -> int:
-    """Bytes of all weights but the routed experts: embedding, head, attention, routers, shared and
-    dense layers.
-
-    config : says the ranks of multi-head latent attention, whose projections are small; without it,
-        each head counts as an ordinary one.
-    """
-    H = spec.H
-    dense = spec.num_layers - spec.L
-    attention = H * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    if rank := getattr(config, "kv_lora_rank", None):
-        keys = config.qk_nope_head_dim
-        turned = config.qk_rope_head_dim
-        queries = getattr(config, "q_lora_rank", None)
-        attention = (
-            H * queries + queries * spec.heads * (keys + turned)
-            if queries
-            else H * spec.heads * (keys + turned)
-        )
-        attention += H * (rank + turned) + spec.heads * (
-            rank * (keys + spec.head_dim) + spec.head_dim * H
-        )
-    weights = (
-        2 * spec.vocab * H
-        + spec.num_layers * attention
-        + dense * 3 * H * spec.dense_I
-        + spec.L * (H * spec.E + 3 * H * spec.shared_I)
-    )
-    return round(weights * max(DTYPE_BYTES[spec.dtype], 2.0))

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moelab.advice.machine import DISTURBED, kept_rates, machine
+from moelab.advice.machine import DISTURBED, here, machine
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, CostsOf, Look
 from moelab.base.files import cache_folder
@@ -158,15 +158,15 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
     rest = None
     if not whole:
         spec = model.spec
-        rate = kept_rates(model.folder).memory
-        here = sample_spec(model.spec)
+        rate = 1e9 * here(model.folder)["memory_bandwidth_gbs"]
+        sampled = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
-        head += max(spec.vocab - here.vocab, 0) * spec.H * 2 / rate
-        attention = spec.num_layers * attention_bytes(here)
+        head += max(spec.vocab - sampled.vocab, 0) * spec.H * 2 / rate
+        attention = spec.num_layers * attention_bytes(sampled)
         more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
         # a dense layer's attention is its successor's
         layers = spec.num_layers / spec.L
-        rest = (before_experts(found, here) * layers + more) * spec.L + head + head_token
+        rest = (before_experts(found, sampled) * layers + more) * spec.L + head + head_token
         machine = replace(machine, other=(base * layers + more, token), head=(head, head_token))
     sizes = Sizes(found.full, aligned(e), aligned(sm)) if sm else Sizes(found.full, 0, 0, True)
     return Costs(machine, sizes, e + sm, rest)

@@ -51,7 +51,7 @@ VERIFIED = 3
 def simulated(asked: Question, verify: bool) -> Advice:
     """The advice; verify : also run the best for real."""
     model = asked.model
-    ours = model.folder is not None and not asked.on_card
+    ours = model.folder is not None and not asked.on_card and not asked.assumed.given
     kept = Kept(identity_of(model) if ours else None)
     look = None
     notes = []
@@ -60,27 +60,27 @@ def simulated(asked: Question, verify: bool) -> Advice:
             look = looked(asked, kept)
         except (RuntimeError, OSError) as error:
             notes.append(f"The model could not be run here: {error}")
-    if look is not None and not asked.assumed.given:
+    if look is None:
+        texts = scenes(asked.assumed)
+    else:
         texts = [look.seen]
         asked = replace(asked, assumed=replace(asked.assumed, words="as in what ran here"))
-    else:
-        texts = scenes(asked.assumed)
-    if look is not None and disturbed(look.itself):
-        notes.append(
-            f"While the model was measured, other processes kept {look.itself.others:.1f} cores "
-            "busy: times are too long. Ask again when it is quiet: it is measured anew then."
-        )
+        if disturbed(look.itself):
+            notes.append(
+                f"While the model was measured, other processes kept {look.itself.others:.1f} "
+                "cores busy: times are too long. Ask again when it is quiet: it is measured anew then."
+            )
     if asked.on_card:
         costs_of = card_costs(asked.device, model)
     else:
         costs_of = sample_costs(model, forms_of(model), look)
-    search = Search(asked, costs_of, texts, kept)
+    search = Search(asked, costs_of, texts[0], kept)
     if look is not None:
         _keep_look(search, look.ran)
     if verify:
         notes += real.verify(asked, chosen(search), kept)
         search.found = [replace(way, loss=search.loss(way.form)) for way in search.found]
-    return judged(search, notes)
+    return judged(search, texts, notes)
 
 
 def _keep_look(search: Search, ran: Record) -> None:
@@ -94,9 +94,16 @@ def _keep_look(search: Search, ran: Record) -> None:
         kept.add(played, search.asked.batch, ran)
 
 
-def judged(search: Search, notes: list[str]) -> Advice:
-    """The advice that follows from what was simulated and, on this machine, measured."""
+def judged(search: Search, texts: list[Scene], notes: list[str]) -> Advice:
+    """The advice that follows from what was simulated and, on this machine, measured; the range of
+    the best is that over all texts."""
     asked = search.asked
+    allowed = [way for way in search.found if way.within(asked.loss)]
+    for best in sorted(allowed, key=lambda way: search.corrected(way).tpot)[:1]:
+        costs = search.costs_of(best.form)
+        took = [one.tpot for text in texts if (one := play(asked, best, costs, text))]
+        between = min(best.tpot, *took), max(best.tpot, *took)
+        search.found[search.found.index(best)] = replace(best, between=between)
     plain = {(way.name, way.budget): way for way in search.found}
 
     def changed(best: Way) -> tuple[Way | None, Way | None]:

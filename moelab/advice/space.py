@@ -3,8 +3,7 @@
 Every form is played once, with the default cache. Then the fastest that lose no more than allowed,
 and the fastest of all, are changed in one respect after another, and a change that is faster stays.
 That is some forty simulations of the thousands that there are; what pays together but not alone is
-missed. Tokens are the model's own, recorded here, or those of routing that is assumed; of several
-texts, the one that takes the middle time is played, and others give the range.
+missed. Tokens are the model's own, recorded here, or those of routing that is assumed.
 
 What an expert costs in each form is a `Costs`: measured here (`moelab.advice.sample`), or by a
 card's figures. Left out: predictors that have to be trained or fitted first; predictions more than
@@ -14,14 +13,14 @@ forwards."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
-from moelab.advice.assumed import TEXTS, Assumed, counted, steps_of
+from moelab.advice.assumed import SHARES, TEXTS, Assumed, counted, hit_rate, steps_of
 from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, DECODED, LOSSLESS, Model
 from moelab.advice.question import Question
@@ -122,7 +121,8 @@ def predicted(steps: Steps, E: int, recall: float = RECALL, seed: int = 0) -> Pr
 
 
 def scenes(assumed: Assumed) -> list[Scene]:
-    """Texts of routing that is assumed, and predictions that find `RECALL` of their experts."""
+    """Texts of routing that is assumed, and predictions that find `RECALL` of their experts; first
+    that of which a cache finds as much as of the middle one."""
     spec, batch = assumed.spec, assumed.batch
     tokens = PROMPT + WARM + TIMED
     forwards = [(PROMPT * batch, "prefill")] + [(batch, "decode")] * (WARM + TIMED)
@@ -133,7 +133,9 @@ def scenes(assumed: Assumed) -> list[Scene]:
         first = [(n, counted(prompt[:, :, n].ravel(), spec.E)) for n in range(spec.L)]
         steps = [first, *steps]
         found.append(Scene(steps, forwards, predicted(steps, spec.E), spec.E, batch))
-    return found
+    own = sorted(found[:TEXTS], key=lambda text: hit_rate(text.steps, spec.E, SHARES[1]))
+    middle = own.pop(len(own) // 2)
+    return [middle, *own, *found[TEXTS:]]
 
 
 def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way | None:
@@ -225,8 +227,6 @@ class Search:
 
     found, elsewhere : the ways that were played, in the memory that is given and in other memory.
     left : names of what was not tried, as time was over or nobody knows what it costs.
-    texts : which tokens there are; `TEXTS` of them at most count for the middle.
-    seen : those of them that are played.    spread : least and most of others' time over theirs.
     kept : what was measured of the model.
     """
 
@@ -234,16 +234,14 @@ class Search:
         self,
         asked: Question,
         costs_of: CostsOf,
-        texts: Sequence[Scene],
+        seen: Scene,
         kept: Kept,
         seconds: float = SECONDS,
     ) -> None:
-        self.asked, self.costs_of, self.kept = asked, costs_of, kept
+        self.asked, self.costs_of, self.seen, self.kept = asked, costs_of, seen, kept
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
         self.left: list[str] = []
-        self.seen, self.spread = self.middle(texts)
-        self.left.clear()
         self.end = time.monotonic() + seconds
         for form in progress(forms_of(asked.model), "simulating", unit="forms"):
             self.found += filter(None, [self.play(self.plain(form, asked.memory))])
@@ -253,22 +251,6 @@ class Search:
             for memory in (round(share * asked.memory) for share in (0.5, 0.75, 1.5)):
                 if way.lossless or asked.loss:
                     self.find(self.elsewhere, self.other(way, memory))
-
-    def middle(self, texts: Sequence[Scene]) -> tuple[Scene, tuple[float, float]]:
-        """(The text that takes the middle time, the least and the most of others' over it), of the
-        first form that is not all in memory."""
-        ways = (self.plain(form, self.asked.memory) for form in forms_of(self.asked.model))
-        way = next((way for way in ways if way and not way.resident), None)
-        if way is None or len(texts) == 1:
-            return texts[0], (1.0, 1.0)
-        costs = self.costs_of(way.form)
-        played = [play(self.asked, way, costs, text) for text in progress(texts, "texts")]
-        if None in played:
-            return texts[0], (1.0, 1.0)
-        took = [one.tpot for one in played]
-        own = sorted(range(min(TEXTS, len(texts))), key=took.__getitem__)
-        at = own[len(own) // 2]
-        return texts[at], (min(took) / took[at], max(took) / took[at])
 
     def loss(self, form: str) -> float | None:
         """Relative increase of language loss; None: unknown."""
@@ -292,10 +274,7 @@ class Search:
 
     def play(self, way: Way | None) -> Way | None:
         """What a way gives, simulated; None if it does not fit."""
-        way = way and play(self.asked, way, self.costs_of(way.form), self.seen)
-        if way is None or way.resident:
-            return way
-        return replace(way, between=tuple(way.tpot * of for of in self.spread))
+        return way and play(self.asked, way, self.costs_of(way.form), self.seen)
 
     def find(self, kept: list[Way], way: Way | None) -> list[Way]:
         """Simulate a way if time is left, and add it to `kept`: [the result], else []."""

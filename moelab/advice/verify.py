@@ -2,8 +2,9 @@
 later predictions.
 
 Every way is given the same tokens: a prompt of `PROMPT`, `WARM` that fill the cache, and `TIMED`,
-whose `typical` time counts. They are text, where the model has a tokenizer, and given, not sampled,
-since a model that repeats itself asks for the same experts again. What is in another form is
+whose `typical` time counts. They are text, where the model has a tokenizer, or those whose routing
+was implanted in it, and given, not sampled, since a model that repeats itself asks for the same
+experts again. What is in another form is
 converted once and kept with moelab's own files. Few bits are also asked for their language loss, on
 windows of library text, beside that of the model as it is.
 
@@ -81,13 +82,14 @@ def run(
     loss : also score `WINDOWS` windows of text.    look : also profile the model; if it is offloaded,
         all tokens are given again for `LOOKED` seconds, and the calmest round counts.
 
-    Returns "ttft" and "tpot" (s, of each forward), "recall" of the predictions, "peak" (bytes),
-    "steps", "forwards", "loss": nats a token of each window, and of a look "profile" and how "late"
-    a throttled read came."""
+    Returns "tpot" (s, of each decode step), "recall" of the predictions, "steps", "forwards",
+    "loss": nats a token of each window, and of a look "profile" and how "late" a throttled read
+    came."""
     import torch
 
     from moelab.advice import sample
     from moelab.api import open_model
+    from moelab.bench.implant import tokens_of
     from moelab.cache.pools import Pools
     from moelab.evaluation import scores
 
@@ -98,16 +100,16 @@ def run(
         ids = torch.randint(3, lm.config.vocab_size, size, generator=draw)
         with suppress(ValueError):  # the library has no text of so many tokens
             ids = ids if lm.tokenizer is None else scores.text_windows(lm.tokenizer, "test", *size)
+        if len(own := tokens_of(Path(source))) >= ids.numel():  # whose routing was implanted
+            ids = torch.tensor(own[: ids.numel()]).view(size)
         forwards(lm, ids)
         this = lm.moelab
         seconds = [end - start for start, end, *_ in this.forwards]
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
         report = {
-            "ttft": seconds[0],
             "tpot": seconds[1:],
             "recall": fmean(known) if known else None,
-            "peak": this.metrics().peak_rss_bytes,
             "steps": [
                 [[layer, list(experts.items())] for layer, experts in step] for step in this.steps
             ],

@@ -1,5 +1,4 @@
-"""MoE prefill on the Apple Neural Engine: planning, graphs, a linter, an evaluator, a device model
-(NPUMoE).
+"""MoE prefill on the Apple Neural Engine: planning, graphs, a linter, an evaluator (NPUMoE).
 
-`plan` makes tiers, groups and placement of a calibration; `device.device_model` says what a plan
-costs, as modelled."""
+`plan` makes tiers, groups and placement of a calibration. What a plan costs, as modelled from the
+paper's tables, is `notebooks/studies/ane_device.py`."""

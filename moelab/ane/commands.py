@@ -11,7 +11,6 @@ Mac.
                                                                     on any machine
     moelab ane doctor folder                                        on a Mac: what really runs on
                                                                     the Neural Engine
-    moelab ane bench folder --prompts 1024,4096                     on a Mac: latency and energy
 
 Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac.
 """
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,7 @@ from moelab import cards
 from moelab.base import registry
 from moelab.base.arguments import number, output, several, whole
 from moelab.base.specs import MoESpec
-from moelab.base.table import format_value, head_and_rows, text_table
+from moelab.base.table import format_value
 
 MB = 1e6
 #: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
@@ -92,27 +90,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    from moelab.ane.device.device_model import DeviceModel
-
-    device = DeviceModel.of(args.device)
     name = None if args.model == "small" else args.model
     spec, model_id = _spec(name, "calibration" in args)
     made = _plan(spec, model_id, args)
-    device.require(made)
     if args.layers is not None and max(args.layers) >= spec.L:
         raise ValueError(
             f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}"
         )
     print(made.describe(args.layers))
-    if args.prompt is not None:
-        cost = device.prefill(made, args.prompt)
-        print(
-            f"A prompt of {args.prompt:,} tokens on {cost.device}, modelled of fp16 graphs: TTFT "
-            f"{cost.ttft_s:.2f} s, {cost.mj_per_token:.1f} mJ a token, {cost.cpu_s:.2f} s of CPU. "
-            f"Graphs that were left out of the fit are predicted to {device.error('latency'):.1%} "
-            f"RMS in latency, {device.error('energy'):.1%} in energy; the CPU's times and powers "
-            "are single figures of unknown error"
-        )
     if args.save is not None:
         print(made.save(args.save))
     return 0
@@ -192,28 +177,6 @@ def doctor(args: argparse.Namespace) -> int:
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
     status, _ = _compare(coreml_backend(converted, args.timeout), args, rounding)
     return max(status, int(any(checkup.complaints for checkup in checkups)))
-
-
-def bench(args: argparse.Namespace) -> int:
-    from moelab.ane.coreml.converted import ConvertedModel
-    from moelab.ane.device.mac import require_mac
-    from moelab.ane.device.timing import Meter
-    from moelab.ane.doctor import coreml_backend, time_prefill
-
-    require_mac("ane bench")
-    meter = Meter()
-    rows = []
-    for folder in args.folders:
-        backend = coreml_backend(ConvertedModel(folder))
-        print(f"{folder}: {backend.name}")
-        model = _model_of(backend.converted, args.checkpoint)
-        rows += time_prefill(model, backend, args.prompts, args.repeats, meter)
-    print(text_table(*head_and_rows(rows)))
-    if meter.why:
-        print(meter.why)
-    found = {"bench": "ane", "kind": "measured", "machine": platform.platform(), "rows": rows}
-    print("\n" + json.dumps(found))
-    return 0
 
 
 def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
@@ -311,8 +274,6 @@ COMMANDS = (
         {
             "weights": WEIGHTS,
             "layers": (several(whole()), "N,N", None, "MoE layers to print, as 0,1,47; else all"),
-            "prompt": (whole(1), "N", None, "also what a prompt of N tokens costs, as modelled"),
-            "device": (None, "NAME", "m2-ultra", "whose memory must hold the weights; or m2-max"),
             "save": (output, "FILE", None, "write the plan as JSON"),
         },
         {},
@@ -360,18 +321,6 @@ COMMANDS = (
         {"folder": CONVERTED},
         {},
         COMPARED | {"timeout": (number(above=0), "S", 300.0, "for one package")},
-        {},
-    ),
-    (
-        bench,
-        "on a Mac: latency and energy of prefills",
-        {"folders": (Path, "converted models, e.g. one a chunk size")},
-        {},
-        {
-            "prompts": (several(whole(1)), "N,N", [1024], "their lengths in tokens, as 256,1024"),
-            "repeats": (whole(1), "N", 5, "of each"),
-            "checkpoint": CHECKPOINT,
-        },
         {},
     ),
 )

@@ -1,5 +1,5 @@
-"""A converted model on a Mac: is it really on the Neural Engine, does it compute what it should,
-how fast is it?
+"""A converted model on a Mac: is it really on the Neural Engine, does it compute what it should?
+How fast it is: `notebooks/studies/ane_mac.py`.
 
 A package is well if it loads and predicts in a process of its own, its compute plan puts every
 operation on the ANE, and its outputs of random inputs agree with the evaluator's in fp16 within
@@ -11,21 +11,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from moelab.ane.backends import Backend, ConvertedBackend
+from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
 from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac, sample_inputs
-from moelab.ane.device.timing import Meter, measure
-from moelab.ane.runtime import prefill_through
 from moelab.base.progress import progress
-from moelab.base.records import Rows
 from moelab.base.table import head_and_rows, text_table
 
 #: relative RMS difference between a device and the evaluator in fp16: rounding per operation alone
@@ -139,34 +135,3 @@ def _probed(
         path = converted.package(entry)
         inputs = sample_inputs(read_package(path).function())
         yield path, inputs, probe(path, inputs, units, timeout)
-
-
-def time_prefill(
-    model: Any, backend: Backend, prompts: Sequence[int], repeats: int, meter: Meter
-) -> Rows:
-    """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part,
-    drops and launches."""
-    rows = []
-    for length in progress(list(prompts), "measuring", unit="prompt"):
-        rng = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=rng)
-        with torch.no_grad(), prefill_through(model, backend) as ane:
-            seconds, mj = measure(
-                lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter
-            )
-        total, chunks = ane.total, -(-length // backend.plan.chunk)
-        rows.append(
-            {
-                "chunk": backend.plan.chunk,
-                "prompt": length,
-                "TTFT, s": median(seconds),
-                "fastest, s": min(seconds),
-                "slowest, s": max(seconds),
-                "ms a chunk": 1e3 * median(seconds) / chunks,
-                **{f"{part}, mJ a token": value / length for part, value in mj.items()},
-                "dropped": total.drop_rate,
-                "padded": total.padded_fraction,
-                "launches a chunk": total.launches / (repeats + 1) / chunks,
-            }
-        )
-    return rows

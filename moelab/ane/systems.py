@@ -90,10 +90,8 @@ OPERATORS = (
 #: test
 ATTENTION_GRAPHS = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 #: those whose attention is grouped-query attention by its weights and operations, so that
-#: `device_model` can cost it
+#: a device model can cost it
 GROUPED_QUERY = (*ATTENTION_GRAPHS, "deepseek", "gpt_oss", "llama4_text")
-#: those with multi-head latent attention (MLA), which is another cost
-LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 #: architectures whose experts no graph here can stand for → why
 NO_EXPERT_GRAPHS = {
     "llama4_text": "in Llama 4 the routing weights scale the experts' input, and a graph's output "

@@ -312,3 +312,34 @@ def _quantised_dtype(method: str, said: dict[str, Any]) -> str:
         return f"int{said['bits']}"
     weights = next(iter(said["config_groups"].values()))["weights"]
     return known["fp8"] if weights.get("type") == "float" else f"int{weights['num_bits']}"
+
+
+def geometric_bytes(spec: MoESpec, config: Any = None) -> int:
+    """Bytes of all weights but the routed experts: embedding, head, attention, routers, shared and
+    dense layers.
+
+    config : says the ranks of multi-head latent attention, whose projections are small; without it,
+        each head counts as an ordinary one.
+    """
+    H = spec.H
+    dense = spec.num_layers - spec.L
+    attention = H * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+    if rank := getattr(config, "kv_lora_rank", None):
+        keys = config.qk_nope_head_dim
+        turned = config.qk_rope_head_dim
+        queries = getattr(config, "q_lora_rank", None)
+        attention = (
+            H * queries + queries * spec.heads * (keys + turned)
+            if queries
+            else H * spec.heads * (keys + turned)
+        )
+        attention += H * (rank + turned) + spec.heads * (
+            rank * (keys + spec.head_dim) + spec.head_dim * H
+        )
+    weights = (
+        2 * spec.vocab * H
+        + spec.num_layers * attention
+        + dense * 3 * H * spec.dense_I
+        + spec.L * (H * spec.E + 3 * H * spec.shared_I)
+    )
+    return round(weights * max(DTYPE_BYTES[spec.dtype], 2.0))

@@ -47,8 +47,9 @@ ENGINE = tuple(
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 #: name → the module of a bench
 BENCHES = {
-    name: f"moelab.bench.{name}" for name in ("engine", "prefetch", "scale", "end_to_end", "gpu")
-} | {"advise": "moelab.advice.accuracy"}
+    "engine": "moelab.bench.engine",
+    "end_to_end": "moelab.bench.end_to_end",
+}
 
 
 def names() -> list[str]:

@@ -1,12 +1,10 @@
-"""Bring your own: a cache policy or a schedule on three traces, against all others and the ceiling.
-
-    what you bring                               on                                     the ceiling
-    cache policy: touch and victim               three kinds of text, token by token    Belady's
-    schedule: a `moelab.ndp.systems` System      three models, simulated                `moelab.ndp.bound`
+"""Bring your own: a cache policy (touch and victim) on kinds of text or on traces, token by token,
+against all others and Belady's ceiling.
 
 It is a class that can be made without further arguments, or an object. Whatever it raises ends its
 own part only, and is told with its traceback. Predictors are compared in notebook 04
-(`notebooks/studies/recall_and_misses.py`)."""
+(`notebooks/studies/recall_and_misses.py`), NDP schedules beside notebook 07
+(`notebooks/studies/schedules.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ import copy
 import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -28,22 +25,13 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation.questions import prompts
 from moelab.models.identity import identity
-from moelab.ndp.assumptions import Assumptions
-from moelab.ndp.bound import prompt_bound
-from moelab.ndp.costs import NotSupported
-from moelab.ndp.simulation import simulate
-from moelab.ndp.systems import SYSTEMS, System
 from moelab.recording import record
 from moelab.trace import RoutingTrace
+from moelab.trace.statistics import capacity
 
 TEXTS = ("prose", "code", "lookup")
-MODELS = ("DeepSeek-MoE-16B", "Qwen3-30B-A3B", "Phi-3.5-MoE")
-#: tokens that are generated after a text; units of the simulated machine, tokens of its prompts and
-#: answers
+#: tokens that are generated after a text
 DECODED = 24
-UNITS = 4
-PROMPT = 128
-ANSWER = 32
 
 
 class Wrong(NamedTuple):
@@ -71,14 +59,12 @@ class Standing:
 
 @dataclass(frozen=True)
 class Contest:
-    """kind : what was brought. unit : of the scores. ceiling : the best possible score of each
-        trace.
+    """unit : of the scores. ceiling : the best possible score of each trace.
 
     standings : best first. wrong : trace → what the own one chose wrongly, costliest first.
     lower : whether a lower score is better.
     """
 
-    kind: str
     unit: str
     ceiling: Mapping[str, float]
     standings: list[Standing]
@@ -105,44 +91,58 @@ class Contest:
 
 
 def arena(
-    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+    mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
 ) -> Contest:
-    """Rank what is brought against everything of its kind.
+    """Rank a cache policy against all others.
 
-    model : an opened model whose routing policies see; None opens the shipped small
-        one.
+    of : whose routing policies see: an opened model, a trace of whatever program, or {name: trace};
+        None opens the shipped small model.
     share : of the experts that fit in memory, for policies. tokens, each : length and number of
-        prompts a kind of text.
+        prompts a kind of text, for a model.
 
-    Raises TypeError: it is neither a policy nor a schedule.
+    Raises TypeError: it is no policy.
     """
     made = mine if isinstance(mine, type) else type(mine)
     name = made.__name__
-    if kind_of(made) == "schedule":
-        return _schedules(name, mine)
-    if model is None:
-        from moelab import open_model
+    require_policy(made)
+    if isinstance(of, RoutingTrace):
+        of = {of.spec.name: of}
+    if not isinstance(of, Mapping):
+        if of is None:
+            from moelab import open_model
 
-        model = open_model()
-    return _policies(name, mine, texts(model, tokens, each), share)
-
-
-def kind_of(made: type) -> str:
-    """ "schedule" or "cache policy", what a class is. TypeError: it is neither."""
-    if issubclass(made, System):
-        return "schedule"
-    if all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
-        return "cache policy"
-    raise TypeError(
-        f"{made.__name__} is neither a cache policy (methods touch and victim), nor a schedule (a "
-        "moelab.ndp.systems.System)"
+            of = open_model()
+        of = texts(of, tokens, each)
+    ceiling = {}
+    for text, trace in of.items():
+        asked = [step[1:] for step in steps(trace)]
+        ceiling[text] = 100 * belady_hits(asked, capacity(trace, share)) / request_count(asked)
+    others = {
+        other: {
+            # the trace is kept, too, or another one could be given its number
+            text: once((id(trace), other, share), lambda: (play(trace, other, share)[0], trace))[0]
+            for text, trace in of.items()
+        }
+        for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
+    }
+    own, wrong = guarded(
+        list(of), lambda text: play(of[text], fresh(mine), share, judge=True), name
     )
+    return ranked("hit rate (%)", ceiling, others, own, wrong)
+
+
+def require_policy(made: type) -> None:
+    """TypeError for a class that is no cache policy."""
+    if not all(callable(getattr(made, method, None)) for method in ("touch", "victim")):
+        raise TypeError(
+            f"{made.__name__} is no cache policy: it needs the methods touch and victim"
+        )
 
 
 _MEMO: dict[Any, Any] = {}
 
 
-def _once(key: Any, make: Callable[[], Any]) -> Any:
+def once(key: Any, make: Callable[[], Any]) -> Any:
     """What was made under this key; another contest does not record, nor play the others, again."""
     if key not in _MEMO:
         _MEMO[key] = make()
@@ -154,7 +154,7 @@ def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
     a model."""
     count = token_count(model.tokenizer)
     return {
-        source: _once(
+        source: once(
             (identity(model), source, tokens, each),
             lambda: record(
                 model, prompts(source, each, tokens=tokens, count=count), DECODED, hidden=True
@@ -164,8 +164,7 @@ def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
     }
 
 
-def _ranked(
-    kind: str,
+def ranked(
     unit: str,
     ceiling: Mapping[str, float],
     others: Mapping[str, Mapping[str, float]],
@@ -174,14 +173,14 @@ def _ranked(
     lower: bool = False,
 ) -> Contest:
     standings = [own, *(Standing(name, False, of) for name, of in others.items())]
-    contest = Contest(kind, unit, ceiling, standings, wrong, lower)
+    contest = Contest(unit, ceiling, standings, wrong, lower)
     contest.standings.sort(
         key=lambda of: -sum(contest.share(of, trace) for trace in ceiling)
     )  # ties: own first
     return contest
 
 
-def _guarded(
+def guarded(
     traces: Sequence[str], play: Callable[[str], Played], name: str
 ) -> tuple[Standing, dict[str, list[Wrong]]]:
     """What is brought, on one trace after the other until it raises."""
@@ -195,39 +194,14 @@ def _guarded(
     return Standing(name, True, scores), wrong
 
 
-def _fresh(mine: Any) -> Any:
+def fresh(mine: Any) -> Any:
     """A new object of a class; a copy of an object, so that one trace teaches it nothing about the
     next."""
     return mine() if isinstance(mine, type) else copy.deepcopy(mine)
 
 
-def _costliest(wrong: list[Wrong]) -> list[Wrong]:
+def costliest(wrong: list[Wrong]) -> list[Wrong]:
     return sorted(wrong, key=lambda one: -one.cost)
-
-
-# ---- cache policies
-
-
-def _policies(name: str, mine: Any, traces: Mapping[str, RoutingTrace], share: float) -> Contest:
-    ceiling = {}
-    for text, trace in traces.items():
-        asked = [step[1:] for step in steps(trace)]
-        ceiling[text] = 100 * belady_hits(asked, _capacity(trace, share)) / request_count(asked)
-    others = {
-        other: {
-            text: _once((id(trace), other, share), lambda: play(trace, other, share)[0])
-            for text, trace in traces.items()
-        }
-        for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
-    }
-    own, wrong = _guarded(
-        list(traces), lambda text: play(traces[text], _fresh(mine), share, judge=True), name
-    )
-    return _ranked("cache policy", "hit rate (%)", ceiling, others, own, wrong)
-
-
-def _capacity(trace: RoutingTrace, share: float) -> int:
-    return round(share * trace.spec.L * trace.spec.E)
 
 
 def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> Played:
@@ -238,7 +212,11 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
     or never; it costs as many steps as that would have been later."""
     L = trace.spec.L
     E = trace.spec.E
-    residency = Residency(L, E, Pools(F=_capacity(trace, share)), policy, "model")
+    residency = Residency(L, E, Pools(F=capacity(trace, share)), policy, "model")
+    if residency.sees and trace.router_inputs is None:
+        raise ValueError(
+            "this policy sees hidden states, and the trace has none: moelab.record(…, hidden=True)"
+        )
     inputs = trace.router_inputs.float().numpy() if residency.sees else None
     asked = steps(trace)
     uses: dict[ExpertKey, list[int]] = {}
@@ -275,65 +253,8 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
                         float(min(later, len(asked)) - again),
                     )
                 )
-    return 100 * residency.counters.hit_rate(), _costliest(wrong)
+    return 100 * residency.counters.hit_rate(), costliest(wrong)
 
 
 def _said(key: ExpertKey) -> str:
     return f"expert {key.expert} of layer {key.layer}"
-
-
-# ---- schedules
-
-
-def _schedules(name: str, mine: Any) -> Contest:
-    assumed = Assumptions()
-    machine = assumed.hardware(UNITS)
-    routings = {model: assumed.routing(model, 0, PROMPT, ANSWER) for model in MODELS}
-    bounds = {model: prompt_bound(machine, routing) for model, routing in routings.items()}
-
-    def parts(system: System, model: str) -> tuple[float, float]:
-        """Milliseconds of the prompt's experts, and of the answer's with loading what it
-        prefetches."""
-        result = simulate(machine, system, routings[model])
-        return 1e3 * result.moe_prefill, 1e3 * (result.moe_decode + result.intermediate)
-
-    def others() -> dict[str, dict[str, tuple[float, float]]]:
-        found: dict[str, dict[str, tuple[float, float]]] = {}
-        for other in progress(SYSTEMS, "schedules", unit="system"):
-            found[other] = {}
-            for model in MODELS:
-                with suppress(NotSupported):  # it keeps experts where this model's do not fit
-                    found[other][model] = parts(assumed.system(other), model)
-        return found
-
-    found = _once(("schedules", PROMPT, ANSWER), others)
-
-    def mine_on(model: str) -> Played:
-        own = parts(_fresh(mine), model)
-        better = []
-        for i, phase in enumerate(("prefill", "decode, with loading what is prefetched")):
-            best = min(
-                (other for other in found if model in found[other]),
-                key=lambda other: found[other][model][i],
-            )
-            if (top := found[best][model][i]) < own[i]:
-                better.append(
-                    Wrong(
-                        phase,
-                        f"{own[i]:.3f} ms",
-                        f"{best}: {top:.3f} ms; bound {1e3 * bounds[model][i]:.3f} ms",
-                        own[i] - top,
-                    )
-                )
-        return sum(own), _costliest(better)
-
-    own, wrong = _guarded(MODELS, mine_on, name)
-    return _ranked(
-        "NDP schedule",
-        "time of the experts (ms)",
-        {model: 1e3 * sum(of) for model, of in bounds.items()},
-        {other: {model: sum(of) for model, of in by.items()} for other, by in found.items()},
-        own,
-        wrong,
-        lower=True,
-    )

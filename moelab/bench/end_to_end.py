@@ -4,17 +4,17 @@ budgets and disk rates.
 All take the same tokens on the same model, for each context (tokens of the prompt) and batch
 (sequences at a time). A configuration runs in a process of its own with a budget's memory, in
 interleaved rounds (`moelab.bench.grid`); other engines have the same memory limit, page cache
-included, but only our reader can be throttled, so they run at the disk's own rate. No speed is shown
-before the output is: what computes as transformers does must agree with its eager experts bit for
-bit, and what does not says the Kullback-Leibler divergence of its next-token distribution from
-theirs, in nats a token. Ratios are of the same tokens, their intervals over tokens: another run, on
-another day's disk, may differ by more. `prefetch` does so in every token: what the technique gives.
+included, but for llama.cpp, which needs no torch and has less by that. Only our reader can be
+throttled, so they run at the disk's own rate. No speed is shown before the output is: what computes
+as transformers does must agree with its eager experts bit for bit, and what does not says the
+Kullback-Leibler divergence of its next-token distribution from theirs, in nats a token. Ratios are
+of the same tokens, their intervals over tokens: another run, on another day's disk, may differ by
+more. `prefetch` does so in every token: what the technique gives.
 An engine finds out where it pays, and leaves it where it does not
 (`moelab.offloading.prefetch_gate`)."""
 
 from __future__ import annotations
 
-import random
 from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +26,16 @@ from moelab.base.arguments import number, several, whole
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
-from moelab.bench.grid import PROCESS, PYTHON, Experiment, Tables, measured, place_of, synthetic
+from moelab.bench.grid import (
+    PROCESS,
+    PYTHON,
+    ROUTING,
+    Experiment,
+    Tables,
+    measured,
+    place_of,
+    synthetic,
+)
 from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 
@@ -147,6 +156,7 @@ def run(
     decode: int = 16,
     batches: Sequence[int] = (1,),
     seed: int = 0,
+    routing: str = "fitted",
     model: str | None = None,
     folder: str | Path | None = None,
     alone: bool = False,
@@ -158,15 +168,17 @@ def run(
     forms = {options_of(arm)["codec"] for arm in arms}
     count = max(batches) * (max(contexts) + decode)
     source = None
-    tokens = random.Random(seed).choices(range(spec.vocab), k=count)
+    tokens = None
     if model:
         source, spec, tokens = text_for(model, count, seed)
     how = {"loss": True, "simulated": True, "here": here}
+    how |= {"routing": routing, "tokens": tokens and [tokens]}
     with place_of(folder, spec, here) as (place, file_system):
         if source:
             _use_model(place, source, folder)
-        bench = Experiment(spec, place, 0, decode, rounds, python, **how)
+        bench = Experiment(spec, place, count - decode, decode, rounds, python, **how)
         bench.prepare(sorted(forms), external=not alone)
+        (tokens,) = bench.tokens
 
         def tables() -> Tables:
             for context, batch in product(contexts, batches):
@@ -181,7 +193,7 @@ def run(
 
         conditions = {
             "model": f"{spec.name}, {spec.experts_bytes / 1e9:.2f} GB of experts",
-            "tokens": f"{'of a text' if model else 'random'}, given; contexts of "
+            "tokens": f"{'of a text' if model else bench.routed}, given; contexts of "
             f"{_words(contexts)}, then {decode} more; batches of {_words(batches)}",
             "processes": "one for all" if here else "one for each configuration, budget and rate",
             "rounds": rounds,
@@ -279,7 +291,8 @@ OPTIONS = {
     "contexts": (several(whole(2)), "tokens of a prompt"),
     "decode": (whole(1), "tokens after it"),
     "batches": (several(whole(1)), "sequences at a time"),
-    "seed": (whole(), "picks the tokens"),
+    "seed": (whole(), "picks the tokens of a text"),
+    "routing": ROUTING,
     "model": (None, "your own: a checkpoint's folder or a hub id"),
     "folder": (
         None,

@@ -1,7 +1,8 @@
 """The offloading engine beside other engines: one interleaved run on a synthetic model of 5 GB.
 
 24 layers of 64 experts, 8 a token, H 1024, I 512, bf16, batch size 1, CPU. Every engine runs in a
-process of its own, with the same memory limit, file system and random tokens; see
+process of its own, with the same memory limit, file system and tokens, routed as in a real
+model; see
 `moelab.bench.grid` and `moelab.bench.peers`."""
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from moelab.base.files import folder_bytes
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
-from moelab.bench.grid import PROCESS, PYTHON, Arm, Experiment, measured, place_of, synthetic
+from moelab.bench.grid import (
+    PROCESS,
+    PYTHON,
+    ROUTING,
+    Arm,
+    Experiment,
+    measured,
+    place_of,
+    synthetic,
+)
 from moelab.store import fewbit
 
 SPEC = synthetic("synthetic-5GB", 24, 64, 8, 1024, 512)
@@ -87,18 +97,19 @@ def run(
     prompt: int = 128,
     decode: int = 32,
     python: str | None = None,
+    routing: str = "fitted",
     spec: MoESpec = SPEC,
     here: bool = False,
 ) -> Record:
     with place_of(folder, spec, here) as (place, words):
-        bench = Experiment(spec, place, prompt, decode, rounds, python, here=here)
+        bench = Experiment(spec, place, prompt, decode, rounds, python, routing=routing, here=here)
         bench.prepare(FORMS, external=True)
         tables = (
             (title, bench, base, arms)
             for name in only
             for title, base, arms in SECTIONS[name](bench)
         )
-        tokens = f"random and given; prompts of {prompt}, then {decode} more, batch 1"
+        tokens = f"given; {bench.routed}; prompts of {prompt}, then {decode} more, batch 1"
         return measured(tables, {"file system": words, "tokens": tokens, "rounds": rounds})
 
 
@@ -109,5 +120,6 @@ OPTIONS = {
     "rounds": (whole(1), "of every engine"),
     "prompt": (whole(1), "tokens of a prompt"),
     "decode": (whole(1), "tokens after it"),
+    "routing": ROUTING,
     "python": PYTHON,
 }

@@ -1,8 +1,8 @@
 """llama.cpp on a mapped GGUF file; CPU, Qwen3-MoE only.
 
 The engine and `write_gguf` need neither torch nor transformers, so they run in an interpreter of
-their own. Files have a placeholder vocabulary. llama.cpp always normalises routing weights, which
-changes logits, but not what it costs."""
+their own (psutil, gguf and numpy are enough). Files have a placeholder vocabulary. llama.cpp always
+normalises routing weights, as published and synthetic Qwen3-MoE do."""
 
 from __future__ import annotations
 

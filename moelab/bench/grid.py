@@ -18,6 +18,7 @@ import random
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -28,6 +29,7 @@ from moelab.base.files import folder_bytes
 from moelab.base.records import Record, Records
 from moelab.base.specs import MoESpec
 from moelab.bench import measure, peers
+from moelab.bench.implant import TOKENS, drawn, tokens_of
 from moelab.bench.lru_baseline import lay_out
 from moelab.bench.machine import disk
 from moelab.bench.memory_limit import drop_cached
@@ -36,8 +38,9 @@ from moelab.store.codecs import CODECS
 
 Arm = tuple[str, Record, int | None]  # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")  # these must agree on every bit
-#: of a limit, bytes for the process; accelerate also loads whole layers
-PROCESS, ACCELERATE = 400e6, 650e6
+#: of a limit, bytes for the process with torch; llama.cpp's takes 34 MB, and all else would be page
+#: cache, in which a small model fits whole; accelerate also loads whole layers
+PROCESS, LLAMA, ACCELERATE = 400e6, 60e6, 650e6
 #: llama.cpp's kinds → their files
 GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}
 WRITE_GGUF = (
@@ -55,7 +58,8 @@ def synthetic(name: str, L: int, E: int, K: int, H: int, I: int, heads: int = 16
 @dataclass
 class Experiment:
     """prompt, decode : tokens of a prompt, and after it. python : llama.cpp's interpreter.
-    tokens : given to the engines, a row a sequence; one of random ones without. here : engines run
+    tokens : given to the engines, a row a sequence; `prepare` finds one where none are.
+    routing : of the model that is synthesized, of `ROUTINGS`. here : engines run
         in this process, without a limit. loss : also the divergence from `reference`'s logits.
     simulated : also what the simulator says of arms that read on demand."""
 
@@ -67,6 +71,7 @@ class Experiment:
     python: str | None = None
     reference: Record | None = None
     tokens: list[list[int]] | None = None
+    routing: str = "fitted"
     here: bool = False
     loss: bool = False
     simulated: bool = False
@@ -82,7 +87,9 @@ class Experiment:
 
         model = self.folder / "model"
         if not model.exists():
-            synthesize(model, self.spec)
+            synthesize(model, self.spec, routing=self.wanted())
+        if self.tokens is None:
+            self.tokens = [self.sequence(model)]
         for name in forms:
             if not (self.folder / name).exists():
                 how = {"codec" if name in CODECS else "quantize": name}
@@ -101,6 +108,37 @@ class Experiment:
                     self.missing["llama.cpp"] = f"its file was not written: {error}"
                     break
 
+    @property
+    def different(self) -> int:
+        """Tokens of a sequence that is implanted; a longer one begins again after them."""
+        return min(max(self.prompt + self.decode, TOKENS), self.spec.H)
+
+    def wanted(self) -> np.ndarray | None:
+        """The ids [T, L, K] that a synthesized model is to choose."""
+        return None if self.routing == "uniform" else drawn(self.spec, self.different)[0]
+
+    def sequence(self, model: Path) -> list[int]:
+        """The tokens of a model's folder; random ones where its routers are. ValueError: it was
+        synthesized for another routing, or fewer tokens."""
+        known = tokens_of(model)
+        count = self.prompt + self.decode
+        uniform = self.routing == "uniform"
+        if known if uniform else len(known) < self.different:
+            raise ValueError(
+                f"{model} was made for {len(known) or 'no'} tokens of fitted routing; this bench needs "
+                f"{count} of {self.routing} routing: give another folder"
+            )
+        if uniform:
+            return random.Random(0).choices(range(self.spec.vocab), k=count)
+        return list(islice(cycle(known), count))
+
+    @property
+    def routed(self) -> str:
+        """How the tokens are routed, in words."""
+        if self.routing == "uniform":
+            return "uniform routing: random tokens through random routers"
+        return f"routing as in real models, {drawn(self.spec, 1)[1]}"
+
     def report(self, arm: Arm, decode: int | None = None) -> Record:
         """One process of an engine: its report, or {"result": why there is none}."""
         name, options, limit = arm
@@ -109,13 +147,11 @@ class Experiment:
         if options.get("options", {}).get("mode") != "buffered":  # which reads from that cache
             drop_cached(self.folder)
             drop_cached((self.folder / "model").resolve())
-        draw = random.Random(0)
-        count = self.prompt + (decode or self.decode)
         kept = self.folder / "logits.npy"
         kept.unlink(missing_ok=True)
         options = {
             "model": str(self.folder / "model"),
-            "tokens": self.tokens or [[draw.randrange(self.spec.vocab) for _ in range(count)]],
+            "tokens": [row[: self.prompt + (decode or self.decode)] for row in self.tokens],
             "prompt": self.prompt,
             "logits": str(kept) if self.loss else None,
         } | options
@@ -153,17 +189,18 @@ class Experiment:
         return folder_bytes(self.folder / "model") - self.spec.experts_bytes
 
     def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
-        """Other engines with a budget for experts within a memory limit; llama.cpp runs Qwen3-MoE
-        only."""
+        """Other engines with a budget for experts within a memory limit, llama.cpp with as much for
+        weights as they have; it runs Qwen3-MoE only."""
         stride = json.loads((self.folder / "experts.json").read_text())["stride"]
         layer = self.spec.experts_bytes / self.spec.L
         slots = {"experts": str(self.folder / "experts.bin"), "slots": budget // stride}
+        slim = int(limit - PROCESS + LLAMA)
         layers = max(0, int((limit - self.dense_bytes - ACCELERATE) // layer))
         kept = {"layers": layers, "offload": str(self.folder / "offload")}
         external = kinds if self.spec.model_type == "qwen3_moe" and not self.here else ()
         return {
             "LRU baseline": ("lru baseline", slots, limit),
-            **{f"llama.cpp {kind} mmap": self.llama(kind, limit) for kind in external},
+            **{f"llama.cpp {kind} mmap": self.llama(kind, slim) for kind in external},
             "transformers mmap": ("mapped", {}, limit),
             "accelerate disk": ("accelerate", kept, limit),
         }
@@ -309,7 +346,10 @@ def place_of(folder: str | Path | None, spec: MoESpec, here: bool = False) -> It
             yield found
 
 
-#: an option that presets share
+#: of a synthesized model: as real models do it (`moelab.bench.implant`), or the stress case
+ROUTINGS = ("fitted", "uniform")
+#: options that presets share
+ROUTING = {"choices": ROUTINGS}, "of the synthesized model: as fitted to real traces, or uniform"
 PYTHON = None, "the Python that has llama_cpp and gguf installed (default: this one)"
 
 

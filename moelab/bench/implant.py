@@ -27,16 +27,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab.base.specs import MoESpec
+from moelab.cards import MODELS, load_model
 from moelab.models import compat
 from moelab.models.patches import Patches
 from moelab.models.seam import ROUTERS, MoELayer, leave_out, plug
-from moelab.trace import RoutingTrace
+from moelab.simulation.routing import routing_of
+from moelab.trace import RoutingTrace, load
 
 #: architectures whose tensors have these names
-MODELS = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2")
+ARCHITECTURES = ("qwen3_moe", "olmoe", "mixtral", "gpt_oss", "deepseek_v2")
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-#: attention's output and the embeddings are so many times larger than drawn
-QUIET, LOUD = 2**-6, 4
+QUIET = 2**-10  # attention's output is so many times what is drawn
 #: slots that the next layer's router tells right from this layer's input: Qwen3-30B-A3B Q4_K_M,
 #: Helldez/BigMoeOnEdge docs/expert-prediction.md
 AHEAD = 0.886
@@ -44,10 +45,12 @@ AHEAD = 0.886
 #: token's first expert to its last, where the trace does not say them
 GAP, SPREAD = 2.0, 1.5
 RIGHT = 0.99  # of all slots, at least
-TOKENS = 512  # of a name's routing
+TOKENS = 512  # of a name's routing, and of a bench's at least
 FIRST = 1024  # vocabulary ids before are the tokenizer's
 ROW = 128  # tokens of a sequence in the pass that solves
-EARLY = 0.5  # weight of a token's input a layer early beside its own
+EARLY = 1.0  # weight of a token's input a layer early beside its own
+CHANGE = 0.5  # of the stream, by the first layer's experts
+RIDGE, ROUNDS = 1e-2, 20
 TOKENS_FILE = "tokens.json"
 #: a card's name, a trace, its path, or ids [T, L, K]
 Routing = str | Path | RoutingTrace | np.ndarray
@@ -56,10 +59,10 @@ Routing = str | Path | RoutingTrace | np.ndarray
 def implant(routing: Routing, spec: MoESpec, config: Any, weights: Any) -> str:
     """Change the `moelab.bench.synthesize.Weights` of a model so that it routes as wanted; returns
     what its `TOKENS_FILE` says: the tokens, a row a sequence. ValueError: see `wanted`; another
-    architecture than `MODELS`; more tokens than the vocabulary, or than routers can be found for."""
-    if spec.model_type not in MODELS:
+    architecture than `ARCHITECTURES`; more tokens than the vocabulary, or than routers can be found for."""
+    if spec.model_type not in ARCHITECTURES:
         raise ValueError(
-            f"routing is not implanted into {spec.model_type}; known are {', '.join(MODELS)}"
+            f"routing is not implanted into {spec.model_type}; known are {', '.join(ARCHITECTURES)}"
         )
     ids, logits, lengths, words = wanted(routing, spec, weights.seed)
     first = min(FIRST, spec.vocab - len(ids))
@@ -67,52 +70,49 @@ def implant(routing: Routing, spec: MoESpec, config: Any, weights: Any) -> str:
         raise ValueError(
             f"the routing has {len(ids)} tokens, each a word of its own; the vocabulary has {spec.vocab}"
         )
-    weights.factors = {"embed_tokens": LOUD, "o_proj": QUIET}
+    weights.factors = {"o_proj": QUIET}
     made = Implant(spec, ids, logits, first, weights.seed)
-    made.embed(weights.whole(EMBEDDINGS))
-    weights.given = made.found
     model = compat.meta_twin(config)
     leave_out(model)
     compat.fill(model, config, {key: weights.whole(key) for key in weights.others})
     made.solve(model.eval(), plug(model, source=weights.expert))
+    weights.given = made.found
     tokens = [row.tolist() for row in made.tokens.split(lengths)]
     return json.dumps({"routing": words, "tokens": tokens})
 
 
 def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tensor, list[int], str]:
     """(ids int64 [T, L, K], logits above the others' [T, L, K], tokens of each sequence, what it is
-    in words) of a model card's name, a trace, its path, or ids [T, L, K].
+    in words). Tokens that skip a layer are left out.
 
-    Raises ValueError: a trace of fewer layers, or another E or K; tokens that visit no expert, or
-    one twice."""
+    Raises ValueError: a trace of fewer layers, or another E or K; tokens that visit an expert
+    twice."""
     words = "ids that were given"
     if isinstance(routing, str | Path):
-        words = str(Path(routing).name)
-        routing = _named(routing, spec, seed)
-    weights = None
-    lengths = [len(routing)]
+        routing, words = _named(routing, spec, seed)
     if isinstance(routing, RoutingTrace):
-        counts = torch.unique_consecutive(routing.sequence, return_counts=True)[1]
-        weights, lengths, E = routing.weights, counts.tolist(), routing.spec.E
-        ids = routing.ids.long()
-        _require("E", E, spec.E)
+        if routing.spec.H:  # else E is the largest id and one, not a fact
+            _require("E", routing.spec.E, spec.E)
+        ids, weights, sequence = routing.ids.long(), routing.weights.float(), routing.sequence
     else:
         ids = torch.from_numpy(np.ascontiguousarray(routing)).long()
+        weights, sequence = torch.ones(ids.shape), torch.zeros(len(ids))
     _require("K", ids.shape[2], spec.K)
     if ids.shape[1] < spec.L:
         raise ValueError(f"the routing has {ids.shape[1]} layers; {spec.name} has {spec.L}")
-    ids = ids[:, : spec.L]
+    whole = ((ids >= 0) & (ids < spec.E))[:, : spec.L].all(2).all(1)
+    ids, weights = ids[whole, : spec.L], weights[whole, : spec.L]
+    if not len(ids):
+        raise ValueError(f"the routing has no token with expert ids from 0 to {spec.E - 1}")
     ordered = ids.sort().values
-    if not len(ids) or ids.min() < 0 or ids.max() >= spec.E:
-        raise ValueError(f"the routing needs expert ids from 0 to {spec.E - 1} in every slot")
     if (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ValueError("the routing has tokens with the same expert twice in a layer")
-    if weights is None or (weights <= 0).any():
+    above = weights.clamp(min=1e-6).log()
+    above = (above - above.amin(-1, keepdim=True)).clamp(max=2 * GAP)
+    if not above.any():  # no weights are known
         above = torch.linspace(SPREAD, 0, spec.K).expand(ids.shape)
-    else:
-        above = weights[:, : spec.L].float().log()
-        above = above - above.amin(-1, keepdim=True)
-    return ids, GAP + above, lengths, words
+    lengths = torch.unique_consecutive(sequence[whole], return_counts=True)[1]
+    return ids, GAP + above, lengths.tolist(), words
 
 
 def _require(name: str, found: int, needed: int) -> None:
@@ -120,9 +120,27 @@ def _require(name: str, found: int, needed: int) -> None:
         raise ValueError(f"the routing has {name} = {found}; the model has {name} = {needed}")
 
 
-def _named(routing: str | Path, spec: MoESpec, seed: int) -> RoutingTrace | np.ndarray:
-    """A trace from its file, or `TOKENS` tokens of a card's routing."""
-    return RoutingTrace.load(routing)
+def _named(routing: str | Path, spec: MoESpec, seed: int) -> tuple[RoutingTrace | np.ndarray, str]:
+    """`TOKENS` tokens of a card's routing, or a trace from its file; and its name in words."""
+    card = {name.lower(): name for name in MODELS}.get(str(routing).lower())
+    if card is None:
+        return load(routing), f"the trace {Path(routing).name}"
+    return drawn(spec, TOKENS, seed, load_model(card))
+
+
+def drawn(
+    spec: MoESpec, tokens: int, seed: int = 0, like: MoESpec | None = None
+) -> tuple[np.ndarray, str]:
+    """(ids [T, L, K] of one sequence for a model, what they are), as real models route: as this one
+    does, or one that it is to be `like`."""
+    routing, words = routing_of(like or spec)
+    return routing.draw(spec.L, spec.E, spec.K, [tokens], seed), f"drawn, {words}"
+
+
+def tokens_of(folder: Path) -> list[int]:
+    """The tokens of a folder's sequences, one after the other; none without `TOKENS_FILE`."""
+    file = folder / TOKENS_FILE
+    return sum(json.loads(file.read_text())["tokens"], []) if file.exists() else []
 
 
 class Implant:
@@ -144,23 +162,37 @@ class Implant:
         self.before: Tensor | None = None  # router inputs of the layer before [T, H]
         self.found: dict[str, Tensor] = {}
 
-    def embed(self, drawn: Tensor) -> Tensor:
-        """The embeddings [V, H], those of the sequence's tokens being what they route to, in random
-        directions, and as much that is a token's own while the stream has room for it."""
-        T, H = len(self.ids), drawn.shape[1]
+    def codes(self, H: int) -> Tensor:
+        """The tokens' embeddings [T, H] but for their scale, of mean square 1: what a token routes
+        to, in random directions, and as much that is its own while the stream has room for it."""
+        T = len(self.ids)
         routed = (self.targets > 0).float().view(T, -1)
         routed -= routed.mean(0)
         codes = routed @ torch.randn(routed.shape[1], H, generator=self.draw)
         own = torch.randn(T, H, generator=self.draw) * min(1.0, H / T)
         codes = codes / codes.std(1, keepdim=True).clamp(min=1e-6) + own
-        embeddings = drawn.clone()
-        embeddings[self.tokens] = (codes * (drawn.float().std() / codes.std())).to(drawn.dtype)
-        self.found[EMBEDDINGS] = embeddings
-        return embeddings
+        return codes / codes.square().mean(1, keepdim=True).sqrt()
+
+    def embed(self, model: nn.Module, layer: MoELayer) -> None:
+        """Give the model's tokens embeddings so large that the first MoE layer, which is run on them
+        alone, changes the stream by `CHANGE` of it."""
+        table = model.get_input_embeddings().weight
+        codes = self.codes(table.shape[1])
+        x = codes.to(table.dtype)
+        target = self.targets[:, layer.index]
+        layer.router.weight.data = regress(x, target).to(layer.router.weight.dtype)
+        with torch.inference_mode():
+            out = layer.block(x[None])
+        out = out[0] if isinstance(out, tuple) else out
+        size = out.float().square().mean().sqrt() / CHANGE
+        weight = table * (size / table.float().std())
+        weight[self.tokens] = (codes * size).to(table.dtype)
+        self.found[EMBEDDINGS] = table.data = weight
 
     def solve(self, model: nn.Module, layers: list[MoELayer]) -> None:
-        """One pass of the model, which has the embeddings, finding router after router, then the
-        head. ValueError where routers cannot be found."""
+        """Find the embeddings, then, in one pass of the model, router after router, and the head.
+        ValueError where routers cannot be found."""
+        self.embed(model, layers[0])
         with Patches() as patches, torch.inference_mode():
             for layer in layers:
                 patches.hook(layer.router.register_forward_pre_hook, partial(self.route, layer))
@@ -171,11 +203,8 @@ class Implant:
         """Give a router its weights before it runs; args : its inputs."""
         x = args[0].reshape(-1, args[0].shape[-1])[: len(self.ids)]
         target = self.targets[:, layer.index]
-        inputs, targets = x, target
-        if self.before is not None:
-            inputs = torch.cat([x, EARLY * self.before])
-            targets = torch.cat([target, EARLY * self.early(target)])
-        solved = regress(inputs, targets).to(router.weight.dtype)
+        early = None if self.before is None else (self.before, self.early(target))
+        solved = regress(x, target, early).to(router.weight.dtype)
         chosen = F.linear(x, solved.to(x.dtype)).topk(self.spec.K).indices
         right = (target.gather(1, chosen) > 0).float().mean().item()
         if right < RIGHT:
@@ -211,19 +240,27 @@ class Implant:
         self.found[HEAD] = head.weight.data = weight
 
 
-def regress(x: Tensor, targets: Tensor, rounds: int = 30) -> Tensor:
+def regress(x: Tensor, targets: Tensor, early: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """W [E, H] with x [n, H] · Wᵀ as near as can be to the targets [n, E], which a logit may exceed
-    where it is above 0, and be below elsewhere."""
+    where it is above 0, and be below elsewhere; with less weight also for early's x and targets."""
+    n, H = x.shape
     x = x.double()
-    wanted = targets > 0
-    least = targets = targets.double()
+    goal = targets.double()
+    if early is not None:
+        weight = EARLY * min(1.0, H / 2 / n)
+        x = torch.cat([x, weight * early[0].double()])
+        goal = torch.cat([goal, weight * early[1].double()])
     gram = x.T @ x
-    gram.diagonal().add_(1e-4 * gram.diagonal().mean())
-    factor = torch.linalg.cholesky(gram)
-    for _ in range(rounds):
-        weight = torch.cholesky_solve(x.T @ targets, factor)
-        logits = x @ weight
-        if (torch.where(wanted, least - logits, logits).max() < GAP / 4).item():
+    gram.diagonal().add_(RIDGE * gram.diagonal().mean())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(gram)) @ x.T  # [H, n]
+    inverse, x, goal = inverse.float(), x.float(), goal.float()
+    wanted = goal > 0
+    moved = goal
+    for _ in range(ROUNDS):
+        solved = inverse @ moved
+        logits = x @ solved
+        short = torch.where(wanted, goal - logits, logits)  # of a target; none is below 0
+        if short[:n].max() < GAP / 4:
             break
-        targets = torch.where(wanted, torch.maximum(logits, least), logits.clamp(max=0))
-    return weight.T.contiguous()
+        moved = torch.where(wanted, torch.maximum(logits, goal), logits.clamp(max=0))
+    return solved.T.contiguous()

@@ -1,4 +1,4 @@
-"""Interleaved timing, ratios of samples, and shares of measured limits.
+"""Interleaved timing, processes of their own, and shares of measured limits.
 
 A limit is measured like what it bounds (same threads, rounds and caches), but its best sample
 counts instead of the median. A share above 1 + `TOLERANCE` means that the limit was measured
@@ -12,19 +12,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 from moelab.base.progress import progress
 from moelab.bench.memory_limit import memory_limit
-from moelab.evaluation import intervals
-from moelab.evaluation.intervals import Interval
 
 TOLERANCE = 0.05
-Samples = dict[str, list[float]]  # name → one sample a round, in seconds
 T = TypeVar("T")
 
 
@@ -37,42 +33,11 @@ def turns(
             yield i, arm
 
 
-def seconds(function: Callable[..., Any], *arguments: Any) -> float:
-    """Wall-clock seconds of one call."""
-    start = time.perf_counter()
-    function(*arguments)
-    return time.perf_counter() - start
-
-
-def gain(samples: Samples, name: str, base: str) -> Interval:
-    """How many times faster `name` is than `base`: median over the rounds that both ran in, with a
-    95 % interval."""
-    return intervals.median([b / a for a, b in zip(samples[name], samples[base])])
-
-
-def speed_up(samples: Samples, name: str, base: str) -> float:
-    """`gain` without its interval."""
-    return gain(samples, name, base)[0]
-
-
 @contextmanager
 def working(folder: str | Path | None) -> Iterator[Path]:
     """The folder that was given, absolute; a temporary one within the block where none was."""
     with tempfile.TemporaryDirectory() as temporary:
         yield Path(folder or temporary).expanduser().resolve()
-
-
-@contextmanager
-def torch_threads(n: int) -> Iterator[None]:
-    """torch uses n threads within the block."""
-    import torch
-
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(n)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_process(

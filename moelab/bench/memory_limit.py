@@ -24,15 +24,6 @@ class Limit:
     procs: Path | None
     reason: str
 
-    @property
-    def peak_bytes(self) -> int | None:
-        """The most that the group has used, page cache included; None where the system does not
-        tell."""
-        for name in ("memory.max_usage_in_bytes", "memory.peak") if self.procs else ():
-            if (self.procs.parent / name).exists():
-                return int((self.procs.parent / name).read_text())
-        return None
-
 
 @contextmanager
 def memory_limit(nbytes: int | None, root: Path = ROOT) -> Iterator[Limit]:

@@ -14,14 +14,13 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from moelab.base.files import CHECKOUT, read_json, results_root, write_text
 from moelab.base.records import Record
 from moelab.base.table import format_value, markdown_table
-from moelab.bench import BENCHES
+from moelab.bench import module_of
 from moelab.bench.results import BenchFile, bench_file, older_than, sections_of
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
@@ -77,9 +76,14 @@ def _said(value: Any, form: str) -> str:
 
 
 def source(file: str) -> str:
-    """A file, and on what, at which commit and how calm a machine its runs were made."""
+    """A file, and on what, at which commit and how calm a machine its runs were made; of what was
+    computed, the commit."""
+    found = read_json(bench_file(file), BenchFile)
+    if not is_measured(file):
+        commits = ", ".join((run["git"] or "unknown")[:8] for run in found["runs"])
+        return f"results/bench/{file}.json (commit {commits})"
     said = []
-    for run in read_json(bench_file(file), BenchFile)["runs"]:
+    for run in found["runs"]:
         chip = run["device"] if run["device"] != "cpu" else run["cpu"]
         load = (run.get("load") or [None])[0]
         known = "load unknown" if load is None else f"load {load:.1f} before"
@@ -87,6 +91,12 @@ def source(file: str) -> str:
         commit = (run["git"] or "unknown")[:8]
         said.append(f"{chip}, {run['cores']} cores, commit {commit}, {quiet}")
     return f"results/bench/{file}.json ({'; '.join(said)})"
+
+
+def is_measured(file: str) -> bool:
+    """Whether any of a file's numbers depends on the machine."""
+    records = read_json(bench_file(file), BenchFile)["records"]
+    return any(of["kind"] == "measured" for of in records)
 
 
 def written(name: str) -> str:
@@ -97,7 +107,8 @@ def written(name: str) -> str:
     rows = [[cell(*place) for place in row] for row in places(table)]
     lines = [[row, *cells] for row, cells in zip(_rows(table), rows)]
     sources = "; ".join(map(source, files(table)))
-    return f"{markdown_table(table['head'], lines)}\n\n<sub>Measured: {sources}.</sub>\n"
+    how = "Measured" if any(map(is_measured, files(table))) else "Computed"
+    return f"{markdown_table(table['head'], lines)}\n\n<sub>{how}: {sources}.</sub>\n"
 
 
 def files(table: Record) -> list[str]:
@@ -119,7 +130,7 @@ def stale() -> list[str]:
     """Results of tables that are older than what they measured, as benches declare it: `MEASURES`."""
     found = []
     for file in sorted({file for table in tables().values() for file in files(table)}):
-        bench = import_module(BENCHES[read_json(bench_file(file), BenchFile)["bench"]])
+        bench = module_of(read_json(bench_file(file), BenchFile)["bench"])
         found += older_than(bench_file(file), getattr(bench, "MEASURES", ("moelab",)))
     return found
 

@@ -177,6 +177,8 @@ class Residency:
         ]
         policies = [pool.policy for group in self._groups for pool in group.values()]
         for policy in policies:
+            if hasattr(policy, "shape"):
+                policy.shape(self.L, self.E)
             if hasattr(policy, "follow"):
                 policy.follow(self._scores)
         self.sees = any(hasattr(policy, "see") for policy in policies)

@@ -14,6 +14,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict
 
+from moelab.base.configs import geometric_bytes
 from moelab.base.files import absolute
 from moelab.base.registry import Entry, require
 from moelab.base.schema import naming, typed
@@ -47,6 +48,16 @@ def load_model(name: str) -> MoESpec:
     where = geometry.pop("moe_layers")
     layers = range(where["first"], geometry["num_layers"], where["step"])
     return MoESpec(name=card["name"], moe_layers=tuple(layers), **geometry)
+
+
+def other_bytes(spec: MoESpec) -> int:
+    """Bytes of all weights but the routed experts: of a card's model the published parameters less
+    the experts', otherwise as its geometry says."""
+    figures = load_card(spec.name).get("figures", {}) if spec.name in MODELS else {}
+    if (published := figures.get("total_params")) is None:
+        return geometric_bytes(spec)
+    whole = load_model(spec.name)  # a trace may have fewer layers
+    return round((published["value"] - whole.L * whole.E * whole.expert_params) * 2)
 
 
 def card_of(text: str) -> str | None:

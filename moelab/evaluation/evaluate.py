@@ -5,12 +5,11 @@ baseline.
     moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator FILE
     moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
-    moelab evaluate --memory 50% --decode-only --modes executor:fast,cache-aware:0.5
+    moelab evaluate --memory 50% --decode-only --modes executor:fast
 
 Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts,
 `speculative` the predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4).
-`cache-aware:MARGIN` computes `fast`, in decode steps with experts in memory before others that lead
-them by less (`moelab.offloading.cache_aware`). With an executor that drops tokens every mode runs
+With an executor that drops tokens every mode runs
 at batch size 1, as the texts of a batch, and its padding, would compete for the same capacity."""
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from moelab.base.records import Record
 from moelab.evaluation import accuracy, questions
 from moelab.evaluation.calibrate import SOURCES
 from moelab.offloading.budget import memory
-from moelab.offloading.cache_aware import require_margin
 from moelab.recording import record
 from moelab.speculate import MODES, PREDICTORS, Speculation, default_vectors, takes
 from moelab.speculate.estimator import Estimator
@@ -58,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modes",
         default="",
         help="compared with the baseline: hint[:PREDICTOR], speculative[:PREDICTOR], router-free, "
-        "executor:NAME[:OPTION=VALUE], cache-aware:MARGIN",
+        "executor:NAME[:OPTION=VALUE]",
     )
     add(
         "--limit",
@@ -180,7 +178,7 @@ def parse_mode(text: str, args: argparse.Namespace) -> tuple[str, Make, bool]:
     """(name, what makes its context, whether it computes every token) of "hint", "speculative:quasi",
     "executor:NAME:OPTION=VALUE" …; ValueError for what is unknown, or what other options lack."""
     mode, _, given = text.partition(":")
-    registry.require("mode", mode, [BASELINE, *MODES, "executor", "cache-aware"])
+    registry.require("mode", mode, [BASELINE, *MODES, "executor"])
     if mode == "executor":
         name, options = executor_options(given)
         made = (
@@ -190,16 +188,6 @@ def parse_mode(text: str, args: argparse.Namespace) -> tuple[str, Make, bool]:
         )
         lossless = getattr(made, "lossless", True)
         return text, lambda model, _: moelab.using(model, executor=name, **options), lossless
-    if mode == "cache-aware":
-        with suppress(ValueError):
-            margin = require_margin(float(given))
-            if args.decode_only:
-                how = {"executor": "fast", "cache_aware": margin}
-                return text, lambda model, _: moelab.using(model, **how), True
-        raise ValueError(
-            f"{text}: write cache-aware:0.5, a margin of logits, 0 or more, and --decode-only, as it "
-            "acts in decode steps"
-        )
     predictor = given or ("estimator" if mode == "router-free" else "quasi")
     known = [name for name in PREDICTORS if "choice" not in takes(name)]
     registry.require("predictor", predictor, known)

@@ -4,6 +4,7 @@
     moelab trace compare ours.safetensors theirs.npz
     moelab trace import routed_experts.npy qwen.safetensors --model Qwen/Qwen3-30B-A3B
     moelab trace import ours.safetensors ours.npy
+    moelab trace fit ours.safetensors
 
 What is imported is a trace of moelab's own (.safetensors) or arrays (.npz, .npy); of counts without
 order, a calibration."""
@@ -12,12 +13,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 from moelab.base.arguments import number, output, several
 from moelab.base.table import percent, text_table
 from moelab.calibration import Calibration
 from moelab.evaluation.calibrate import summary
+from moelab.simulation.routing import fit
 from moelab.trace import PREFILL, RoutingTrace, load, save_arrays
 from moelab.trace.popularity import has_counts
 from moelab.trace.statistics import SHARES, Statistics, statistics
@@ -29,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("import", bring, "write it as a trace of moelab's own, or as arrays"),
         ("show", compare, "say what caches and predictors would find in it"),
         ("compare", compare, "the same of several, side by side"),
+        ("fit", fitted, "fit the model of routing to it, as a card's [routing]"),
     ):
         command = commands.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
@@ -49,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 "file", type=output, help="the new one: .safetensors, .npz or .npy"
             )
             command.add_argument("--force", action="store_true", help="replace it if it is there")
-        else:
+        elif run is compare:
             command.add_argument(
                 "--shares",
                 type=several(number(above=0, most=100)),
@@ -96,6 +100,13 @@ def compare(args: argparse.Namespace) -> int:
     print(
         "One pool, cold at the start, token by token; static: the trace's own most popular experts."
     )
+    return 0
+
+
+def fitted(args: argparse.Namespace) -> int:
+    """`fit`."""
+    for name, value in asdict(fit(load(args.traces[0], args.model))).items():
+        print(f"{name} = {value:.4g}")
     return 0
 
 

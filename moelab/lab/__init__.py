@@ -8,11 +8,8 @@ from moelab.lab.results import open_run
 __all__ = ["arena", "open_run"]
 
 
-def arena(
-    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
-) -> Any:
-    """Rank a cache policy or an NDP schedule of one's own:
-    `moelab.viz.views.arena`."""
+def arena(mine: Any, of: Any = None, **how: Any) -> Any:
+    """Rank a cache policy or an NDP schedule of one's own: `moelab.viz.views.arena`."""
     from moelab.viz import views
 
-    return views.arena(mine, model, share, tokens, each)
+    return views.arena(mine, of, **how)

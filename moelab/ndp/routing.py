@@ -19,6 +19,7 @@ import numpy as np
 
 from moelab.base.specs import MoESpec
 from moelab.ndp.prefetch import places
+from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,23 @@ class PromptRouting:
     prefill: np.ndarray
     decode: np.ndarray
     history: np.ndarray
+
+    @classmethod
+    def of(cls, trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
+        """One sequence of a trace; its history are the other sequences.
+
+        Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a
+        decode."""
+        mine = trace.sequence == sequence
+        parts = [trace.ids[mine & (trace.phase == phase)].numpy() for phase in (PREFILL, DECODE)]
+        if not all(map(len, parts)):
+            raise ValueError(
+                f"sequence {sequence} of the trace has {len(parts[0])} prefill and "
+                f"{len(parts[1])} decode tokens and both are needed; the trace has sequences 0 to "
+                f"{trace.sequences - 1}"
+            )
+        history = trace.select(~mine).counts().numpy().astype(float)
+        return cls(trace.spec, *parts, history=history)
 
     def counts(self) -> np.ndarray:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""

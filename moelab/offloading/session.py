@@ -93,10 +93,8 @@ class Session:
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
         text's own (False).
-    routing : the `CacheAwareRouting` that chooses experts in memory, if one does.
     """
 
-    routing: Any = None
     #: those of the run
     timeline = property(lambda self: self.run.timeline)
     forwards = property(lambda self: self.run.forwards)
@@ -168,8 +166,6 @@ class Session:
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
-        if self.routing is not None:
-            parts += [f"lossy: cache-aware routing, margin {self.routing.margin:g}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:

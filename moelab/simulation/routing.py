@@ -1,4 +1,4 @@
-"""Routing as real models do it: a model of seven numbers, drawn in place of a trace.
+"""Routing as real models do it: a model of eight numbers, drawn in place of a trace.
 
 A router reads a state of few dimensions that all layers share and that moves through the text. An
 expert's score at a token is
@@ -9,8 +9,8 @@ expert's score at a token is
 and the score's variance, 1, is divided among the five. So three things that traces show are parts
 of one sum: a layer's popularity b, a text's preference, and neighbourhood in time, at two rates.
 Layers agree because they read the same x: the fewer its dimensions, the more one layer's experts
-tell the next one's. b is Laplace (few experts are loved, few shunned), v a random direction,
-each part of x Gaussian; passages and neighbours are autoregressive of order one.
+tell the next one's. b is Laplace (few experts are loved, few shunned) with sides of two widths, v
+a random direction, each part of x Gaussian; passages and neighbours are autoregressive of order one.
 
 Scores do not depend on E and K, so what was fitted at one K can be drawn at another. Left out:
 layers that differ in all this, words that return, positions, and the router's weights.
@@ -21,7 +21,7 @@ Shapes: x [T, D], v [L, E, D], b [L, E], ids [T, L, K].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from math import ceil, exp, inf, log, log2
 from typing import TYPE_CHECKING
@@ -49,9 +49,10 @@ class Routing:
     passage, passage_tokens : how much a stretch of text does, and tokens until that has faded to 1/e.
     neighbours, neighbour_tokens : the same of the nearest tokens.
     width : dimensions of the state that routers read; the part of one counts as part of one.
+    skew : above 0, popularity is of a few loved experts; below 0, of a few shunned ones.
 
-    Raises ValueError for shares below 0 or above 1 in sum, and for other values that are not
-    above 0 (width: at least 1)."""
+    Raises ValueError for shares below 0 or above 1 in sum, lengths that are not above 0, a width
+    below 1, a skew beyond ±9."""
 
     popularity: float
     text: float
@@ -60,15 +61,17 @@ class Routing:
     neighbours: float
     neighbour_tokens: float
     width: float
+    skew: float = 0.0
 
     def __post_init__(self) -> None:
         shares = [getattr(self, part) for part in PARTS]
         lengths = self.passage_tokens, self.neighbour_tokens
         right = all(share >= 0 for share in shares) and sum(shares) <= 1 + 1e-9
-        if not (right and all(0 < n < inf for n in lengths) and 1 <= self.width < inf):
+        right = right and all(0 < n < inf for n in lengths) and 1 <= self.width < inf
+        if not (right and abs(self.skew) < 9):
             raise ValueError(
                 f"{self}: {', '.join(PARTS)} are shares, 0 or more and 1 at most in sum; "
-                "passage_tokens and neighbour_tokens are above 0; width is at least 1"
+                "passage_tokens and neighbour_tokens are above 0; width is at least 1, skew within ±9"
             )
 
     def draw(self, L: int, E: int, K: int, lengths: Sequence[int], seed: int = 0) -> np.ndarray:
@@ -90,20 +93,12 @@ class Routing:
         unknown."""
         import torch
 
-        from moelab.trace import DECODE, RoutingTrace
+        from moelab.trace import RoutingTrace
 
         ids = torch.from_numpy(self.draw(spec.L, spec.E, spec.K, lengths, seed))
-        T = len(ids)
-        return RoutingTrace(
-            ids,
-            torch.full(ids.shape, 1 / spec.K),
-            torch.full((T,), DECODE, dtype=torch.uint8),
-            torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(torch.tensor(lengths)),
-            torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]),
-            torch.zeros(T, dtype=torch.int32),
-            spec,
-            f"drawn from {self}",
-        )
+        numbers = torch.arange(len(lengths), dtype=torch.int32)
+        sequence = numbers.repeat_interleave(torch.tensor(lengths))
+        return RoutingTrace.of_ids(ids, spec, f"drawn from {self}", sequence=sequence)
 
     def routers(self, L: int, E: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """What each expert has by itself and what it reads: b float32 [L, E], v float32 [L, E, D],
@@ -112,7 +107,10 @@ class Routing:
         v = directions.standard_normal((ceil(self.width), L, E), np.float32)
         v[-1] *= (self.width - len(v) + 1) ** 0.5
         v /= np.linalg.norm(v, axis=0)
-        b = biases.laplace(scale=(self.popularity / 2) ** 0.5, size=(L, E))
+        b = biases.laplace(size=(L, E))
+        loved, shunned = exp(self.skew), exp(-self.skew)
+        b *= np.where(b > 0, loved, shunned)
+        b *= (self.popularity / (loved**2 + shunned**2 - (loved - shunned) ** 2 / 4)) ** 0.5
         return b.astype(np.float32), np.ascontiguousarray(v.transpose(1, 2, 0))
 
     def states(self, lengths: Sequence[int], seed: int = 0) -> np.ndarray:
@@ -147,8 +145,9 @@ def routing_of(spec: MoESpec) -> tuple[Routing, str]:
     that have one; and words that say which."""
     fitted = families()
     own = [name for name in fitted if load_model(name).fingerprint() == spec.fingerprint()]
-    if own:
-        return fitted[own[0]], f"fitted to a trace of {own[0]}"
+    if own:  # of one geometry, a fine-tune may have its own
+        name = max(own, key=spec.name.endswith)
+        return fitted[name], f"fitted to a trace of {name}"
 
     def unlike(name: str) -> tuple[bool, float]:
         other = load_model(name)
@@ -164,9 +163,13 @@ def routing_of(spec: MoESpec) -> tuple[Routing, str]:
 @cache
 def families() -> dict[str, Routing]:
     """Model card → the routing on it, of all that have one."""
-    cards = {name: load_card(name).get("routing") for name in MODELS}
-    names = [field.name for field in fields(Routing)]
-    return {name: Routing(*(of[one] for one in names)) for name, of in cards.items() if of}
+    cards = {name: load_card(name).get("routing", {}) for name in MODELS}
+    about = "kind", "source"
+    return {
+        name: Routing(**{what: of[what] for what in of if what not in about})
+        for name, of in cards.items()
+        if of
+    }
 
 
 #: where fitting starts and what it keeps near where a trace does not say: about the mean of fits
@@ -175,7 +178,7 @@ TYPICAL = Routing(0.1, 0.05, 0.15, 30.0, 0.5, 1.0, 8.0)
 LAGS = (1, 2, 4, 8, 16, 32, 64)
 
 
-def fit(trace: RoutingTrace, rounds: int = 6) -> Routing:
+def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
     """The routing whose draws have the statistics of a trace: hit rates of LRU, LFU and Belady,
     reuse at several distances, entropy, what a layer tells of the next.
 
@@ -189,61 +192,66 @@ def fit(trace: RoutingTrace, rounds: int = 6) -> Routing:
             f"the trace of {spec.name} has {len(trace)} tokens and {spec.L} layers; a fit needs two "
             "of each, and a thousand tokens to say much"
         )
-    few = min(spec.L, 8)
+    few = min(spec.L, 8, max(4, 64_000 // len(trace)))  # layers are drawn alike
     drawn = replace(spec, moe_layers=spec.moe_layers[:few])
-    seeds = min(max(2000 // len(trace), 1), 12)
+    seeds = min(max(5000 // len(trace), 1), 30)
     wanted = _compared(trace)
 
     def residual(x: np.ndarray) -> np.ndarray:
         routing = _routing(x)
         found = [_compared(routing.trace(drawn, lengths, seed)) for seed in range(seeds)]
-        apart = np.nan_to_num(np.mean(found, 0) - wanted)
-        return np.concatenate([apart, PRIOR * (x - start)])
+        apart = WEIGHTS * np.nan_to_num(np.mean(found, 0) - wanted)
+        return np.concatenate([apart * abs(apart) ** 0.5, PRIOR * (x - start)])
 
     x = start = _coordinates(TYPICAL)
     here = residual(x)
-    for _ in range(rounds):
-        slopes = [(residual(x + one) - here) / STEP for one in STEP * np.eye(len(x))]
-        J = np.stack(slopes, 1)
+    for turn in range(rounds):
+        if turn % 2 == 0:  # between, Broyden's update does
+            J = np.stack([(residual(x + one) - here) / STEP for one in STEP * np.eye(len(x))], 1)
         for damping in (0.3, 5.0, 50.0):
             level = damping * np.eye(len(x))
             step = np.linalg.solve(J.T @ J + level, -J.T @ here).clip(-1.5, 1.5)
             there = residual(x + step)
-            if (there**2).sum() < 0.98 * (here**2).sum():
+            if (there**2).sum() < (here**2).sum():
                 break
         else:
-            break
+            if turn % 2 == 0:
+                break
+            continue
+        J += np.outer(there - here - J @ step, step) / (step @ step)
         x, here = x + step, there
     return _routing(x)
 
 
+#: of what `_compared` finds: reuse from the second distance on counts less
+WEIGHTS = np.array([1.0] * 13 + [0.3] * (len(LAGS) - 1) + [1.0] * 2)
 #: how strongly a fit holds on to `TYPICAL`, in percent of a statistic for a factor e; and how far
 #: it looks for a slope
-PRIOR = 0.4
+PRIOR = 1.0
 STEP = 0.25
 
 
 def _coordinates(routing: Routing) -> np.ndarray:
-    """Seven numbers without bounds: logarithms, of shares relative to the token's own."""
+    """Eight numbers without bounds: logarithms, of shares relative to the token's own."""
     shares = np.array([getattr(routing, part) for part in PARTS])
     rest = routing.passage_tokens, routing.neighbour_tokens, routing.width
-    return np.concatenate([np.log(shares / (1 - shares.sum())), np.log(rest)])
+    return np.concatenate([np.log(shares / (1 - shares.sum())), np.log(rest), [routing.skew]])
 
 
 def _routing(x: np.ndarray) -> Routing:
     """Of `_coordinates`."""
     shares = np.exp(x[:4]) / (1 + np.exp(x[:4]).sum())
     popularity, text, passage, neighbours = shares.tolist()
-    slow, fast, width = np.exp(x[4:]).tolist()
-    return Routing(popularity, text, passage, slow, neighbours, fast, max(width, 1.0))
+    slow, fast, width = np.exp(x[4:7]).tolist()
+    skew = float(x[7])
+    return Routing(popularity, text, passage, slow, neighbours, fast, max(width, 1.0), skew)
 
 
 def _compared(trace: RoutingTrace) -> np.ndarray:
     """What a fit compares, in percent; nan where a trace does not say it."""
-    from moelab.trace.statistics import chosen, statistics
+    from moelab.trace.statistics import chosen, hit_rates, next_layer, popularity
 
-    told = statistics(trace)
-    hits = [rate for policy in ("lru", "lfu", "belady") for rate in told.hits[policy]]
+    hits = hit_rates(trace, policies=("lru", "lfu", "belady")).values()
     had = chosen(trace)
     sequence = trace.sequence.sort().values.numpy()
     reuse = []
@@ -251,4 +259,5 @@ def _compared(trace: RoutingTrace) -> np.ndarray:
         pairs = sequence[lag:] == sequence[:-lag]
         shared = had[:-lag][pairs] & had[lag:][pairs]
         reuse.append(shared.sum() / max(had[lag:][pairs].sum(), 1) if pairs.sum() > 50 else np.nan)
-    return 100 * np.array([*hits, *reuse, told.entropy / log2(trace.spec.E), told.next_layer])
+    entropy = popularity(trace)[0] / log2(trace.spec.E)
+    return 100 * np.array([*sum(hits, ()), *reuse, entropy, next_layer(trace)])

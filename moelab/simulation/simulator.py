@@ -27,6 +27,8 @@ from moelab.offloading.step import StepController
 from moelab.simulation.costs import Machine, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
+from moelab.simulation.traced import as_opened, run_of
+from moelab.trace import RoutingTrace
 
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
@@ -85,7 +87,7 @@ def simulate(
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : of each forward, the (layer, {expert: tokens}) of its layers.
-    forwards : (…, tokens, phase) of each.
+    forwards : (tokens, phase) of each; of one that verifies drafts also these and how many are right.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
@@ -109,8 +111,7 @@ def simulate(
     controller = StepController(residency, simulated.queue, gate, order)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, forward, predicted in passes:
-        tokens, phase, *drafts = forward[2:] if isinstance(forward, Forward) else forward[-2:]
+    for step, (tokens, phase, *drafts), predicted in passes:
         begun = simulated.now
         controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
@@ -145,8 +146,9 @@ def _forward(
 
 
 def replay(
-    run: EngineRun,
+    run: EngineRun | RoutingTrace,
     *,
+    memory: str | float | None = None,
     cache: Any = None,
     device: str | Path | DeviceSpec | None = None,
     pools: Pools | None = None,
@@ -156,7 +158,8 @@ def replay(
     all experts in it. As it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, as does, in less memory, one
-        that has read nothing.
+        that has read nothing. Or a trace, as `run_of` plays it, which always needs a device.
+    memory : of a trace's experts that are kept, "25%" or "8GB"; None: all. A run has its own.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
@@ -165,11 +168,17 @@ def replay(
         `moelab.names("scheduler")`, or a function of your own.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card
-    without the figures that are needed, a run whose policy is an instance, and, without a device,
-    the run of a model in memory or on a GPU."""
+    without the figures that are needed, a run whose policy is an instance, a trace of experts whose
+    sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
+    GPU."""
+    if isinstance(run, RoutingTrace):
+        run = run_of(run, memory, pools=pools)
+    elif memory is not None:
+        raise ValueError("memory is of a trace; a run has its own: give pools=")
     if not isinstance(run, EngineRun):
         raise TypeError(
-            f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run"
+            f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
+            "a moelab.RoutingTrace"
         )
     settings = run.settings
     policy = cache or run.settings.policy
@@ -180,20 +189,12 @@ def replay(
         )
     if policy == "belady":
         policy = Belady(flat(run.steps))
-    residency = Residency(
-        settings.spec.L,
-        settings.spec.E,
-        pools or settings.pools,
-        policy,
-        settings.scope,
-        settings.margin,
-    )
-    residency.fill()
+    residency = as_opened(replace(settings, pools=pools or settings.pools, policy=policy))
     machine = machine_of(run, device, reads=not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
     return simulate(
         run.steps,
-        run.forwards,
+        [forward[2:] for forward in run.forwards],
         residency,
         machine,
         staging=settings.staging,
@@ -221,6 +222,11 @@ def machine_of(
         raise ValueError(
             "this run's model was in memory, so nothing was read and no delay is known: give "
             "device=, or record a run of open_model(…, memory=…)"
+        )
+    if not len(run.timeline):
+        raise ValueError(
+            "nothing was measured here, as of a trace, so no delay is known: give device=, one of "
+            'moelab.names("device") or a card of your own'
         )
     if run.settings.device != "cpu":
         raise ValueError(

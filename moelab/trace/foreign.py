@@ -84,7 +84,7 @@ def trace_of(found: Columns, name: str, spec: MoESpec | None, model_id: str) -> 
         found = _chosen(found, spec)
     elif found.logits is not None:
         found = replace(found, experts=found.logits.shape[-1])
-    ids = _integers("ids", found.ids, 3)
+    ids = integers("ids", found.ids, 3)
     if not ids.size:
         raise ValueError(f"it has no routing: ids are {list(ids.shape)}")
     weights = _weights(found.weights, ids)
@@ -105,6 +105,8 @@ def trace_of(found: Columns, name: str, spec: MoESpec | None, model_id: str) -> 
         columns["weights"] = torch.from_numpy(np.where(ids < spec.E, weights[:, kept], 0))
     for column in ("sequence", "position", "tokens"):
         columns[column] = _per_token(column, getattr(found, column), T, np.iinfo(np.int32).max)
+    if columns["sequence"] is not None:  # their numbers may be anybody's
+        columns["sequence"] = columns["sequence"].unique(return_inverse=True)[1].int()
     columns["phase"] = _per_token("phase", found.phase, T, DECODE, torch.uint8)
     _check_order(columns["sequence"], columns["position"], columns["phase"])
     return RoutingTrace.of_ids(torch.from_numpy(ids), spec, model_id, **columns)
@@ -132,7 +134,8 @@ def _chosen(found: Columns, spec: MoESpec | None) -> Columns:
     return replace(found, ids=ids.numpy(), weights=weights.numpy(), experts=logits.shape[-1])
 
 
-def _integers(name: str, values: Any, dims: int) -> np.ndarray:
+def integers(name: str, values: Any, dims: int) -> np.ndarray:
+    """`values` as int64; ValueError unless they are integers with so many dimensions."""
     values = np.asarray(values)
     if values.dtype.kind not in "iu" or values.ndim != dims:
         raise ValueError(
@@ -205,7 +208,7 @@ def _per_token(
 ) -> torch.Tensor | None:
     if values is None:
         return None
-    values = _integers(name, values, 1)
+    values = integers(name, values, 1)
     if len(values) != T or values.min() < 0 or values.max() > most:
         raise ValueError(
             f"{name} has {len(values)} values from {values.min()} to {values.max()}; it must have {T}, "

@@ -17,7 +17,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from moelab.base.schema import Count, Size, parse_json, typed
-from moelab.trace.foreign import Columns
+from moelab.trace.foreign import Columns, integers
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 SIDECARS = ("hs_", "logit_")
@@ -30,7 +30,7 @@ class Record(TypedDict):
     layer: Count
     num_tokens: Size
     topk: Size
-    top_indices: list[list[int]]
+    top_indices: list
     block: NotRequired[str]
     stage: NotRequired[str]
     rank: NotRequired[int]
@@ -51,7 +51,7 @@ def read(path: Path) -> Columns:
         if record.get("block", "decoder") != "decoder":
             ignored.add(f"the block {record['block']}")
             continue
-        ids = np.array(record["top_indices"])
+        ids = integers(f"top_indices of line {number}", record["top_indices"], 2)
         if ids.shape != (record["num_tokens"], record["topk"]):
             raise ValueError(
                 f"line {number} has top_indices {ids.shape}, which is not what it says"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -75,10 +75,12 @@ class RoutingTrace:
         T, ran = len(ids), ids < spec.E
         known = {name: column for name, column in columns.items() if column is not None}
         sequence = known.setdefault("sequence", torch.zeros(T, dtype=torch.int32))
-        for number in sequence.unique() if "position" not in known else ():
-            mine = sequence == number
-            known.setdefault("position", torch.empty(T, dtype=torch.int32))
-            known["position"][mine] = torch.arange(int(mine.sum()), dtype=torch.int32)
+        if "position" not in known:
+            _, which, counts = sequence.unique(return_inverse=True, return_counts=True)
+            by = which.argsort(stable=True)
+            known["position"] = torch.empty(T, dtype=torch.int32)
+            starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+            known["position"][by] = (torch.arange(T) - starts).int()
         known.setdefault("weights", ran / spec.K)
         known.setdefault("phase", torch.full((T,), DECODE, dtype=torch.uint8))
         known.setdefault("tokens", torch.zeros(T, dtype=torch.int32))
@@ -98,6 +100,13 @@ class RoutingTrace:
             name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None
         }
         return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
+
+    def in_phase(self, phase: int, least: int = 1) -> RoutingTrace:
+        """This trace or, if it has fewer tokens than that in a phase, all of its tokens as if they
+        were in it: a text is routed alike whether it is read or written."""
+        if int((self.phase == phase).sum()) >= least:
+            return self
+        return replace(self, phase=torch.full_like(self.phase, phase))
 
     def counts(self) -> torch.Tensor:
         """Tokens that each expert executed: int64 [L, E]."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moelab.base.schema import typed
-from moelab.trace.foreign import Columns
+from moelab.trace.foreign import Columns, integers
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 EXTEND, ONE_TOKEN = 1, 2
@@ -59,8 +59,7 @@ def _pass(record: Any, sequences: _Sequences) -> dict[str, np.ndarray] | None:
         raise ValueError("a record has no topk_ids_of_layer, so it is not of the mode per_token")
     ids = np.asarray(record["topk_ids_of_layer"]).swapaxes(0, 1)
     mode = typed(record.get("forward_mode"), int, "forward_mode")
-    tokens = np.asarray(typed(record.get("input_ids"), list[int], "input_ids"), np.int64)
-    position = np.asarray(typed(record.get("positions"), list[int], "positions"), np.int64)
+    tokens, position = (integers(name, record.get(name), 1) for name in ("input_ids", "positions"))
     if ids.ndim != 3 or not len(ids) == len(tokens) == len(position):
         raise ValueError(
             f"a record has ids {ids.shape} of {len(tokens)} tokens, {len(position)} places"

@@ -195,4 +195,4 @@ def next_layer(trace: RoutingTrace) -> float:
             best = np.argsort(-(here[tried] @ given), 1, kind="stable")[:, : trace.spec.K]
             right += np.take_along_axis(there[tried], best, 1).sum()
             asked += there[tried].sum()
-    return right / asked if asked else float("nan")
+    return float(right / asked) if asked else float("nan")

@@ -6,8 +6,8 @@ formula for a layer's time. Here the best of its divisions only become candidate
 that keep one state only; each is played by the simulator on the same tokens, from a warm cache, and
 the fastest wins: in simulation no plan is slower than the best single state.
 
-Tokens are drawn from a calibration's counts, each layer by itself, as the planner sees them: a real
-token repeats more of the one before. Only TPOT is compared; of the prompts nothing counts, neither
+Tokens are those of a trace, or drawn from a calibration's counts, each layer by itself, as the
+planner sees them: a real token repeats more of the one before. Only TPOT is compared; of the prompts nothing counts, neither
 their time nor what they leave in the cache. Left out: prefetching, and what `simulator` leaves out.
 
 Shapes: shares [L, E] of tokens that need each expert, their sum in a layer K.
@@ -25,13 +25,14 @@ from moelab.base.progress import progress
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
-from moelab.calibration import Calibration
+from moelab.calibration import Calibration, calibrate
 from moelab.models.identity import identity
 from moelab.offloading.offload import Memory
 from moelab.offloading.slots import Sizes
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
-from moelab.trace import DECODE
+from moelab.simulation.traced import forwards_of
+from moelab.trace import DECODE, RoutingTrace
 from moelab.zipmoe import selection
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import plans
@@ -78,21 +79,37 @@ def shares_of(calibration: Calibration) -> np.ndarray:
     return calibration.counts(DECODE).double().numpy() / calibration.tokens[DECODE]
 
 
+def own_steps(trace: RoutingTrace, most: int = WARM + TIMED) -> Steps:
+    """The first decode steps of a trace. ValueError without two."""
+    passes = zip(*forwards_of(trace))
+    steps = [step for step, forward in passes if forward.phase == "decode"][:most]
+    if len(steps) < 2:
+        raise ValueError(
+            f"the trace of {trace.spec.name} has {len(steps)} tokens in decode, which a plan is for; "
+            "give one of at least 2, or trace.in_phase(DECODE, 2)"
+        )
+    return steps
+
+
 def auto_pools(
-    calibration: Calibration | None, model: Any, memory: Memory, delays: Delays
+    calibration: Calibration | RoutingTrace | None, model: Any, memory: Memory, delays: Delays
 ) -> Pools:
-    """What plan="auto" keeps, once a model is open: the fastest of `best_pools`. ValueError without
-    a calibration, or for another model's."""
+    """What plan="auto" keeps, once a model is open: the fastest of `best_pools` on a trace's own
+    steps, or on those drawn from a calibration. ValueError without either, or for another
+    model's."""
     if calibration is None:
         raise ValueError(
             "plan='auto' divides the memory by how popular experts are: give calibration=, which "
-            "`moelab calibrate MODEL FILE` makes"
+            "`moelab calibrate MODEL FILE` makes, or a moelab.RoutingTrace"
         )
-    how = memory.how
+    how, trace = memory.how, calibration
+    if traced := isinstance(trace, RoutingTrace):
+        calibration = calibrate(trace)
     shares = shares_of(calibration.require(identity(model), memory.store.spec))
+    steps = own_steps(trace) if traced else drawn(shares, WARM + TIMED)
     return best_pools(
         shares,
-        drawn(shares, WARM + TIMED),
+        steps,
         memory.kept,
         memory.sizes,
         Machine(delays, how.workers),
@@ -100,6 +117,7 @@ def auto_pools(
         policy=how.cache,
         scope=how.scope,
         margin=how.margin,
+        warm=len(steps) * WARM // (WARM + TIMED),
     )[0].pools
 
 

@@ -35,6 +35,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.store.layout import ExpertStore
+from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 #: arithmetic and knowledge stand for Fig. 6's GSM8K and MMLU
 SOURCES = ("arithmetic", "knowledge", "code")
@@ -223,6 +224,55 @@ def measure(
                 for ids in progress(asked, f"prefetching for {source}", unit="prompt")
             ]
     return found
+
+
+def answered(trace: RoutingTrace) -> list[int]:
+    """The sequences of a trace that have a prompt and an answer. ValueError: none has."""
+    both = [set(trace.sequence[trace.phase == phase].tolist()) for phase in (PREFILL, DECODE)]
+    if not (found := sorted(set.intersection(*both))):
+        raise ValueError(
+            f"no sequence of the trace of {trace.spec.name} has tokens in prefill and in decode: "
+            "a prompt and its answer are needed"
+        )
+    return found
+
+
+def of_traces(traces: Mapping[str, RoutingTrace], x: int = 0) -> dict[str, list[dict[str, Answer]]]:
+    """The same counted on traces, source → one for each of its sequences with a prompt and an
+    answer; without an engine, so nothing is read. What calibrates are a source's other sequences,
+    and the other sources; `WAYS` of which some sequence has nothing are left out.
+
+    Raises ValueError: no sequence of one has both."""
+    every = {name: trace.counts().numpy() for name, trace in traces.items()}
+    found: dict[str, list[dict[str, Answer]]] = {}
+    for source, trace in traces.items():
+        elsewhere = sum(counts for name, counts in every.items() if name != source)
+        found[source] = []
+        for sequence in answered(trace):
+            mine = trace.sequence == sequence
+            prompt, answer = (trace.select(mine & (trace.phase == p)) for p in (PREFILL, DECODE))
+            counts = prompt.counts().numpy()
+            same = every[source] - trace.select(mine).counts().numpy()
+            known = {way: of for way, of in zip(WAYS, (counts, same, elsewhere)) if np.any(of)}
+            found[source].append(
+                {
+                    way: _counted(answer, counts, most_used(of, x or trace.spec.K))
+                    for way, of in known.items()
+                }
+            )
+    known = set.intersection(*(set(one) for of in found.values() for one in of))
+    return {
+        source: [{way: one[way] for way in WAYS if way in known} for one in of]
+        for source, of in found.items()
+    }
+
+
+def _counted(trace: RoutingTrace, counts: np.ndarray, resident: np.ndarray) -> Answer:
+    wanted = np.zeros((len(trace), trace.spec.L, trace.spec.E + 1), bool)
+    np.put_along_axis(wanted, trace.ids.numpy().astype(np.int64), True, axis=2)
+    wanted = wanted[..., :-1]
+    hits = int((wanted & resident).sum())
+    return Answer(trace.tokens.numpy(), counts, resident, wanted, hits, int(wanted.sum()), 0)
 
 
 def table(

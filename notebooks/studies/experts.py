@@ -27,9 +27,7 @@ from torch.nn.functional import linear
 from moelab.base.arguments import number, whole
 from moelab.base.records import Numbers, Records
 from moelab.base.registry import make
-from moelab.bench import measure
-from moelab.bench.layers import Arms, Layers, PackedExperts, rounds_of
-from moelab.bench.measure import Samples
+from moelab.bench.measure import share
 from moelab.bench.results import tenths
 from moelab.experts import EXECUTORS
 from moelab.experts.gemv import GEMV
@@ -37,6 +35,9 @@ from moelab.fast.packing import packed_as
 from moelab.kernels.compile import kernel
 from moelab.models import compat
 from moelab.store import bf12
+
+from .layers import Arms, Layers, PackedExperts, rounds_of
+from .timing import Samples, speed_up, torch_threads
 
 STOCK = ("eager", "batched_mm", "grouped_mm")
 #: GEMV on packed weights
@@ -196,13 +197,11 @@ class ExpertTimes:
                 "ms": 1e3 * taken,
                 "10 %": 1e3 * low,
                 "90 %": 1e3 * high,
-                "× transformers' best": measure.speed_up(self.samples, name, best),
+                "× transformers' best": speed_up(self.samples, name, best),
                 "GB/s": read / taken / 1e9,
-                "of bandwidth": measure.share(read / taken / self.bandwidth),
+                "of bandwidth": share(read / taken / self.bandwidth),
                 "GFLOP/s": self.flops / taken / 1e9,
-                "of roofline": measure.share(
-                    max(read / self.bandwidth, self.flops / self.rate) / taken
-                ),
+                "of roofline": share(max(read / self.bandwidth, self.flops / self.rate) / taken),
             }
         return rows
 
@@ -223,7 +222,7 @@ class ExpertBenchmark:
         self.expert_flops, self.threads = 6 * H * I, threads or os.cpu_count() or 1
         self.layers = TimedLayers(E, K, H, I, torch.bfloat16, cold)
         self._pool = ThreadPoolExecutor(self.threads)
-        with measure.torch_threads(self.threads):
+        with torch_threads(self.threads):
             self._limits = Limits(self.layers, self._pool)
 
     def close(self) -> None:
@@ -232,7 +231,7 @@ class ExpertBenchmark:
 
     def executors(self, T: int, rounds: int, left_out: Collection[str] = LEFT_OUT) -> ExpertTimes:
         """Every executor on T tokens, in turn, another routing and layer in each round."""
-        with measure.torch_threads(self.threads), torch.inference_mode():
+        with torch_threads(self.threads), torch.inference_mode():
             arms, read = self.layers.arms(T, rounds + 1, left_out)
             arms = {name: arm for name, arm in arms.items() if name not in left_out}
             samples = rounds_of(self._limits.arms | arms, rounds + 1, f"{T} token{'s' * (T > 1)}")
@@ -249,7 +248,7 @@ class ExpertBenchmark:
         """Decode steps of each batch with the needed experts' weights, and with all: batch →
         executor → seconds."""
         found = {}
-        with measure.torch_threads(self.threads), torch.inference_mode():
+        with torch_threads(self.threads), torch.inference_mode():
             for b in batches:
                 arms, _ = self.layers.arms(b, rounds + 1)
                 found[b] = rounds_of(

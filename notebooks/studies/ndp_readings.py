@@ -1,4 +1,4 @@
-"""Other readings of GPU-NDP's text, other machines, and recorded routing, for notebook 07.
+"""Other readings of GPU-NDP's text, and other machines, for notebook 07.
 
 `Readings` are the `Assumptions` with all else that the text leaves open: its `system` has the
 schedules by each reading."""
@@ -15,9 +15,7 @@ from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep, Plan
-from moelab.ndp.routing import PromptRouting
 from moelab.ndp.systems import GPUNDP, MoNDE, System, unit_loads
-from moelab.trace import DECODE, PREFILL, RoutingTrace
 
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil}
 SHARES = ROUND | {"none": np.positive}  # of an expert
@@ -179,21 +177,3 @@ class Readings(Assumptions):
                 own["limit"] = "memory" if system.cached else self.limit
             return ReadGPUNDP(**own, rounding=self.rounding, eq2_tokens=self.eq2_tokens)
         return system
-
-
-def recorded_routing(trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
-    """One sequence of a recorded trace; its history are the other sequences.
-
-    Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a decode.
-    """
-    mine = trace.sequence == sequence
-    parts = [trace.select(mine & (trace.phase == phase)).ids.numpy() for phase in (PREFILL, DECODE)]
-    if not all(map(len, parts)):
-        raise ValueError(
-            f"sequence {sequence} of the trace has {len(parts[0])} prefill and "
-            f"{len(parts[1])} decode tokens and both are needed; the trace has sequences 0 to "
-            f"{trace.sequences - 1}"
-        )
-    return PromptRouting(
-        trace.spec, *parts, history=trace.select(~mine).counts().numpy().astype(float)
-    )

@@ -20,12 +20,13 @@ import torch
 
 from moelab.base.arguments import whole
 from moelab.base.records import Numbers, Records
-from moelab.bench.layers import Layers
 from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
 from moelab.parallel.sharding import ShardedExperts
-from moelab.static.eplb import balance, consecutive, imbalance
+
+from .eplb import balance, consecutive, imbalance
+from .layers import Layers
 
 KIND = "exact"
 MEASURES = ("moelab/parallel", "moelab/static")

@@ -52,6 +52,7 @@ from moelab.zipmoe.planner import best_pools
 from moelab.zipmoe.planning import CachePlan, plans
 
 from .popularity import inclusion_probabilities
+from .timing import torch_threads
 
 SOURCES = ("code", "prose", "needle", "lookup")
 STATES = "FCSE"
@@ -97,9 +98,7 @@ def steps_of(trace: RoutingTrace) -> tuple[list[Any], list[tuple[int, str]]]:
 def tpot(found: Simulation) -> float:
     """Mean over decode steps, seconds: means add up, so expectations, limits and simulations can be
     compared."""
-    return float(
-        np.mean([end - start for start, end, _, phase in found.forwards if phase == "decode"])
-    )
+    return float(np.mean([of.end - of.start for of in found.forwards if of.phase == "decode"]))
 
 
 class Bench:
@@ -442,7 +441,7 @@ def stationary(
                 residency = Residency(bench.L, bench.E, of.pools, of.policy)
                 for step in flat(steps):
                     residency.begin(*step)
-                run = session.steps, session.forwards, residency
+                run = session.steps, [of[2:] for of in session.forwards], residency
                 played[of] = bench.simulated(*run, of.order, machine)
                 agree("hits and evictions", session.run.counters, played[of].counters)
     return Warm(
@@ -477,7 +476,7 @@ def run(
     seed: int = 0,
 ) -> Records:
     sections = {}
-    with measure.torch_threads(1):  # tiny matrices; the other cores read and decompress
+    with torch_threads(1):  # tiny matrices; the other cores read and decompress
         bench = Bench("", "", disk_mbs * 1e6, 40, 24, 2 * prompts, min(budgets), 1, 2, seed)
         for share in budgets:
             found = stationary(bench, share, before, tokens, ablation)

@@ -15,7 +15,8 @@ groups. Models differ in their number of experts, so "above chance" is (overlap 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import permutations
 from operator import add
@@ -99,6 +100,33 @@ class Popularity(NamedTuple):
         traces = {(name, split): of[name] for split, of in by_split.items() for name in every}
         return cls(list(names), traces, offline, unseen)
 
+    @classmethod
+    def of_traces(cls, given: Mapping[str, RoutingTrace]) -> Popularity:
+        """Of traces that others recorded, name → trace: every other sequence is unseen, of a single
+        one the second half."""
+        halves = {name: halved(trace) for name, trace in given.items()}
+        traces = {
+            (name, split): of
+            for name, pair in halves.items()
+            for split, of in zip(("train", "test"), pair)
+        }
+        offline, unseen = (
+            {name: calibrate(pair[i], source=name) for name, pair in halves.items()} for i in (0, 1)
+        )
+        return cls(list(given), traces, offline, unseen)
+
+    @property
+    def phases(self) -> dict[str, int]:
+        """Those of which every calibration has tokens."""
+        every = [*self.offline.values(), *self.unseen.values()]
+        named = {"prefill": PREFILL, "decode": DECODE}
+        return {name: at for name, at in named.items() if all(of.tokens[at] for of in every)}
+
+    @property
+    def main(self) -> str:
+        """The phase that has more of the tokens."""
+        return max(self.phases, key=lambda name: self.calibration.tokens[self.phases[name]])
+
     @property
     def calibration(self) -> Calibration:
         """Of all sources together: those of one model add up."""
@@ -106,17 +134,18 @@ class Popularity(NamedTuple):
 
     def pooled(self, k: int) -> Tensor:
         """Overlap@K of a source's unseen prompts together with its calibration, [sources, L]."""
+        phase = self.phases[self.main]
         return torch.stack(
-            [overlap(self.offline[name], self.unseen[name], k) for name in self.names]
+            [overlap(self.offline[name], self.unseen[name], k, phase) for name in self.names]
         )
 
     def per_prompt(self, k: int) -> Tensor:
         """Of each unseen prompt by itself, the median over prompts, [sources, L]."""
-        found = []
+        found, phase = [], self.phases[self.main]
         for name in self.names:
             trace = self.traces[name, "test"]
             each = [calibrate(trace.select(trace.sequence == s)) for s in range(trace.sequences)]
-            by_prompt = torch.stack([overlap(self.offline[name], one, k) for one in each])
+            by_prompt = torch.stack([overlap(self.offline[name], one, k, phase) for one in each])
             found.append(by_prompt.nanquantile(0.5, 0))
         return torch.stack(found)
 
@@ -139,7 +168,24 @@ class Popularity(NamedTuple):
 
     def loads(self, split: str, size: int) -> Tensor:
         """Tokens of each expert in chunks of prefill, [chunks, L, E]."""
-        return torch.cat([chunk_loads(self.traces[name, split], size) for name in self.names])
+        traces = (self.traces[name, split].in_phase(PREFILL, size) for name in self.names)
+        return torch.cat([chunk_loads(trace, size) for trace in traces])
+
+
+def halved(trace: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace]:
+    """Every other sequence, and the rest, numbered anew; of one sequence the first and the second
+    half of each phase's tokens."""
+    known, number = trace.sequence.unique(return_inverse=True)
+    later = number % 2 == 1
+    if len(known) == 1:
+        for phase in trace.phase.unique():
+            mine = torch.nonzero(trace.phase == phase).flatten()
+            later[mine[len(mine) // 2 :]] = True
+    parts = (trace.select(mask) for mask in (~later, later))
+    first, second = (
+        replace(part, sequence=part.sequence.unique(return_inverse=True)[1].int()) for part in parts
+    )
+    return first, second
 
 
 def recorded(

@@ -20,14 +20,14 @@ import torch
 
 from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
-from moelab.bench import measure
-from moelab.bench.measure import Samples
 from moelab.bench.memory_limit import drop_cached
 from moelab.bench.synthesize import synthetic_expert
 from moelab.evaluation.intervals import Interval
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, decode, empty_tensors, modes
 from moelab.store.writer import StoreWriter
+
+from .timing import Samples, gain
 
 #: row of a timeline → (kind, begin, end) in seconds from the start
 Timeline = dict[str, list[tuple[str, float, float]]]
@@ -140,7 +140,7 @@ class Study(NamedTuple):
 
     def gain(self, way: str) -> Interval:
         """Times the rate of uncompressed reading."""
-        return measure.gain(self.samples[0.0], way, BASE)
+        return gain(self.samples[0.0], way, BASE)
 
     def rates(self, limit: float = 0.0) -> dict[str, float]:
         """GB of weights a second of each way."""

@@ -46,7 +46,6 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import SCOPES, Residency
 from moelab.evaluation import accuracy
 from moelab.evaluation.intervals import Interval, ratio
-from moelab.evaluation.predictors import Score, choose, score
 from moelab.evaluation.questions import REMEMBERED, prompts
 from moelab.offloading.session import Session
 from moelab.recording import record
@@ -55,6 +54,8 @@ from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.next_token import NextToken, fit
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
+
+from .predictor_scores import Score, choose, score
 
 #: of all prompts
 SOURCES = ("code", "prose", "needle_multikey", "lookup")

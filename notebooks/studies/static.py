@@ -21,7 +21,6 @@ from torch import Tensor
 
 from moelab.base.library import token_count
 from moelab.base.records import Record, Records
-from moelab.bench.layers import Layers
 from moelab.calibration import Calibration
 from moelab.cards import load_device, load_model
 from moelab.evaluation import questions
@@ -37,6 +36,7 @@ from moelab.static.tiers import Group, Tiers, capacity_tiers, form_groups
 from moelab.trace import PREFILL, RoutingTrace
 
 from . import blocks
+from .layers import Layers
 from .popularity import inclusion_probabilities
 
 SIZES = (8, 16, 32, 64, 128, 256, 512)  # of blocks, tokens

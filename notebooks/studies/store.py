@@ -24,8 +24,6 @@ import numpy as np
 import torch
 
 from moelab.base.records import Numbers, Records
-from moelab.bench.layers import Layers, PackedExperts, rounds_of
-from moelab.bench.measure import Samples, gain, speed_up
 from moelab.bench.results import load_average
 from moelab.bench.synthesize import synthetic_expert
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -36,6 +34,9 @@ from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.headers import NAMES
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
+
+from .layers import Layers, PackedExperts, rounds_of
+from .timing import Samples, gain, speed_up
 
 EXPERT = 16 << 20  # bytes of the expert that is measured
 MOST = 16  # experts of a token at most, of `DecodedExperts`

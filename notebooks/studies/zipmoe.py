@@ -31,12 +31,14 @@ from moelab.base.records import Numbers, Records
 from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
+from moelab.calibration import calibrate
 from moelab.cards import load_card, load_device, load_model
 from moelab.offloading.slots import Sizes, divide
 from moelab.simulation import costs
 from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays_of
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
-from moelab.zipmoe.planner import drawn
+from moelab.trace import RoutingTrace
+from moelab.zipmoe.planner import drawn, own_steps, shares_of
 from moelab.zipmoe.planning import plans
 
 KIND = "simulated"
@@ -211,15 +213,28 @@ def union(steps: Steps) -> list[tuple[int, dict[int, int]]]:
     ]
 
 
-def caching(
-    machine: Machine, f: np.ndarray, budgets: Sequence[int], tokens: int, seed: int
-) -> dict[str, dict[int, float]]:
-    """Way of caching → GB → mean seconds of a decode step, by a popularity curve f [ranks] that is
-    stretched over the model's experts; five times as many tokens as are timed warm the cache."""
-    spec, sizes = machine.spec, machine.sizes
+def stretched(
+    f: np.ndarray, spec: MoESpec, tokens: int, seed: int
+) -> tuple[np.ndarray, Steps, int]:
+    """What `caching` takes, by a popularity curve f [ranks] that is stretched over a model's
+    experts."""
     f = np.interp((np.arange(spec.E) + 0.5) / spec.E, (np.arange(len(f)) + 0.5) / len(f), f)
     f *= spec.K / f.sum()
-    steps = drawn(np.tile(f, (spec.L, 1)), 6 * tokens, seed)
+    return f, drawn(np.tile(f, (spec.L, 1)), 6 * tokens, seed), tokens
+
+
+def traced(trace: RoutingTrace, tokens: int) -> tuple[np.ndarray, Steps, int]:
+    """What `caching` takes, of a trace's own decode steps; fewer are timed where it is short."""
+    shares, steps = shares_of(calibrate(trace)), own_steps(trace, 6 * tokens)
+    return np.sort(shares, 1)[:, ::-1].mean(0), steps, min(tokens, len(steps) // 2)
+
+
+def caching(
+    machine: Machine, budgets: Sequence[int], f: np.ndarray, steps: Steps, tokens: int
+) -> dict[str, dict[int, float]]:
+    """Way of caching → GB → mean seconds of the last so many decode steps; the others warm the
+    cache, f [E] is the experts' popularity by rank."""
+    sizes = machine.sizes
     ways = {
         "uncompressed, LRU": (machine.raw, "lru", lambda n: Pools(F=n // sizes.full)),
         "compressed on disk, F, LRU": (

@@ -9,9 +9,13 @@ from moelab.advice import machine, sample, verify
 from moelab.bench import profile
 
 
+@pytest.fixture(autouse=True)
+def quick_rates(monkeypatch):
+    monkeypatch.setattr(machine, "SECONDS", 0.0)
+
+
 @pytest.fixture
 def small_samples(monkeypatch):
-    monkeypatch.setattr(machine, "SECONDS", 0.0)
     monkeypatch.setattr(sample, "SECONDS", 0.01)
     monkeypatch.setattr(sample, "SIZE", 1 << 20)
     monkeypatch.setattr(profile, "MINIMUM", 1)

@@ -72,7 +72,7 @@ def test_notes_that_cannot_be_kept_stop_no_advice(tmp_path, monkeypatch):
     """guillochon/MOSFiT pull requests 172 and 249, pypa/pip issue 7488."""
     (tmp_path / "file").touch()
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "file" / "cache"))
-    ran = {"tpot": [2.0] * 4, "ttft": 1.0, "peak": 1, "limit": ""}
+    ran = {"tpot": [2.0] * 4}
     with pytest.warns(UserWarning, match="MOELAB_CACHE"):
         Kept("a").add(WAY, 1, ran)
     assert Kept("a").corrected(WAY, 1).tpot == 2.0 and (tmp_path / "file").read_text() == ""

@@ -1,13 +1,14 @@
 """The simulated space beside counts by hand, and properties that hold for any model, machine and
 memory."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
 from moelab import advise
 from moelab.advice import space
-from moelab.advice.assumed import assumed
+from moelab.advice.assumed import SHARES, TEXTS, assumed, hit_rate
 from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, DECODED, Model
 from moelab.advice.question import Question
@@ -71,6 +72,31 @@ def test_forms_by_hand():
     assert card_costs(CARD, MODEL)(DECODED) is None  # nobody said how fast it is decoded
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+def test_scenes_are_what_the_assumed_texts_ask_for(batch):
+    """Beside a loop over sequences and tokens; the first has the middle hit rate of `TEXTS`."""
+    routing = assumed(SPEC, batch)
+    length = space.PROMPT + space.WARM + space.TIMED
+    texts = routing.texts(SPEC.L, [length] * batch)
+    found = scenes(routing)
+    assert len(found) == len(texts)
+    wanted = []
+    for ids in texts:
+        steps = [[Counter() for _ in range(SPEC.L)] for _ in range(1 + length - space.PROMPT)]
+        for at, token in enumerate(ids):
+            step = steps[max(at % length - space.PROMPT + 1, 0)]
+            for layer, experts in enumerate(token):
+                step[layer].update(experts.tolist())
+        wanted.append([[(layer, dict(n)) for layer, n in enumerate(step)] for step in steps])
+    for scene in found:
+        wanted.remove([[(layer, experts) for layer, experts in step] for step in scene.steps])
+        assert scene.shares.sum(1) == pytest.approx([SPEC.K] * SPEC.L) and scene.shares.min() > 0
+        assert sum(n for n, _ in scene.forwards) == length * batch
+    assert wanted == []
+    rates = [hit_rate(scene.steps, SPEC.E, SHARES[1]) for scene in found[:TEXTS]]
+    assert sorted(rates)[TEXTS // 2] == rates[0]
+
+
 def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
     """Whatever a line through one token and a prompt says of one: 7 s besides experts of 2 layers,
     2 each."""
@@ -83,7 +109,7 @@ def test_a_token_in_memory_takes_its_experts_and_the_rest_that_was_measured():
 
 def test_the_search_finds_what_trying_every_cache_finds():
     asked = question(6 * 2 * WEIGHTS)
-    found = Search(asked, card_costs(CARD, MODEL), scenes(asked.assumed), Kept(None))
+    found = Search(asked, card_costs(CARD, MODEL), scenes(asked.assumed)[0], Kept(None))
     best, plain = min((way for way in found.found if way.within(0.0)), key=lambda way: way.tpot), []
     for form in (AS_IS, "bf12"):
         costs = card_costs(CARD, MODEL)(form)

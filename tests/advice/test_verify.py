@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from moelab import advise
+from moelab import advise, open_model
 from moelab.advice import sample, simulated, space, verify
 from moelab.advice.kept import SIMULATED, Kept
 from moelab.advice.model import AS_IS, Model, find_model
@@ -33,7 +33,7 @@ def way(form=AS_IS, tpot=1.0, loss=0.0, budget=50, **how):
 
 
 def record(kept, one, tpot, loss=None):
-    kept.add(one, 1, {"tpot": [tpot], "ttft": 1.0, "peak": 1, "limit": ""}, loss)
+    kept.add(one, 1, {"tpot": [tpot]}, loss)
 
 
 def test_what_was_measured_corrects_the_rest_and_says_so():
@@ -81,7 +81,7 @@ def told(monkeypatch):
             raise KeyboardInterrupt
         if asked[-1] == 7:
             raise RuntimeError("no room")
-        return {"ttft": 1.0, "peak": 5, "limit": "no limit", "loss": None, "tpot": [9.0]}
+        return {"loss": None, "tpot": [9.0]}
 
     monkeypatch.setattr(verify, "fresh", fake)
     monkeypatch.setattr(verify, "stored", lambda model, form, seconds: form)
@@ -122,6 +122,20 @@ def test_a_model_is_run_on_the_tokens_that_are_asked_for(tmp_path):
         assert all(sum(n for _, n in experts) == tokens * spec.K for _, experts in step)
     assert options_of(way(budget=10_000), MODEL) == {"executor": "fast"}
     assert options_of(way(prefetch="router"), MODEL)["prefetch"] == "router"
+
+
+def test_a_prompt_asks_for_each_expert_once(tmp_path):
+    """However long it is, and however few of them fit: so the first token waits for each once."""
+    import torch
+
+    folder = tiny.save("qwen3_moe", tmp_path / "model")
+    with open_model(folder, memory="40%") as lm, torch.inference_mode():
+        assert not lm.moelab.residency.holds_all
+        lm(input_ids=torch.arange(400)[None] % lm.config.vocab_size)
+        read = [event[2:4] for event in lm.moelab.run.timeline if event.bytes]
+        (step,) = lm.moelab.steps
+        assert len(read) == len({*read})
+        assert {*read} == {(layer, expert) for layer, experts in step for expert in experts}
 
 
 def test_a_model_that_is_here_is_advised_verified_and_remembered(

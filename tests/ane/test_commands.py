@@ -41,25 +41,11 @@ def run(line):
 @pytest.mark.parametrize("card", ["Qwen3-30B-A3B", "Phi-3.5-MoE"])
 def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     path = tmp_path / "plan.json"
-    assert run(f"plan {card} --layers 0,31 --prompt 512 --save {path}") == 0
+    assert run(f"plan {card} --layers 0,31 --save {path}") == 0
     out, plan = capsys.readouterr().out, ANEPlan.load(path)
     assert plan.spec.name == card and plan.popularity == "assumed: typical"
     assert f"launches {plan.launches} expert graphs" in out
-    assert "512 tokens on m2-ultra, modelled" in out
     assert max(group.weight_bytes for group in plan.graphs) <= 1200 * 2**20
-
-
-@pytest.mark.parametrize(
-    "arguments, told",
-    [
-        (["DeepSeek-V3"], "DeepSeek-V3 has at least 1,3"),
-        (["Phi-3.5-MoE", "--device", "m2-max"], "m2-max 64 GB of memory"),
-        (["DeepSeek-V2-Lite", "--prompt", "64"], "multi-head latent attention (MLA)"),
-    ],
-)
-def test_what_cannot_be_is_refused(arguments, told, capsys):
-    assert main(["ane", "plan", *arguments]) == 2
-    assert told in capsys.readouterr().err
 
 
 def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, capsys, tmp_path):
@@ -120,7 +106,7 @@ def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monk
     assert "not overwritten" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["doctor", "x"], ["bench", "x"]])
+@pytest.mark.parametrize("arguments", [["doctor", "x"]])
 def test_without_a_mac_it_says_so_and_ends_with_2(arguments, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mac.platform, "system", lambda: "Linux")

@@ -20,12 +20,12 @@ from moelab.bench import (
     machine,
     memory_limit,
     peers,
-    scale,
 )
 from moelab.bench.end_to_end import BASE, together
 from moelab.bench.grid import Experiment, divergence
 from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
+from notebooks.studies import scale
 
 SPEC = MoESpec(
     "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32

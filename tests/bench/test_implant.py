@@ -112,11 +112,9 @@ def test_refusals(tmp_path):
     spec = spec_of("qwen3_moe")
     twice = some_ids(4)
     twice[2, 1] = 5
-    outside = some_ids(4)
-    outside[0, 0, 0] = E
     for ids, words in [
         (twice, "the same expert twice"),
-        (outside, "from 0 to 7"),
+        (np.full((4, L, K), E), "from 0 to 7"),
         (some_ids(4)[..., :1], "K = 1"),
         (some_ids(4)[:, :2], "has 2 layers"),
         (some_ids(3000), "the vocabulary has 2000"),

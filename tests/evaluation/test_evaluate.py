@@ -69,7 +69,6 @@ def test_executors_and_decode_steps(tmp_path):
         ("executor:fsat", "there is no executor"),
         ("executor:capacity:2", "OPTION=VALUE"),
         ("executor:capacity:colour=2", "colour"),
-        ("cache-aware:0.5", "--decode-only"),
     ],
 )
 def test_what_makes_no_sense_is_told_in_a_line(modes, message, capsys):

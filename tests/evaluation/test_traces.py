@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+
 import pytest
 import torch
 
 from moelab.__main__ import main
 from moelab.base.table import percent
 from moelab.calibration import Calibration
+from moelab.simulation.routing import Routing
 from moelab.trace import load
 from moelab.trace.statistics import statistics
 from tests.trace.samples import POPULARITY, TRACES, routed
@@ -57,3 +60,10 @@ def test_counts_become_a_calibration(name, tmp_path, capsys):
     assert run(capsys, "import", *given[:1], tmp_path / "c.safetensors", *given[1:])[0] == 0
     assert torch.equal(Calibration.load(tmp_path / "c.safetensors").counts(), counts)
     assert run(capsys, "import", *given[:1], tmp_path / "c.npy", *given[1:])[0] == 2
+
+
+def test_a_fit_is_shown_as_a_card_has_it(tmp_path, capsys):
+    path = routed((40, 30), E=8).save(tmp_path / "t.safetensors")
+    code, out, _ = run(capsys, "fit", path)
+    shown = tomllib.loads(out)
+    assert code == 0 and Routing(**shown).popularity == shown["popularity"]

@@ -15,13 +15,13 @@ from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.plans import make_plan, problem
 from moelab.ndp.prefetch import experts_that_fit, hits, most_used, places
-from moelab.ndp.routing import simulated_routing
+from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import metrics
 from moelab.trace import RoutingTrace
 from notebooks.studies.ndp_events import event_seconds, timeline
-from notebooks.studies.ndp_readings import Readings, recorded_routing
+from notebooks.studies.ndp_readings import Readings
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -166,7 +166,7 @@ def make_trace(sequences=3, S=6, D=4):
 
 def test_a_recorded_sequence_is_what_was_recorded():
     trace = make_trace()
-    routing = recorded_routing(trace, 1)
+    routing = PromptRouting.of(trace, 1)
     assert (routing.prefill == trace.ids[10:16].numpy()).all() and (
         routing.decode == trace.ids[16:20].numpy()
     ).all()
@@ -174,7 +174,7 @@ def test_a_recorded_sequence_is_what_was_recorded():
     assert routing.history[1, 3] == int((others[:, 1] == 3).sum())
     assert simulate(toy.machine(2), SYSTEMS["NDP+TP+LB+PRE"], routing).moe_decode > 0
     with pytest.raises(ValueError, match="sequences 0 to 2"):
-        recorded_routing(trace, 5)
+        PromptRouting.of(trace, 5)
 
 
 class Spoilt(System):

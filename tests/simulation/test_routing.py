@@ -1,5 +1,7 @@
 """The model of routing: what is drawn has what its numbers say, and a fit finds them again."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -52,6 +54,13 @@ def test_the_experts_are_those_of_the_highest_scores_best_first():
             assert ids[t, layer].tolist() == np.argsort(-scores)[:5].tolist()
 
 
+@pytest.mark.parametrize("skew", [-0.7, 0.4])
+def test_popularity_keeps_its_share_and_leans(skew):
+    b, _ = replace(LIKE, skew=skew).routers(40, 64)
+    assert b.var() == pytest.approx(LIKE.popularity, rel=0.15)
+    assert np.sign(np.mean((b - b.mean()) ** 3)) == np.sign(skew)
+
+
 def test_a_score_has_variance_one_and_each_part_its_share():
     b, v = LIKE.routers(40, 64)
     x = LIKE.states([600] * 60).reshape(60, 600, -1)
@@ -98,6 +107,7 @@ def test_a_fit_needs_tokens_and_layers():
         {"width": 0.5},
         {"passage_tokens": 0.0},
         {"neighbour_tokens": float("nan")},
+        {"skew": float("inf")},
     ],
 )
 def test_shares_and_lengths_out_of_range_are_refused(wrong):
@@ -106,7 +116,7 @@ def test_shares_and_lengths_out_of_range_are_refused(wrong):
 
 
 def test_a_model_has_its_own_fit_or_the_nearest_ones():
-    own = next(iter(families()))
-    assert routing_of(load_model(own)) == (families()[own], f"fitted to a trace of {own}")
+    for own in families():
+        assert routing_of(load_model(own)) == (families()[own], f"fitted to a trace of {own}")
     routing, words = routing_of(spec(4, 64, 6))
     assert routing in families().values() and "toy" in words

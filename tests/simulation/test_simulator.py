@@ -347,7 +347,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
         )
         found = simulate(
             engine.steps,
-            engine.forwards,
+            [forward[2:] for forward in engine.forwards],
             Residency(2, 8, pools, "lfu"),
             fitted(engine.run),
             staging=3,

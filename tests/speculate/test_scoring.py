@@ -10,12 +10,12 @@ import torch
 
 from moelab.evaluation.intervals import ratio
 from moelab.evaluation.passes import walk
-from moelab.evaluation.predictors import Score, choose, score
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
 from moelab.trace import DECODE, PREFILL
+from notebooks.studies.predictor_scores import Score, choose, score
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moelab.evaluation.predictors import score
 from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors, training
@@ -14,6 +13,7 @@ from moelab.speculate.estimator import ESTIMATORS
 from moelab.speculate.routers import route, router_logits
 from moelab.speculate.rows import Rows
 from moelab.speculate.training import divergence, evaluate, train
+from notebooks.studies.predictor_scores import score
 from tests.speculate.conftest import make
 
 PROMPTS = torch.randint(3, 96, (24, 11), generator=torch.Generator().manual_seed(1)).tolist()

@@ -3,8 +3,8 @@ the same."""
 
 import torch
 
-from moelab.bench.layers import rounds_of
 from notebooks.studies import experts
+from notebooks.studies.layers import rounds_of
 
 SIZES = {"E": 4, "K": 2, "H": 128, "I": 64}
 

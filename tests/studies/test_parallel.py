@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.static.eplb import balance, consecutive, device_loads, imbalance, replicate
 from notebooks.studies import parallel
+from notebooks.studies.eplb import balance, consecutive, device_loads, imbalance, replicate
 
 
 def test_two_processes_send_what_is_expected():

@@ -6,9 +6,9 @@ import torch
 
 from moelab import open_model
 from moelab.base.specs import MoESpec
-from moelab.evaluation.predictors import Score
 from moelab.trace import DECODE, RoutingTrace
 from notebooks.studies import recall_and_misses as bench
+from notebooks.studies.predictor_scores import Score
 
 
 def scored(seed, P=5, L=3):

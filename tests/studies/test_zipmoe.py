@@ -6,6 +6,7 @@ import pytest
 
 from moelab.cards import load_model
 from moelab.claims import load
+from moelab.simulation.routing import routing_of
 from notebooks.studies import zipmoe
 
 
@@ -36,9 +37,17 @@ def test_compression_and_memory_help(qwen):
     assert times[1] < times[0] < qwen.rivals(5 * 10**9, steps, 1)["LRU"]
     f = zipmoe.inclusion_of_ranks(20, 4)
     assert np.isclose(f.sum(), 4) and f.max() <= 1 and (np.diff(f) <= 0).all()
-    found = zipmoe.caching(qwen, f, (4, 12), 2, 0)
+    found = zipmoe.caching(qwen, (4, 12), *zipmoe.stretched(f, qwen.spec, 2, 0))
     assert all(of[12] < of[4] for of in found.values())
     assert found["planned, ZipMoE's rule"][4] < found["uncompressed, LRU"][4]
+
+
+def test_a_trace_is_played_as_it_was_recorded(qwen):
+    trace = routing_of(qwen.spec)[0].trace(qwen.spec, [6])
+    f, steps, timed = zipmoe.traced(trace, 2)
+    assert len(f) == qwen.spec.E and np.isclose(f.sum(), qwen.spec.K) and timed == 2
+    assert [[*of] for step in steps for _, of in step] == trace.ids.flatten(0, 1).tolist()
+    assert zipmoe.traced(trace, 50)[2] == 3
 
 
 def test_bounds_are_over_all_rows_and_claims_name_what_is_there(monkeypatch):

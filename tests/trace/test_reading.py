@@ -129,6 +129,14 @@ def test_what_is_not_read_is_named(tmp_path):
         load(tmp_path / "x.npz")
 
 
+def test_sequences_are_numbered_from_0_and_tokens_within_them(tmp_path):
+    ids = np.arange(6)[:, None, None] + np.arange(2)
+    np.savez(tmp_path / "x.npz", ids=ids, sequence=np.array([7, 2**31 - 1, 7, 3, 7, 3]))
+    found = load(tmp_path / "x.npz")
+    assert found.sequence.tolist() == [1, 2, 1, 0, 1, 0] and found.sequences == 3
+    assert found.position.tolist() == [0, 0, 1, 0, 2, 1]
+
+
 def test_a_model_gives_sizes_and_a_trace_keeps_its_own_experts_and_layers(tmp_path):
     mixtral, coder = load_model("Mixtral-8x7B"), load_model("DeepSeek-V2-Lite")
     some = routed((5,), L=3, E=8, K=1)

@@ -8,7 +8,8 @@ from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
-from moelab.viz.views.recorded import Recorded, _as_opened
+from moelab.simulation.traced import as_opened
+from moelab.viz.views.recorded import Recorded
 
 
 @pytest.fixture
@@ -33,8 +34,8 @@ def a_run(steps, E, K=1, kept=0):
     L = len(steps[0])
     spec = MoESpec("tiny", "tiny", L, tuple(range(L)), E, K, H=16, I=8)
     settings = EngineSettings(spec, Pools(F=kept), "lru", "model", None, 1, K, 0, (), 1000)
-    run = EngineRun(settings, _as_opened(settings))
+    run = EngineRun(settings, as_opened(settings))
     run.steps = steps
     phases = ["prefill"] + ["decode"] * (len(steps) - 1)
     run.forwards = [Forward(i, i + 1, 1, phase) for i, phase in enumerate(phases)]
-    return Recorded("tiny", run, _as_opened(settings), new=[*range(len(steps))])
+    return Recorded("tiny", run, as_opened(settings), new=[*range(len(steps))])

@@ -47,11 +47,11 @@ def test_another_machine_runs_the_same_software():
 
 
 def test_a_card_is_simulated_on_this_machine_and_its_bar_has_all_that_takes_memory(monkeypatch):
-    monkeypatch.setattr(recorded_module, "ASSUMED", 8)
+    monkeypatch.setattr(recorded_module, "DRAWN", 14)
     monkeypatch.setattr(budget, "SHARES", (1, 100))
     monkeypatch.setattr(budget, "DEVICES", ("raspberry-pi-5",))
     view = views.budget("Phi-tiny-MoE")
-    assert view.data.device == "this machine" and "assumed" in view.words[0]
+    assert view.data.device == "this machine" and "fitted to a trace" in view.words[0]
     parts = view.data.explorer.parts(view.data.memory)
     assert min(parts.values()) > 0 and any("4,096 tokens" in name for name in parts)
     start = "moelab view budget Phi-tiny-MoE -p share=37 -p policies="

@@ -1,4 +1,4 @@
-"""The views of claims, runs and checkpoints, and of the arena: what they say without a widget, and
+"""The views of claims and checkpoints, and of the arena: what they say without a widget, and
 with one."""
 
 import csv
@@ -19,48 +19,16 @@ from moelab.cards import MODELS, load_model
 from moelab.viz import survey, views
 from moelab.viz.views import ledger as claims_view
 from moelab.viz.views import standings, treemap
-from tests.lab.test_runs import put
 
 
 def table(view):
     return list(csv.DictReader(io.StringIO(view.csv())))
 
 
-@pytest.fixture
-def runs(results):
-    folders = [
-        put(results, run, value, smoke=smoke, time=2.0 * value)
-        for run, value, smoke in (("20250101-1", 4, True), ("20250102-1-lab", 6, False))
-    ]
-    return folders
-
-
 def test_modules_are_not_named_as_their_views():
     """Once such a module is imported, it hides the view of its name."""
     for name, module in views._HOMES.items():
         assert name != module and callable(getattr(views, name))
-
-
-def test_two_runs_beside_each_other(runs):
-    view = views.runs()
-    found = view.data
-    assert found.params == {"smoke": (True, False)}
-    assert [run.name for run in found.runs] == ["20250101-1", "20250102-1-lab"]
-    ratios = {y: x for trace in view.figure.data for x, y in zip(trace.x, trace.y)}
-    assert ratios == {"hits": 1.5, "time": 1.5}
-    by_name = {row["metric"]: row for row in table(view)}
-    assert by_name["smoke"]["A"] == "True" and by_name["hits"]["B ÷ A"] == "1.500 ×"
-    assert view.commands[0] == f"moelab view runs {runs[0]} {runs[1]}"
-    view.widget
-    assert "smoke" in view._text.value and "smoke True / False" in view.words[0]
-    view.picture._handle_custom_msg({"curve": 0, "point": 0, "data": "hits"}, [])
-    assert "1.500" in view._text.value and "smoke" not in view._text.value
-    assert not view.errors.outputs
-
-
-def test_no_runs_is_said(results):
-    with pytest.raises(ValueError, match="there is no saved run"):
-        views.runs()
 
 
 def test_the_ledger_by_source_and_verdict(tmp_path):
@@ -146,7 +114,6 @@ def test_the_copied_commands_of_the_map_give_the_same_map(tmp_path):
 
 
 CONTEST = Contest(
-    "cache policy",
     "hit rate (%)",
     {"prose": 80.0, "code": 60.0},
     [

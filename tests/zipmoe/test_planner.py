@@ -95,18 +95,20 @@ def test_an_automatic_plan_is_the_fastest_in_simulation_and_changes_no_bit(tmp_p
     )
     reference = open_model(checkpoint)
     ids = torch.randint(3, 96, (4, 6), generator=torch.Generator().manual_seed(0))
-    calibration = calibrate(record(reference, ids.tolist(), max_new_tokens=8, min_new_tokens=8))
+    trace = record(reference, ids.tolist(), max_new_tokens=8, min_new_tokens=8)
+    calibration = calibrate(trace)
     delays = Delays(3e-4, 7e-4, 1e-5, 1e-5, 1e-5, 0.0)
     with pytest.raises(ValueError, match="moelab calibrate"):
         open_model(store, memory=0.5, plan="auto", delays=delays)
     with pytest.raises(ValueError, match="the plan is 'best'"):
         open_model(store, memory=0.5, plan="best", delays=delays)
-    with open_model(store, memory=0.5, plan="auto", calibration=calibration, delays=delays) as lm:
-        pools = lm.moelab.run.settings.pools
-        assert pools.C + pools.S + pools.E > 0  # a slow disk: compressed experts pay
-        wanted = reference.generate(ids[:1], max_new_tokens=6, do_sample=False)
-        assert torch.equal(lm.generate(ids[:1], max_new_tokens=6, do_sample=False), wanted)
-        assert shares_of(calibration).sum(1) == pytest.approx([lm.spec.K] * lm.spec.L)
+    for known in (calibration, trace):
+        with open_model(store, memory=0.5, plan="auto", calibration=known, delays=delays) as lm:
+            pools = lm.moelab.run.settings.pools
+            assert pools.C + pools.S + pools.E > 0  # a slow disk: compressed experts pay
+            wanted = reference.generate(ids[:1], max_new_tokens=6, do_sample=False)
+            assert torch.equal(lm.generate(ids[:1], max_new_tokens=6, do_sample=False), wanted)
+            assert shares_of(calibration).sum(1) == pytest.approx([lm.spec.K] * lm.spec.L)
     with open_model(raw, memory=0.5, plan="auto") as lm:
         pools = lm.moelab.run.settings.pools
         assert pools.F == pools.capacity > 0

@@ -16,7 +16,6 @@ _HOMES = {
     "theatre": "stage",
     "arena": "standings",
     "claims": "ledger",
-    "runs": "pair",
     "model_map": "treemap",
 }
 __all__ = list(_HOMES)

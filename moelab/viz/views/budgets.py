@@ -1,7 +1,7 @@
 """The budget explorer: what so much memory for experts gives, simulated; and, on a click, measured.
 
-TPOT here is the mean of the decode steps. The first third of a run only fills the cache, of an
-assumed one all but the last steps. Every
+TPOT here is the mean of the decode steps. The first third of a run only fills the cache, of one
+that is drawn for a card all but the last steps. Every
 budget that was simulated is kept, and is a point of the curves; no rule that evicts whole experts
 misses less than Belady's. Another machine has the rates of its card and this machine's software:
 what moelab itself takes a token is as measured here. Left out: prefetching, and pools of chunks
@@ -34,7 +34,6 @@ from moelab.viz.views.command import command
 from moelab.viz.views.real import button
 from moelab.viz.views.recorded import (
     TIMED,
-    TOKENS,
     Recorded,
     recorded,
     replay,
@@ -128,7 +127,7 @@ class Explorer:
     def parts(self, memory: int) -> dict[str, int]:
         """What memory there is for: bytes by what takes them, in this order."""
         pools, staging = self.divide(memory)
-        tokens = self.found.context or sum(tokens for tokens, _ in self.forwards)
+        tokens = self.found.context or sum(tokens for tokens, *_ in self.forwards)
         return {
             "other weights": self.settings.dense_bytes,
             f"KV cache, {tokens:,} tokens": kv_bytes(self.spec, tokens),
@@ -232,17 +231,17 @@ def _rate(tokens: float) -> str:
     return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
 
 
-def budget(source: Any, prompt: Any = None, tokens: int = TOKENS) -> View:
+def budget(source: Any, prompt: Any = None, tokens: int | None = None, **kept: Any) -> View:
     """The budget explorer.
 
         with moelab.open_model(memory="50%") as lm:
             views.budget(lm)
 
-    source, prompt, tokens : see `moelab.viz.views.recorded.recorded`.
+    source, prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`.
 
     Raises ValueError: no machine to simulate; what `recorded` raises.
     """
-    found = recorded(source, prompt, tokens)
+    found = recorded(source, prompt, tokens, **kept)
     explorers = {name: Explorer(found, on) for name, on in _machines(found).items()}
     if not explorers:
         raise ValueError(
@@ -273,7 +272,7 @@ def budget(source: Any, prompt: Any = None, tokens: int = TOKENS) -> View:
         rows,
         command("budget", found),
         words,
-        ("share",) if found.context else ("share", "machine"),  # a card's takes seconds a machine
+        ("share",) if found.trace else ("share", "machine"),  # a trace's takes seconds a machine
         lambda view: button(view, explorers.get(HERE)),
     )
 
@@ -282,7 +281,7 @@ def _machines(found: Recorded) -> dict[str, Machine]:
     """Those on which a run can be simulated."""
     machines = {}
     own = None
-    if found.context:  # of a card
+    if found.trace is not None:  # nothing was measured
         machines[HERE] = machine_of(found.run, here())
     else:
         with suppress(ValueError):  # a model in memory has no delays

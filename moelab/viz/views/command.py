@@ -3,8 +3,9 @@
 moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget.html
 moelab view theatre --memory 25% -p way=hint --output theatre.csv
 moelab view model_map qwen.folder --output map.html
-moelab view arena mine:TakeTurns                            # a class of mine.py
-moelab view runs 01 results/runs/01_calibration/2026…       # two runs; claims zipmoe: one source's
+moelab view budget trace.npz --model Qwen3-30B-A3B          # a routing trace of any engine
+moelab view arena mine:TakeTurns trace.npz                  # a class of mine.py
+moelab view claims zipmoe                                   # one source's
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
+from moelab.trace import load
+from moelab.trace.reading import READERS
 from moelab.viz import theme, views
-from moelab.viz.views.recorded import TOKENS, Recorded
+from moelab.viz.views.recorded import TOKENS, TRACED, Recorded
 
 #: the views that take an opened model
 OF_A_MODEL = ("budget", "scrubber", "theatre")
@@ -40,9 +43,11 @@ def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
     source = found.source
     if source and Path(source).resolve() == small_model().resolve():
         source = None  # the small model needs no name
-    if found.source is None:  # a card, or a run of which nobody knows what it was of
-        source = found.name
-        made = f"views.{name}({repr(source) if source in registry.names('model') else 'run'})"
+    if found.source is None:  # a card, or a run or trace of which nobody knows where it is
+        source = "TRACE" if found.trace and not found.context else found.name
+        of = "run" if found.trace is None else "trace"
+        given = [repr(source) if found.context else of, *_arguments(found.asked)]
+        made = f"views.{name}({', '.join(given)})"
     else:
         given = [repr(source)] * bool(source) + _arguments(opened)
         asked = ", ".join(["lm", *_arguments(found.asked)])
@@ -80,9 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="*",
-        help="a checkpoint folder, a store, a hub id or, for budget and model_map, "
-        "a card's name (default: the small model); of arena MODULE:CLASS; of runs two folders or "
-        "notebooks; of claims a source",
+        help="a checkpoint folder, a store, a hub id, a routing trace or, for budget and model_map, "
+        "a card's name (default: the small model); of arena MODULE:CLASS, and a trace; of "
+        "claims a source",
     )
     parser.add_argument(
         "--memory",
@@ -105,10 +110,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokens",
         type=whole(3),
-        default=TOKENS,
         metavar="N",
-        help="generated (default: %(default)s)",
+        help=f"generated (default: {TOKENS}), or decoded tokens of a trace (default: {TRACED})",
     )
+    parser.add_argument("--model", help="whose trace it is: a card's name, a hub id or a folder")
     parser.add_argument(
         "-p",
         "--parameter",
@@ -125,20 +130,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in WRITERS:
         raise ValueError(f"{args.output} must end in one of {', '.join(WRITERS)}")
-    make = getattr(views, args.view)
-    most = 2 if args.view == "runs" else 1
+    most = 2 if args.view == "arena" else 1
     if len(args.what) > most:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
         )
-    model = args.what[0] if args.what else None
-    card = registry.like("model", model)
-    if args.view in OF_A_MODEL and not (args.view == "budget" and card):
-        with open_model(model, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
-            view = turned(make(lm, prompt=args.prompt, tokens=args.tokens), args.parameter)
-    else:
-        what = [_class(model)] if args.view == "arena" else [card] if card else args.what
-        view = turned(make(*what), args.parameter)
+    view = _view(args)
     print(filled(view.words[0]))
     if args.output is not None:
         content = WRITERS[args.output.suffix](view)
@@ -146,6 +143,26 @@ def main(args: argparse.Namespace) -> int:
             part.write_bytes(content)
         print(f"written to {args.output}")
     return 0
+
+
+def _view(args: argparse.Namespace) -> Any:
+    """The view, its controls turned."""
+    make = getattr(views, args.view)
+    what = args.what[0] if args.what else None
+    card = registry.like("model", what)
+    how = {"tokens": args.tokens, "prompt": args.prompt}
+    if args.view == "arena":
+        traces = [load(path, args.model) for path in args.what[1:]]
+        return turned(make(_class(what), *traces), args.parameter)
+    if args.view not in OF_A_MODEL or (args.view == "budget" and card):
+        return turned(make(*([card] if card else args.what)), args.parameter)
+    if what and Path(what).is_file() and Path(what).suffix in READERS:
+        if args.prefetch:
+            raise ValueError("--prefetch is of a model: a trace has no weights that predict")
+        kept = {"memory": args.memory, "cache": args.cache}
+        return turned(make(load(what, args.model), **how, **kept), args.parameter)
+    with open_model(what, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
+        return turned(make(lm, **how), args.parameter)
 
 
 def _picture(view: Any) -> bytes:
@@ -174,7 +191,7 @@ def _class(text: str | None) -> type:
         found = run_path(f"{module}.py", run_name=module)[name]
         if not isinstance(found, type):
             raise ValueError(f"{name} is no class")
-        contests.kind_of(found)
+        contests.require_policy(found)
         return found
     except Exception as error:  # whatever the file itself raises, too
         raise ValueError(

@@ -107,7 +107,8 @@ function render({ model, el }) {
     const counts = new Array(looks.length).fill(0);
     for (let i = now * L * E; i < (now + 1) * L * E; i++) counts[states[i]]++;
     const parts = looks.map(([what], i) => `${counts[i]} ${what}`).slice(2);
-    told.textContent = `pass ${now} of ${F - 1}, ${ms[now].toFixed(1)} ms ${kind}: ${parts.join("; ")}`;
+    const took = ms.length ? `, ${ms[now].toFixed(1)} ms ${kind}` : "";
+    told.textContent = `pass ${now} of ${F - 1}${took}: ${parts.join("; ")}`;
     canvas.setAttribute("aria-label", told.textContent);
   }
 

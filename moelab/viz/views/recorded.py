@@ -1,5 +1,5 @@
-"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, or
-an assumed one."""
+"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, a
+routing trace of whatever program, or one that is drawn."""
 
 from __future__ import annotations
 
@@ -9,23 +9,29 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from moelab.base.registry import find, names
 from moelab.cache.policies import DEFAULT_POLICY
-from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_model
 from moelab.evaluation.questions import prompts
 from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
-from moelab.offloading.run import EngineRun, EngineSettings
+from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Machine
+from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
+from moelab.simulation.traced import as_opened, run_of
+from moelab.trace import DECODE, RoutingTrace
 
 TOKENS = 16
-#: decode steps of an assumed run: as many as see nearly every expert, and those that are timed
-TIMED = 6
-ASSUMED = 60 + TIMED
+#: decode steps of a trace that are looked at
+TRACED = 64
+#: decode steps of a run that is drawn for a card: to fill the cache, and those that are timed
+TIMED = 12
+DRAWN = 60 + TIMED
 #: tokens whose keys and values it is said to have
 CONTEXT = 4096
 
@@ -40,8 +46,9 @@ class Recorded:
         known, or all are there.
     options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by
         default.
+    trace : that it was made from.
     how : words for whose routing this is.
-    context : tokens that an assumed run is said to go on from; 0 of one that was recorded.
+    context : tokens that a run that is drawn is said to go on from; 0 of one that was recorded.
     """
 
     name: str
@@ -54,6 +61,7 @@ class Recorded:
     options: dict[str, str] = field(default_factory=dict)
     asked: dict[str, Any] = field(default_factory=dict)
     model: Any = field(default=None, repr=False)
+    trace: RoutingTrace | None = None
     how: str = "of this text"
     context: int = 0
 
@@ -122,36 +130,49 @@ def decode_steps(run: Simulation) -> list[Forward]:
 
 
 def recorded(
-    source: Any, prompt: str | Sequence[int] | None = None, tokens: int = TOKENS
+    source: Any,
+    prompt: str | Sequence[int] | None = None,
+    tokens: int | None = None,
+    **kept: Any,
 ) -> Recorded:
     """What is looked at.
 
     source : a model that `moelab.open_model` has opened, which then generates greedily, and
         prefetches in every token if it was opened to prefetch; an `EngineRun`, such as
-        `lm.moelab.run`; or the name of a model card, whose routing is then assumed: all experts as
-        often.
+        `lm.moelab.run`; a `RoutingTrace`; or the name of a model card, whose routing is then drawn
+        as `routing_of` says.
     prompt : a text or token ids; by default a few words of a library.
-    tokens : that are generated.
+    tokens : that are generated, by default `TOKENS`; of a trace, the first so many that are decoded,
+        by default `TRACED`.
+    kept : memory (by default "50%") and cache of a trace: see `moelab.simulation.traced.run_of`.
 
-    Raises ValueError: a run without decode steps, no tokenizer for a text; TypeError for anything
-    else."""
+    Raises ValueError: a run without decode steps, no tokenizer for a text, a prompt for a trace, or
+    memory for anything else; TypeError for anything else."""
+    traced = isinstance(source, RoutingTrace)
+    if prompt is not None if traced else kept:
+        raise ValueError(
+            "memory and cache are of a trace, a prompt is of a model; a model has its memory from "
+            "moelab.open_model"
+        )
     if isinstance(source, str) and source in names("model"):
-        return _assumed(source)
-    if isinstance(source, EngineRun):
-        run = source.copy()
-        found = Recorded(run.settings.spec.name, run, _as_opened(run.settings))
+        return _drawn(source)
+    if traced:
+        found = _of_trace(source, tokens, **kept)
+    elif isinstance(source, EngineRun):
+        run = source.since()
+        found = Recorded(run.settings.spec.name, run, as_opened(run.settings))
     elif hasattr(source, "moelab"):
-        found = _generate(source, prompt, tokens)
+        found = _generate(source, prompt, tokens or TOKENS)
     else:
         raise TypeError(
             f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
-            "has opened, of its run (lm.moelab.run), or of a card: "
+            "has opened, of its run (lm.moelab.run), of a moelab.RoutingTrace, or of a card: "
             f"{', '.join(names('model'))}"
         )
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
         raise ValueError(
             "this run has fewer than two decode steps, so nothing can be said about TPOT: "
-            "generate at least three tokens"
+            "generate at least three tokens, or give a trace that has tokens in decode"
         )
     return found
 
@@ -169,8 +190,6 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
-    import torch
-
     session = lm.moelab
     ids = torch.tensor([prompt_ids(lm, prompt)])
     before = deepcopy(session.residency)
@@ -188,25 +207,23 @@ def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recor
     return Recorded.of(lm, run, before, ids[0].tolist(), new, prompt, tokens)
 
 
-def _as_opened(settings: EngineSettings) -> Residency:
-    spec = settings.spec
-    policy = deepcopy(settings.policy), settings.scope, settings.margin
-    residency = Residency(spec.L, spec.E, settings.pools, *policy)
-    residency.fill()
-    return residency
+def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Recorded:
+    """The tokens until so many are decoded, one sequence after another; of a trace that has none in
+    decode, prompts are taken token by token."""
+    decoded = trace.in_phase(DECODE)
+    how = "recorded" if decoded is trace else "recorded, prompts taken token by token"
+    trace, asked = decoded, kept | ({} if tokens is None else {"tokens": tokens})
+    order = trace.sequence.long().argsort(stable=True)
+    seen = torch.empty(len(trace), dtype=torch.long)
+    seen[order] = (trace.phase[order] == DECODE).cumsum(0)
+    trace = trace.select(seen <= (tokens or TRACED))
+    run = run_of(trace, **{"memory": "50%"} | kept)
+    before = as_opened(run.settings)
+    return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how=how)
 
 
-def _assumed(name: str) -> Recorded:
-    import numpy as np
-
-    from moelab.advice.model import find_model
-    from moelab.zipmoe.planner import drawn
-
+def _drawn(name: str) -> Recorded:
     spec = load_model(name)
-    dense, pools = find_model(name).others, Pools(F=spec.L * spec.E)
-    settings = EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense)
-    run = EngineRun(settings, residency := _as_opened(settings))
-    run.steps = drawn(np.full((spec.L, spec.E), spec.K / spec.E), ASSUMED)
-    run.forwards = [Forward(0.0, 0.0, 1, "decode")] * ASSUMED
-    how = "assumed: every expert as often as every other"
-    return Recorded(name, run, residency, how=how, context=CONTEXT)
+    routing, how = routing_of(spec)
+    found = _of_trace(routing.trace(spec, [DRAWN]), DRAWN)
+    return replace(found, asked={}, how=how, context=CONTEXT)

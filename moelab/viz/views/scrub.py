@@ -10,6 +10,7 @@ from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from moelab.viz.plotly_json import Figure
 from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
-from moelab.viz.views.recorded import TOKENS, Recorded, recorded
+from moelab.viz.views.recorded import Recorded, recorded
 
 #: what an expert does in a forward pass: state → (what it is, colour, symbol); a number in
 #: `Scrub.states` is its place. The player knows the symbols by plotly's names.
@@ -42,7 +43,7 @@ ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 class Scrub(NamedTuple):
     """states : uint8 [F, L, E], places in `STATES`, of F forward passes. words : the text of each
         pass, its prompt or
-    one token.    seconds : [F], measured."""
+    one token.    seconds : [F], measured; [] of a trace."""
 
     name: str
     states: np.ndarray
@@ -80,7 +81,8 @@ def scrub(found: Recorded) -> Scrub:
     words = [f"pass {i}" for i in range(len(run.forwards))]
     if found.ids:
         words = ["".join(found.words(found.ids)), *found.words(found.new)][: len(words)]
-    return Scrub(found.name, states, words, [end - start for start, end, *_ in run.forwards])
+    seconds = [] if found.trace else [end - start for start, end, *_ in run.forwards]
+    return Scrub(found.name, states, words, seconds)
 
 
 def read_ahead(
@@ -141,7 +143,7 @@ def rows(found: Scrub) -> Rows:
     return [
         {"pass": i, "text": text, "seconds": seconds} | dict(zip(STATES, counts))
         for i, (text, seconds, counts) in enumerate(
-            zip(found.words, found.seconds, found.counts().tolist())
+            zip_longest(found.words, found.seconds, found.counts().tolist())
         )
     ]
 
@@ -153,7 +155,8 @@ def words(found: Scrub) -> tuple[str, str]:
         f"{found.name}, {len(found.words)} forward passes: of the experts routed after the "
         f"prompt, {total[HIT] / routed:.0%} were in memory, {total[AHEAD] / routed:.0%} "
         f"prefetched in time and {total[MISSED] / routed:.0%} missed; {total[UNUSED]} "
-        "prefetches were not used (exact; times measured). Space plays, the arrow keys step.",
+        f"prefetches were not used (exact{'; times measured' * bool(found.seconds)}). Space plays, the "
+        "arrow keys step.",
         "A grid, a row a layer and a column an expert: grey squares are in memory, green "
         "circles routed and there, blue diamonds prefetched in time, orange triangles "
         "prefetched and not used, red crosses missed.",
@@ -206,19 +209,19 @@ def content(found: Scrub) -> dict[str, Any]:
     }
 
 
-def scrubber(source: Any, prompt: Any = None, tokens: int = TOKENS) -> Scrubber:
+def scrubber(source: Any, prompt: Any = None, tokens: int | None = None, **kept: Any) -> Scrubber:
     """The token scrubber.
 
         with moelab.open_model(memory="50%", prefetch="router") as lm:
             view = views.scrubber(lm)
         view                                            # needs the model no longer
 
-    source : an opened model, which generates `tokens` after `prompt`; or a run, `lm.moelab.run`,
-        which must have begun with the cache as it is opened.
+    source, prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`; a run must have begun
+        with the cache as it is opened.
 
     Raises ValueError: a run of fewer than two decode steps.
     """
-    found = recorded(source, prompt, tokens)
+    found = recorded(source, prompt, tokens, **kept)
     scrubbed = scrub(found)
     return Scrubber(
         "scrubber",

@@ -18,6 +18,7 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from moelab.advice.machine import here
 from moelab.base.progress import progress
 from moelab.base.records import Rows
 from moelab.base.specs import Event
@@ -25,13 +26,23 @@ from moelab.base.table import ms
 from moelab.offloading.metrics import Forward
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import Prefetching, Simulation, machine_of
+from moelab.simulation.traced import GUESSES, guesses
+from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz import theme
 from moelab.viz.charts import finish, gantt, hover, pattern
 from moelab.viz.figures import kind_of
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command
-from moelab.viz.views.recorded import Recorded, decode_steps, prompt_ids, replay, seconds_of
+from moelab.viz.views.recorded import (
+    TOKENS,
+    Recorded,
+    decode_steps,
+    prompt_ids,
+    recorded,
+    replay,
+    seconds_of,
+)
 
 WAYS = ("none", "hint", "speculative")
 #: of the text on which the loss is measured
@@ -180,7 +191,7 @@ def draw(found: Scene) -> Iterator[Figure]:
 def strip(found: Scene) -> Figure:
     """Every token's time: its stall and the rest."""
     took, stalls = seconds_of(found.simulation), found.stalls
-    texts = found.stage.found.words(found.stage.found.new)[: len(took)]
+    texts = found.stage.found.words(found.stage.found.new or range(len(took)))[: len(took)]
     width = [3.0 if i == found.token else 0.5 for i in range(len(took))]
     works = [a - b for a, b in zip(took, stalls)]
     figure = Figure()
@@ -237,11 +248,12 @@ def words(found: Scene) -> tuple[str, str]:
 
 
 def theatre(
-    lm: Any,
+    source: Any,
     prompt: Any = None,
-    tokens: int = 16,
-    predictors: Sequence[str] = ("router", "previous"),
+    tokens: int | None = None,
+    predictors: Sequence[str] = (),
     distances: Sequence[int] = (1, 2),
+    **kept: Any,
 ) -> View:
     """The prefetch theatre.
 
@@ -250,14 +262,21 @@ def theatre(
         view                                            # needs the model no longer
         view.data.simulation.to_perfetto("hint.json")
 
-    lm : a model that `moelab.open_model` has opened within some memory.
-    prompt, tokens : what it generates.
+    source : a model that `moelab.open_model` has opened within some memory; or a trace, whose times
+        are then those of this machine.
+    prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`.
     predictors, distances : names of `moelab.names("predictor")` that need nothing but the model,
-        and how many layers ahead they look.
+        or of `moelab.simulation.traced.GUESSES`, which need nothing but a trace; and how many layers
+        ahead they look.
 
     Raises ValueError: a model without delays; a predictor that lacks something.
     """
-    staged = stage(lm, prompt, tokens, predictors, distances)
+    if isinstance(source, RoutingTrace):
+        predictors = predictors or tuple(GUESSES)
+        staged = of_trace(recorded(source, prompt, tokens, **kept), predictors, distances)
+    else:
+        predictors = predictors or ("router", "previous")
+        staged = stage(source, prompt, tokens or TOKENS, predictors, distances)
     return view_of(staged, predictors, distances)
 
 
@@ -287,6 +306,17 @@ def _clicks(view: View) -> list[Any]:
 
     view.pictures[1].on_click(clicked)
     return []
+
+
+def of_trace(found: Recorded, predictors: Sequence[str], distances: Sequence[int]) -> Stage:
+    """A trace on this machine; what predicts, predicts in no time, and nobody knows the loss of
+    executing it."""
+    predictions = {
+        (name, distance): (guesses(found.trace, name, distance), 0.0)
+        for name in predictors
+        for distance in distances
+    }
+    return Stage(found, predictions, {}, machine_of(found.run, here()))
 
 
 def stage(
@@ -328,7 +358,6 @@ def predict(trace: Any, predictor: Any) -> tuple[Predicted, float]:
     """What a predictor says in each forward pass of a recorded prompt, and the median seconds of a
     prediction for one token: [{layer: experts}], nothing in prefill."""
     from moelab.evaluation.passes import walk
-    from moelab.trace import PREFILL
 
     found = []
     took = []

@@ -1,4 +1,4 @@
-"""The arena: what one has written oneself, ranked against everything of its kind on three traces.
+"""The arena: what one has written oneself, ranked against everything of its kind.
 
 moelab.lab.arena(MyPolicy)          a cache policy or an NDP schedule (`moelab.bench.arena`)
 """
@@ -80,18 +80,18 @@ def tell(contest: Contest, name: str) -> Detail:
 
 
 def arena(
-    mine: Any, model: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+    mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
 ) -> Detailed:
     """Rank a class or an object of one's own; see `moelab.bench.arena.arena`, whose arguments these
     are.
 
     What it raises is shown with its traceback, and breaks nothing."""
-    contest = contests.arena(mine, model, share, tokens, each)
+    contest = contests.arena(mine, of, share, tokens, each)
 
     def command() -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
-        given = f"{contest.own.name}, {str(model)!r}" if model else contest.own.name
+        given = contest.own.name if of is None else f"{contest.own.name}, of"
         call = f"moelab.lab.arena({given}, share={share:g}, tokens={tokens}, each={each})"
         lines = [f"from {home} import {contest.own.name}", "import moelab.lab"]
         printed = "; ".join([*lines, f"print({call}.csv())"])

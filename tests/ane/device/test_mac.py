@@ -18,8 +18,8 @@ from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
 from moelab.ane.device import mac
-from moelab.ane.device.timing import Meter, measure
 from moelab.ane.parity import parity
+from notebooks.studies.ane_mac import Meter, measure, run, time_prefill
 from tests.ane import fake_mac
 from tests.ane.test_backends import CONTEXT, make_plan, prompt
 from tests.models import tiny
@@ -162,7 +162,15 @@ def test_a_measurement_is_of_repeats_after_one_that_does_not_count(meter):
 def test_prefills_are_timed(converted, fakes, meter):
     model = moelab.open_model(converted.checkpoint())
     backend = doctor.coreml_backend(converted)
-    (row,) = doctor.time_prefill(model, backend, [40], 2, meter)
+    (row,) = time_prefill(model, backend, [40], 2, meter)
     assert row["fastest, s"] <= row["TTFT, s"] <= row["slowest, s"]
     assert row["ane, mJ a token"] == 400 / 2 / 40 and row["ms a chunk"] == 1e3 * row["TTFT, s"] / 3
     assert 0 < row["launches a chunk"] <= 2 and 0 < row["dropped"] < 1
+
+
+def test_the_bench_of_a_mac(converted, fakes, meter):
+    found = run([str(converted.folder)], [40], 1)
+    ((name, row),) = next(of for section, of in found.items() if "prefills" in section).items()
+    assert (
+        "40" in name and row["ane, mJ a token"] > 0 and found["conditions"]["energy"] == "by Zeus"
+    )

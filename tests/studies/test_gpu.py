@@ -6,9 +6,9 @@ import torch
 
 from moelab import convert
 from moelab.base.specs import MoESpec
-from moelab.bench import gpu
 from moelab.bench.synthesize import synthesize
 from moelab.offloading.link import PinnedReader
+from notebooks.studies import gpu
 from tests.offloading.test_link import CPU, Ordered
 
 SPEC = MoESpec(

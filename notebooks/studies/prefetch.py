@@ -7,7 +7,7 @@ it costs to find out counts. Both have the slots that prefetching needs, so the 
 same. The ratio is of the first tokens after the prompt, pair by pair, with its 95 % interval;
 "≤ 1.01" is shown where the whole interval is, refuted where none of it is. Of 8 tokens none is
 tried with hints, so they show what the machine alone makes of it. The predictors are the next
-router on this layer's router input, as the model is random, and at the first of the rates a random
+router on this layer's router input, which is right as often as in a real model, and at the first of the rates a random
 one, right in K/E of cases. What can be gained at most: notebook 04."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.end_to_end import SPEC
-from moelab.bench.grid import Experiment, place_of
+from moelab.bench.grid import ROUTING, Experiment, place_of
 from moelab.evaluation.intervals import named, ratio
 
 EXECUTORS = ("exact", "fast")
@@ -46,12 +46,13 @@ def run(
     executors: Sequence[str] = EXECUTORS,
     lengths: Sequence[int] = (8, 64),
     rounds: int = 8,
+    routing: str = "fitted",
     spec: MoESpec = SPEC,
 ) -> Record:
     never = {}
     ahead = {"ahead": spec.K, "staging": spec.K + 2, "mode": "buffered"}
     with place_of(folder, spec, here=True) as (place, _):
-        bench = Experiment(spec, place, 32, max(lengths), rounds, here=True)
+        bench = Experiment(spec, place, 32, max(lengths), rounds, routing=routing, here=True)
         bench.prepare(["raw"])
         for share, executor in product(budgets, executors):
             how = {**ahead, "executor": executor}
@@ -83,4 +84,5 @@ OPTIONS = {
     "ratios": (several(number(above=0)), "of copying to computing"),
     "lengths": (several(whole(1)), "of generations, tokens"),
     "rounds": (whole(1), "of each generation, in either way"),
+    "routing": ROUTING,
 }

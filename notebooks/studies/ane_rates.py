@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.device.published import (
+from .ane_published import (
     ATTENTION_CPU,
     FIGURE_7,
     OUTLIERS,

@@ -22,7 +22,14 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.device.published import (
+from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params, check_loads
+from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit
+from moelab.base.records import Records
+from moelab.base.registry import require
+from moelab.base.specs import MoESpec
+from moelab.cards import load_device
+
+from .ane_published import (
     ATTENTION_CPU,
     REFERENCE_BYTES,
     REFERENCE_H,
@@ -30,7 +37,7 @@ from moelab.ane.device.published import (
     TABLE_5,
     Sample,
 )
-from moelab.ane.device.rates import (
+from .ane_rates import (
     MODES,
     CPURates,
     Rates,
@@ -40,12 +47,9 @@ from moelab.ane.device.rates import (
     relative_errors,
     rms,
 )
-from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params, check_loads
-from moelab.ane.systems import GROUPED_QUERY, LATENT, SYSTEMS, Unit
-from moelab.base.records import Records
-from moelab.base.registry import require
-from moelab.base.specs import MoESpec
-from moelab.cards import load_device
+
+#: those with multi-head latent attention (MLA), which is another cost
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 @dataclass(frozen=True)

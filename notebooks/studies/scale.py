@@ -3,9 +3,8 @@ four bits.
 
 One store after another is synthesized, since few disks hold all of them, and opened in a process of
 its own with the same memory for experts, on demand and with prefetching in turn
-(`moelab.bench.grid`, which has the limits, too). Tokens are random and given and weights are
-synthetic, so the hit rate is this model's own: in deep synthetic models tokens agree more about
-their experts than in trained ones. The next layer's router on this layer's router input predicts.
+(`moelab.bench.grid`, which has the limits, too). Tokens are given and routed as fitted to a
+real trace; with uniform routing the hit rate is that of random routers. The next layer's router on this layer's router input predicts.
 
 Forms may be measured at different times, as each takes long: rows of others stay in the file."""
 
@@ -18,7 +17,7 @@ from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Records
 from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
-from moelab.bench.grid import Experiment, Tables, measured
+from moelab.bench.grid import ROUTING, Experiment, Tables, measured
 from moelab.bench.measure import working
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
@@ -35,6 +34,7 @@ def run(
     prompt: int = 128,
     decode: int = 32,
     executor: str = "fast",
+    routing: str = "fitted",
     here: bool = False,
 ) -> Records:
     import psutil
@@ -45,18 +45,22 @@ def run(
         "experts in bf16 GB": spec.experts_bytes / 1e9,
         "memory GB": psutil.virtual_memory().total / 1e9,
         "executor": executor,
-        "tokens": f"random and given; prompts of {prompt}, then {decode} more, batch 1",
         "rounds": rounds,
     }
     none = {"result": "the model does not fit"}
     with working(folder) as place:
-        bench = Experiment(spec, place, prompt, decode, rounds, reference=none, here=here)
+        bench = Experiment(
+            spec, place, prompt, decode, rounds, reference=none, routing=routing, here=here
+        )
+        told = f"given; {bench.routed}; prompts of {prompt}, then {decode} more, batch 1"
+        conditions["tokens"] = told
 
         def tables() -> Tables:
             for form in stored:
                 if new := not (place / form).exists():
                     how = {"quantize" if form in fewbit.FORMATS else "codec": form}
-                    synthesize(place / form, model, scale, **how)
+                    synthesize(place / form, spec, routing=bench.wanted(), **how)
+                bench.tokens = [bench.sequence(place / form)]
                 ahead = {"options": {"predictor": "router"}}
                 arms = {
                     form: bench.moelab(form, memory, executor=executor),
@@ -83,4 +87,5 @@ OPTIONS = {
     "prompt": (whole(1), "tokens of a prompt"),
     "decode": (whole(1), "tokens after it"),
     "executor": (None, "that computes"),
+    "routing": ROUTING,
 }

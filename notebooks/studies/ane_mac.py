@@ -1,0 +1,144 @@
+"""On a Mac: latency and energy of prefills through converted models.
+
+    moelab bench ane_mac --folders chunk256,chunk512 --prompts 1024,4096
+
+Times are of repeats after a warm-up; energy (NPUMoE §5.1) is of the whole machine over all repeats,
+by Zeus, so a window should be longer than a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from moelab.ane.backends import Backend
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.device.mac import require_mac
+from moelab.ane.doctor import coreml_backend
+from moelab.ane.runtime import prefill_through
+from moelab.base.arguments import several, whole
+from moelab.base.progress import progress
+from moelab.base.records import Numbers, Record, Rows
+from moelab.checkpoint.opening import open_checkpoint
+
+#: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
+FIELDS = {"ane": "ane_mj", "cpu": "cpu_total_mj", "gpu": "gpu_mj", "dram": "dram_mj"}
+
+
+class Meter:
+    """Reads energy counters; `why` is "", or says why it cannot and windows stay empty."""
+
+    def __init__(self) -> None:
+        self._monitor, self.why, self._keys = None, "", count()
+        try:
+            from zeus.monitor import ZeusMonitor
+        except ImportError:
+            self.why = "no energy: pip install 'zeus[apple]'"
+            return
+        self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
+        if not self._monitor.soc_is_present:
+            self._monitor = None
+            self.why = "no energy: zeus finds no Apple chip that it can read here"
+
+    @contextmanager
+    def window(self) -> Iterator[Numbers]:
+        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not
+        report are absent."""
+        found: Numbers = {}
+        if self._monitor is None:
+            yield found
+            return
+        key = f"moelab {next(self._keys)}"
+        self._monitor.begin_window(key, sync_execution=False)
+        try:
+            yield found
+        finally:
+            soc = self._monitor.end_window(key, sync_execution=False).soc_energy
+            found |= {
+                part: float(value)
+                for part, field in FIELDS.items()
+                if (value := getattr(soc, field, None)) is not None
+            }
+
+
+def measure(
+    work: Callable[[], Any],
+    repeats: int,
+    meter: Meter,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[float], Numbers]:
+    """(seconds of each of `repeats`, after one that does not count; mJ of one repeat by part of the
+    chip, empty where they cannot be read)."""
+    work()
+    seconds = []
+    with meter.window() as mj:
+        for _ in range(repeats):
+            start = clock()
+            work()
+            seconds.append(clock() - start)
+    return seconds, {part: value / repeats for part, value in mj.items()}
+
+
+def time_prefill(
+    model: Any, backend: Backend, prompts: Sequence[int], repeats: int, meter: Meter
+) -> Rows:
+    """Prefills of random tokens, one row a prompt length: TTFT, ms a chunk, mJ a token by part,
+    drops and launches."""
+    rows = []
+    for length in progress(list(prompts), "measuring", unit="prompt"):
+        rng = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, model.config.vocab_size, (1, length), generator=rng)
+        with torch.no_grad(), prefill_through(model, backend) as ane:
+            seconds, mj = measure(
+                lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter
+            )
+        total, chunks = ane.total, -(-length // backend.plan.chunk)
+        rows.append(
+            {
+                "chunk": backend.plan.chunk,
+                "prompt": length,
+                "TTFT, s": median(seconds),
+                "fastest, s": min(seconds),
+                "slowest, s": max(seconds),
+                "ms a chunk": 1e3 * median(seconds) / chunks,
+                **{f"{part}, mJ a token": value / length for part, value in mj.items()},
+                "dropped": total.drop_rate,
+                "padded": total.padded_fraction,
+                "launches a chunk": total.launches / (repeats + 1) / chunks,
+            }
+        )
+    return rows
+
+
+def run(
+    folders: Sequence[str] = (),
+    prompts: Sequence[int] = (1024,),
+    repeats: int = 5,
+    checkpoint: Path | None = None,
+) -> Record:
+    require_mac("this bench")
+    meter = Meter()
+    found: Record = {}
+    for folder in folders:
+        backend = coreml_backend(ConvertedModel(folder))
+        source = backend.converted.checkpoint(checkpoint)
+        model = open_checkpoint(source, dtype=torch.float32)  # its other parts run on the CPU
+        for row in time_prefill(model, backend, prompts, repeats, meter):
+            name = f"{Path(folder).name}, a prompt of {row['prompt']}"
+            found.setdefault(f"prefills, {backend.name}", {})[name] = row
+    return found | {"conditions": {"energy": meter.why or "by Zeus"}}
+
+
+MEASURES = ("moelab/ane",)
+OPTIONS = {
+    "folders": ({"type": several(), "required": True}, "converted models, e.g. one a chunk size"),
+    "prompts": (several(whole(1)), "their lengths in tokens, as 256,1024"),
+    "repeats": (whole(1), "of each"),
+    "checkpoint": (Path, "its folder, if it is not where it was converted"),
+}
