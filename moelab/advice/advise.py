@@ -56,8 +56,7 @@ def advise(
     model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which
         config.json is enough, or a store; None is the small model.
     memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included.
-    context : tokens of a sequence, of which all but few are the prompt; None is 4,096, or as many
-        as the model takes.
+    context : tokens of a sequence, most of them the prompt; None is 4,096, or what the model takes.
     batch : sequences at a time.
     loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or
         not. A form whose loss nobody has measured is advised with "any" only; `verify` measures
