@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moelab.base.schema import typed
 from moelab.base.specs import MoESpec
 from moelab.cards import MODELS, load_card, load_model
 
@@ -166,7 +167,7 @@ def families() -> dict[str, Routing]:
     cards = {name: load_card(name).get("routing", {}) for name in MODELS}
     about = "kind", "source"
     return {
-        name: Routing(**{what: of[what] for what in of if what not in about})
+        name: typed({what: of[what] for what in of if what not in about}, Routing, name)
         for name, of in cards.items()
         if of
     }
