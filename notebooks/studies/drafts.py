@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from studies.timing import gain
 
 from moelab import open_model
 from moelab.base.arguments import number, several, whole
@@ -25,7 +26,7 @@ from moelab.base.records import Records
 from moelab.bench import ENGINE
 from moelab.bench.grid import synthetic
 from moelab.bench.implant import TOKENS_FILE
-from moelab.bench.measure import gain, turns, working
+from moelab.bench.measure import turns, working
 from moelab.bench.synthesize import synthesize
 from moelab.cards import load_model
 from moelab.models.greedy import greedy
