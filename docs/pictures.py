@@ -196,6 +196,62 @@ def planned(results: Mapping[str, Any]) -> Figure:
     return bars(of, "ms of a token (simulated)", kind="simulated", text=".0f", height=340)
 
 
+def routing(results: Mapping[str, Any]) -> Figure:
+    """LRU's and Belady's hit rates with a quarter of the experts in memory, on parts of recorded
+    traces that nothing was fitted to and on what was drawn; `results` of bench routing_fit."""
+    kinds = {"recorded": "trace (exact)", "drawn": "drawn (simulated)"}
+    panels = {"LRU": "lru at 25 %", "Belady's rule": "belady at 25 %"}
+    of = {
+        panel: {
+            label: {name: results[kind][name][metric] for name in results["fits"]}
+            for label, kind in kinds.items()
+        }
+        for panel, metric in panels.items()
+    }
+    return bars(of, "hit rate (%)", kind="exact; simulated", height=390)
+
+
+def next_use(results: Mapping[str, Any]) -> Figure:
+    """Hits of `next-use` over the default's with a quarter of the experts in memory, beside what the
+    optimum leaves to gain, of traces that it was not chosen on; `results` of bench policies."""
+    rows = results["25% of the experts, about 600 tokens"]
+    of = {
+        label: {
+            name: 100 * (row[policy] - row[DEFAULT_POLICY])
+            for name, row in rows.items()
+            if "used" not in name
+        }
+        for label, policy in {"next-use (ours)": "next-use", "Belady's rule": "belady"}.items()
+    }
+    return bars(of, "points over LRFU's hits", kind="exact", height=390)
+
+
+#: recorded traces → their models, whose cards say bytes
+MODELS = {
+    "bigmoeonedge/qwen": "Qwen3-30B-A3B",
+    "bigmoeonedge/gemma": "Gemma-4-26B-A4B",
+    "bigmoeonedge/gptoss": "gpt-oss-120b",
+    "gpt-oss-20b-fingerprinting": "gpt-oss-20b",
+    "esft-deepseek-v2-lite": "DeepSeek-V2-Lite",
+    "olmoe-mmlu-logits": "OLMoE-1B-7B",
+}
+
+
+def drafts(results: Mapping[str, Any]) -> Figure:
+    """Experts that a token reads with eight drafts over without any, by the share of drafts that are
+    right, with a quarter of the experts in memory; `results` of bench draft_passes."""
+    rows = {name: results["passes"][f"{trace}, 25% in memory"] for trace, name in MODELS.items()}
+    shares = 50, 70, 90, 100
+    found = {
+        name: [
+            (share, row[f"misses a token, 8 drafts, {share}% right"] / row["misses a token"])
+            for share in shares
+        ]
+        for name, row in rows.items()
+    } | {"without drafts": [(share, 1) for share in shares]}
+    return lines(found, "experts read, ×", "drafts that are right (%)", height=390)
+
+
 def scale(results: Mapping[str, Any]) -> Figure:
     """A model larger than the machine, in each form: its size and what the process took, beside the
     machine's memory; a token's mean time beside its limit; `results` of bench scale. Arms that
@@ -257,6 +313,9 @@ FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "findings/dropping": (bench("ane_accuracy"), dropping),
     "findings/static_sets": (bench("referee"), static_sets),
     "findings/planned": (bench("referee"), planned),
+    "findings/routing": (bench("routing_fit"), routing),
+    "findings/next_use": (bench("policies"), next_use),
+    "findings/drafts": (bench("draft_passes"), drafts),
     "bench/scale": (bench("scale"), scale),
 }
 
