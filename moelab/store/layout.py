@@ -49,7 +49,7 @@ from moelab.store.codecs import find_codec, read_codec
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
 FORMAT = "moelab-store"
-VERSION = 2
+VERSION = 3
 ALIGN = 4096  # what direct I/O wants of offsets, lengths and addresses
 INDEX = "index.json"
 WEIGHTS = "weights.safetensors"
