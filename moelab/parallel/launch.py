@@ -119,14 +119,9 @@ def launch(
                 pass
             return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(n)]
         except (ProcessRaisedException, ProcessExitedException) as error:
-            if isinstance(error, ProcessRaisedException):
-                what = f"raised {str(error).strip().splitlines()[-1]}"
-            elif error.signal_name:
-                what = f"was killed by {error.signal_name}, by the system if memory ran out"
-            else:
-                what = f"ended with exit status {error.exit_code}"
             raise RuntimeError(
-                f"rank {error.error_index} of {n} {what}; the other ranks were ended"
+                f"rank {error.error_index} of {n} failed, and the other ranks were ended: "
+                f"{str(error).strip().splitlines()[-1]}"
             ) from error
         finally:
             for process in ranks.processes:

@@ -43,7 +43,7 @@ from moelab.base.records import Record
 from moelab.base.schema import blamed, typed
 from moelab.base.specs import MoESpec
 from moelab.store import fewbit
-from moelab.store.bits import LAYOUT, as_bytes
+from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import find_codec, read_codec
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
@@ -63,9 +63,6 @@ AGAIN = "copy the store again, or convert the model again"
 
 class StoreError(ValueError):
     """A store that is damaged, incomplete or not the one that was asked for."""
-
-
-CHECKSUM = "xxh3"
 
 
 def checksum(data: Any) -> str:
@@ -397,13 +394,13 @@ class ExpertStore(ExpertFiles):
 
     def _read(self, index: bytes) -> None:
         fields = unseal(index)
-        found = [fields[name] for name in ("format", "version", "layout", "checksum")]
-        readable = [FORMAT, VERSION, LAYOUT, CHECKSUM]
+        found = [fields["format"], fields["version"]]
+        readable = [FORMAT, VERSION]
         _need(found == readable, f"it is in {found}; this moelab reads {readable}")
         self.spec = typed(fields["spec"], MoESpec)
         self.identity = fields["identity"]
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), "an impossible identity")
-        self.quantized: str | None = fields.get("quantized") or None
+        self.quantized: str | None = fields["quantized"]
         if self.quantized:
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"

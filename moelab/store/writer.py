@@ -27,11 +27,10 @@ from moelab.base.progress import progress
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.bits import LAYOUT, as_bytes
+from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec
 from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (
-    CHECKSUM,
     FORMAT,
     INDEX,
     PIECE,
@@ -101,10 +100,8 @@ class StoreWriter:
             "identity": identity,
             "codec": codec,
             "K": shards,
-            "layout": LAYOUT,
-            "checksum": CHECKSUM,
             "layers": layers,
-            **({"quantized": quantized} if quantized else {}),
+            "quantized": quantized,
         }
         self.head = json.loads(json.dumps(head))  # as it will be read back: lists for tuples
         self.records: list[Record] = []
