@@ -97,15 +97,6 @@ def launch(
 
     threads : torch's in each rank; None shares the cores out. RuntimeError : a rank raised or was
     killed."""
-    if n < 1:
-        raise ValueError(f"n is {n}; at least one process must run")
-    try:
-        pickle.dumps((function, arguments))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{function!r} and its arguments cannot be sent to other processes ({error}); put the "
-            f"function into a .py file"
-        ) from error
     # elsewhere than on Linux a process that was forked may not use the system's libraries
     method = "forkserver" if sys.platform == "linux" else "spawn"
     if method == "forkserver":
