@@ -97,15 +97,6 @@ def launch(
 
     threads : torch's in each rank; None shares the cores out. RuntimeError : a rank raised or was
     killed."""
-    if n < 1:
-        raise ValueError(f"n is {n}; at least one process must run")
-    try:
-        pickle.dumps((function, arguments))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{function!r} and its arguments cannot be sent to other processes ({error}); put the "
-            f"function into a .py file"
-        ) from error
     # elsewhere than on Linux a process that was forked may not use the system's libraries
     method = "forkserver" if sys.platform == "linux" else "spawn"
     if method == "forkserver":
@@ -119,14 +110,9 @@ def launch(
                 pass
             return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(n)]
         except (ProcessRaisedException, ProcessExitedException) as error:
-            if isinstance(error, ProcessRaisedException):
-                what = f"raised {str(error).strip().splitlines()[-1]}"
-            elif error.signal_name:
-                what = f"was killed by {error.signal_name}, by the system if memory ran out"
-            else:
-                what = f"ended with exit status {error.exit_code}"
             raise RuntimeError(
-                f"rank {error.error_index} of {n} {what}; the other ranks were ended"
+                f"rank {error.error_index} of {n} failed, and the other ranks were ended: "
+                f"{str(error).strip().splitlines()[-1]}"
             ) from error
         finally:
             for process in ranks.processes:

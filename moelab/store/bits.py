@@ -19,9 +19,6 @@ import torch
 
 from moelab.kernels.compile import kernel
 
-#: the name of the byte layout, recorded in every store
-LAYOUT = "rotated"
-
 
 def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
     """(exponents, sign-mantissa), uint8 [N] each, of weights uint16 [N]; `exponents` is written

@@ -27,16 +27,14 @@ from moelab.base.progress import progress
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.bits import LAYOUT, as_bytes
+from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec
-from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
+from moelab.store.headers import NAMES, WEIGHT_MAP, Stored, header_bytes
 from moelab.store.layout import (
-    CHECKSUM,
     FORMAT,
     INDEX,
     PIECE,
     SOURCE_LAYOUT,
-    VERSION,
     WEIGHTS,
     Layer,
     aligned,
@@ -47,7 +45,6 @@ from moelab.store.layout import (
     plain_name,
     read_entries,
     seal,
-    weights_header,
 )
 
 COMMIT = 64 << 20  # bytes of a layer's file between two syncs
@@ -96,15 +93,12 @@ class StoreWriter:
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         head = {
             "format": FORMAT,
-            "version": VERSION,
             "spec": asdict(spec),
             "identity": identity,
             "codec": codec,
-            "K": shards,
-            "layout": LAYOUT,
-            "checksum": CHECKSUM,
+            "shards": shards,
             "layers": layers,
-            **({"quantized": quantized} if quantized else {}),
+            "quantized": quantized,
         }
         self.head = json.loads(json.dumps(head))  # as it will be read back: lists for tuples
         self.records: list[Record] = []
@@ -138,9 +132,8 @@ class StoreWriter:
         differ = {key for key in begun | head if begun.get(key) != head.get(key)}
         there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
         if there and differ - {"content"}:
-            names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {names}; "
+                f"{self.folder} is an unfinished store with another {', '.join(sorted(differ))}; "
                 f"finish it with the source and the options that it was begun with, or remove it"
             )
         if not differ:
@@ -222,7 +215,7 @@ class StoreWriter:
             del tensor
         self._wait()
         record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
-        begin = self._end if expert else self._room_for_header(layer, packed, shapes)
+        begin = self._end if expert else self._room_for_header(layer, packed)
         self._writing = self._thread.submit(
             self._write_expert, record | {"sources": sources}, packed, begin
         )
@@ -236,14 +229,11 @@ class StoreWriter:
             self._writing = None
             done.result()
 
-    def _room_for_header(
-        self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
-    ) -> int:
+    def _room_for_header(self, layer: int, packed: dict[str, codecs.PackedTensor]) -> int:
         """Bytes that are enough for the header of a layer's file, from its first expert."""
         n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p)
         longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
-        about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
-        return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
+        return aligned(1000 + 2 * self.layers[layer][1] * n_chunks * longest)
 
     def _write_expert(
         self, record: Record, packed: dict[str, codecs.PackedTensor], begin: int
@@ -316,7 +306,7 @@ class StoreWriter:
             for name, content in contents.items():
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
-            index, digest = seal(
+            index = seal(
                 {
                     **self.head,
                     "layers": self._write_headers(),
@@ -324,7 +314,6 @@ class StoreWriter:
                     "files": table,
                 }
             )
-            _write(self.folder / WEIGHTS, weights_header(_shapes(weights), digest), "r+b")
             _write(self.folder / INDEX, index)
 
     def _write_headers(self) -> list[Record]:
@@ -351,11 +340,12 @@ class StoreWriter:
         return layers
 
     def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
-        """Copy the other weights behind room for their header; returns key → dtype, shape,
-        checksums of its pieces."""
+        """Copy the other weights behind their header; returns key → dtype, shape, checksums of its
+        pieces."""
         written = {}
         with open(self.folder / WEIGHTS, "wb") as out:
-            out.write(bytes(len(weights_header(_shapes(weights), "0" * 64))))
+            shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
+            out.write(header_bytes(shapes))
             for key, tensor in weights.items():
                 checks = []
                 for begin in range(0, tensor.nbytes, PIECE):
@@ -396,10 +386,6 @@ class StoreWriter:
                 f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
                 f"right and run the same command again, and it goes on from there",
             ) from error
-
-
-def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:
-    return {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
 
 
 def _write(path: Path, content: bytes, mode: str = "wb") -> None:

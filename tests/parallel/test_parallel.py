@@ -160,16 +160,12 @@ def rows_sent(layer, x):
 
 def test_a_rank_that_fails_ends_the_run(tmp_path):
     with pytest.raises(
-        RuntimeError, match="rank 1 of 3 was killed by SIGKILL.*other ranks were ended"
+        RuntimeError, match="rank 1 of 3 failed, and the other ranks were ended.*SIGKILL"
     ):
         launch(ranks.die_in_the_middle, 3, tmp_path / "note")
     assert time.time() - float((tmp_path / "note").read_text()) < 300  # rank 2 would go on for 600
-    with pytest.raises(RuntimeError, match="rank 1 of 2 raised ValueError: no such luck"):
+    with pytest.raises(RuntimeError, match="rank 1 of 2 failed.*ValueError: no such luck"):
         launch(ranks.fail, 2, 1)
-    with pytest.raises(ValueError, match=".py file"):
-        launch(lambda: None, 2)
-    with pytest.raises(ValueError, match="at least one"):
-        launch(time.time, 0)
 
 
 @given(

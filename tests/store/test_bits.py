@@ -40,15 +40,3 @@ def test_errors():
         bits.as_bytes(bytes(16), writable=True)
     with pytest.raises(ValueError, match="as many bytes of both kinds"):
         bits.join(np.empty(3, np.uint8), np.empty(4, np.uint8), np.empty(4, np.uint16))
-
-
-def test_the_triton_kernel(triton_device):
-    from moelab.store import bits_triton
-
-    for n in (0, 1, 4097, 65536):
-        e, sm = (
-            torch.tensor(of[:n], dtype=torch.uint8, device=triton_device)
-            for of in (EXPONENTS, SIGN_MANTISSA)
-        )
-        joined = bits_triton.join(e, sm, torch.empty(n, dtype=torch.bfloat16, device=triton_device))
-        assert joined.view(torch.int16).cpu().numpy().view(np.uint16).tolist() == ALL[:n].tolist()
