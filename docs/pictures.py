@@ -12,7 +12,6 @@ from typing import Any
 
 from moelab.base.files import atomic, read_json, results_root
 from moelab.bench.results import bench_file, sections_of
-from moelab.cache.policies import DEFAULT_POLICY
 from moelab.comparison import MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
@@ -118,39 +117,6 @@ def estimators(results: Mapping[str, Any]) -> Figure:
         "training tokens (thousands)",
         log="x",
         top=100,
-        height=390,
-        **ABOVE,
-    )
-
-
-def evictions(results: Mapping[str, Any]) -> Figure:
-    """Misses of eviction policies over LRU's by the share of experts in memory, a panel a model;
-    `results` of bench recall_and_misses."""
-    own = {"next-token", "belady"}
-    rules = {
-        "predicts the next tokens (ours)": lambda rows: "next-token",
-        "default": lambda rows: DEFAULT_POLICY,
-        "best that knows the past": lambda rows: min(
-            rows.keys() - own, key=lambda name: rows[name]["misses ÷ lru"]
-        ),
-        "Belady's": lambda rows: "belady",
-    }
-    ends = "misses ÷ lru", "from", "to"
-
-    def over(of: Mapping[str, Rows]) -> dict[str, list[tuple[float, ...]]]:
-        at = {float(about.partition("%")[0]): rows for about, rows in of.items()}
-        return {
-            label: [
-                (share, *(100 * rows[rule(rows)][end] for end in ends))
-                for share, rows in at.items()
-            ]
-            for label, rule in rules.items()
-        } | {"LRU": [(share, 100) for share in at]}
-
-    return lines(
-        {model: over(of) for model, of in by_model(results, "evictions, ").items()},
-        "misses over LRU's (%, exact counts)",
-        "experts in memory (%)",
         height=390,
         **ABOVE,
     )
@@ -309,7 +275,6 @@ FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "findings/bf12": (bench("experts"), bf12),
     "findings/balancing": (notebook("07_ndp_scheduling"), balancing),
     "findings/estimators": (bench("recall_and_misses"), estimators),
-    "findings/evictions": (bench("recall_and_misses"), evictions),
     "findings/dropping": (bench("ane_accuracy"), dropping),
     "findings/static_sets": (bench("referee"), static_sets),
     "findings/planned": (bench("referee"), planned),

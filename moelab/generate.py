@@ -48,7 +48,7 @@ SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
 #: registered names that are not offered, since they need what no file has
-NOT_OFFERED = ("belady", "next-token", "hybrid")
+NOT_OFFERED = ("belady", "hybrid")
 
 
 @dataclass(frozen=True)

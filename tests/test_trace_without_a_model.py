@@ -72,12 +72,6 @@ def test_a_policy_is_ranked_on_it_by_shares_alone(bare):
     assert two.own.scores["a"] == two.own.scores["b"] == contest.own.scores[bare.spec.name]
     assert views.arena(Mine, bare, share=0.25).data.place == contest.place
 
-    class Sees(LRU):
-        def see(self, layer, hidden):
-            raise AssertionError
-
-    assert "hidden=True" in contests.arena(Sees, bare).own.error
-
 
 def test_three_views_are_of_it(bare, trace, monkeypatch):
     monkeypatch.setattr(budgets, "SHARES", (25, 100))

@@ -32,7 +32,6 @@ from moelab.base.records import Record
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
 from moelab.bench.profile import Profile
-from moelab.cache.policies import NEEDS
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation.intervals import typical
@@ -307,7 +306,7 @@ class Search:
         caches = [
             {"cache": name}
             for name, (_, use) in registry.describe("cache").items()
-            if use == "use" and name not in NEEDS and name != way.cache
+            if use == "use" and name != way.cache
         ]
         for group in (caches, [{"prefetch": PREFETCH, "pools": None}]):
             tried = [new for one in group for new in self.find(self.found, replace(way, **one))]

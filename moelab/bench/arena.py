@@ -20,7 +20,7 @@ from moelab.base.library import token_count
 from moelab.base.progress import progress
 from moelab.base.specs import ExpertKey, State
 from moelab.bench.limits import belady_hits, request_count, steps
-from moelab.cache.policies import NEEDS, POLICIES
+from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation.questions import prompts
@@ -123,7 +123,7 @@ def arena(
             text: once((id(trace), other, share), lambda: (play(trace, other, share)[0], trace))[0]
             for text, trace in of.items()
         }
-        for other in progress([n for n in POLICIES if n not in NEEDS], "policies", unit="policy")
+        for other in progress([n for n in POLICIES if n != "belady"], "policies", unit="policy")
     }
     own, wrong = guarded(
         list(of), lambda text: play(of[text], fresh(mine), share, judge=True), name
@@ -213,11 +213,6 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
     L = trace.spec.L
     E = trace.spec.E
     residency = Residency(L, E, Pools(F=capacity(trace, share)), policy, "model")
-    if residency.sees and trace.router_inputs is None:
-        raise ValueError(
-            "this policy sees hidden states, and the trace has none: moelab.record(…, hidden=True)"
-        )
-    inputs = trace.router_inputs.float().numpy() if residency.sees else None
     asked = steps(trace)
     uses: dict[ExpertKey, list[int]] = {}
     for n, (_, layer, experts) in enumerate(asked):
@@ -229,9 +224,7 @@ def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) ->
         return of[after] if (after := bisect_right(of, n)) < len(of) else inf
 
     wrong = []
-    for n, (row, layer, experts) in enumerate(asked):
-        if inputs is not None:
-            residency.see(layer, inputs[row, layer][None])
+    for n, (_, layer, experts) in enumerate(asked):
         left = set(residency.resident(State.FULL)) if judge else set()
         for victim in residency.begin(layer, experts).evicted:
             if not judge:

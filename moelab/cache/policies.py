@@ -10,7 +10,6 @@ may also have
     forget(key)      told that a key left the cache or was not kept
     shape(L, E)      told once, before all else, how many layers and experts of each there are
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
-    see(layer, s)    told before each step of a layer what its router saw, float32 [T, H] of the tokens that go on
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
 """
 
@@ -251,10 +250,6 @@ POLICIES: dict[str, type | Entry] = {
     "marking": Marking,
     "least-stale": LeastStale,
     "zipmoe": FewestTokens,
-    "next-token": Entry(
-        "moelab.cache.next_token:NextTokenPolicy",
-        "evicts what a fitted regression says that the next tokens will hardly choose",
-    ),
     "next-use": Entry(
         "moelab.cache.next_use:NextUse",
         "evicts what will be used last, by an estimate that learns while it runs",
@@ -263,23 +258,18 @@ POLICIES: dict[str, type | Entry] = {
         Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True
     ),
 }
-#: policies for which a name is not enough → why, and what to do
-NEEDS = {
-    "next-token": "must be fitted to your model: cache=NextTokenPolicy(moelab.speculate.next_token.fit(trace)), from "
-    "moelab.cache.next_token and a trace recorded with hidden=True",
-    "belady": 'needs the future, so it is for a run that has been: moelab.simulate(run, cache="belady"), or '
-    "Belady(steps) with the steps of a run",
-}
 
 
 def make_policy(policy: str | type | CachePolicy) -> Callable[[], CachePolicy]:
     """A maker of policies, one for each pool: of a name of `POLICIES`, a class, or an instance
     (shared by all)."""
-    name = "belady" if policy is Belady else policy
-    if isinstance(name, str):
-        policy = find("cache", name)
-        if name in NEEDS:
-            raise ValueError(f'"{name}" {NEEDS[name]}')
+    if isinstance(policy, str):
+        policy = find("cache", policy)
+    if policy is Belady:
+        raise ValueError(
+            '"belady" needs the future, so it is for a run that has been: '
+            'moelab.simulate(run, cache="belady"), or Belady(steps) with the steps of a run'
+        )
     if not isinstance(policy, CachePolicy):
         raise ValueError(
             f"{policy!r} is no cache policy: it needs the methods touch(key, step) and victim(resident)"

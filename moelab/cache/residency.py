@@ -160,13 +160,6 @@ class Residency:
             for key in (key for keys in self._keys for key in keys):
                 self._pools[key.layer][State.FULL].keys[key] = None
 
-    def see(self, layer: int, s: np.ndarray) -> None:
-        """Tell the policies what a layer's router saw, float32 [T, H], before its step; only needed
-        if `sees`."""
-        for pool in self._pools[layer].values():
-            if hasattr(pool.policy, "see"):
-                pool.policy.see(layer, s)
-
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
@@ -181,7 +174,6 @@ class Residency:
                 policy.shape(self.L, self.E)
             if hasattr(policy, "follow"):
                 policy.follow(self._scores)
-        self.sees = any(hasattr(policy, "see") for policy in policies)
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
 

@@ -142,9 +142,6 @@ class Engine:
         tokens = counts(ids, E)
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
-        if self.residency.sees:
-            seen = x if self.decoding else x[-1:]
-            self.residency.see(layer, seen.float().cpu().numpy())
         self._report_other(clock(), layer)
         with self.loader.changing():
             step = controller.decide(layer, tokens)
@@ -279,7 +276,7 @@ class Engine:
         residency = self.residency
         executor = modules[0].executor
         find = getattr(executor, "banks", None)
-        if find is None or not residency.holds_all or residency.sees:
+        if find is None or not residency.holds_all:
             return None
         if any(of.executor is not executor for of in modules):
             return None

@@ -5,7 +5,6 @@ predictor is made by `moelab.base.registry.make("predictor", name, model, …)`.
 
 from moelab.speculate.estimator import Estimator
 from moelab.speculate.execution import MODES, Speculation
-from moelab.speculate.next_token import NextToken
 from moelab.speculate.predictors import INGREDIENTS, PREDICTORS, Predictor, takes
 from moelab.speculate.signals import DefaultVectors, default_vectors
 from moelab.speculate.training import train
@@ -16,7 +15,6 @@ __all__ = [
     "PREDICTORS",
     "DefaultVectors",
     "Estimator",
-    "NextToken",
     "Predictor",
     "Speculation",
     "default_vectors",

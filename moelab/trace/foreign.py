@@ -6,8 +6,10 @@ together with what is known of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import torch
 
 from moelab.base.configs import spec_from_config
 from moelab.base.files import from_hub, small_model
+from moelab.base.schema import FLOATS, checked
 from moelab.base.specs import MoESpec
 from moelab.cards import card_of, load_model
-from moelab.trace.routing_trace import DECODE, PREFILL, RoutingTrace
+from moelab.trace.routing_trace import DECODE, RoutingTrace
 
 #: no checkpoint has as many; ids are int16, and the id E means that no expert ran
 MOST = 2**15 - 1
@@ -77,39 +80,46 @@ def digest(*words: str) -> str:
     return sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
+def unknown(name: str, layers: tuple[int, ...], E: int, K: int) -> tuple[MoESpec, str]:
+    """(geometry, identity) of a model that is not known but by its routing."""
+    spec = MoESpec(name, "", layers[-1] + 1, layers, E, K, H=0, I=0)
+    return spec, digest("unknown", name, spec.fingerprint())
+
+
 def trace_of(found: Columns, name: str, spec: MoESpec | None, model_id: str) -> RoutingTrace:
     """The trace that the columns are, of a model as `model_of` knows it; `name` : of one that it
     does not. Raises ValueError."""
     if found.ids is None:
         found = _chosen(found, spec)
-    elif found.logits is not None:
-        found = replace(found, experts=found.logits.shape[-1])
-    ids = integers("ids", found.ids, 3)
+    ids = integers("ids", found.ids, (None, None, None)).numpy()
     if not ids.size:
         raise ValueError(f"it has no routing: ids are {list(ids.shape)}")
-    weights = _weights(found.weights, ids)
     kept, layers = _moe_layers(ids, found.layers, spec)
-    ids = ids[:, kept]
-    experts = found.experts or (spec.E if spec else max(int(ids.max()) + 1, ids.shape[2]))
+    T, _, K = ids.shape
+    experts = found.experts or (spec.E if spec else max(int(ids[:, kept].max()) + 1, K))
     if spec is None:
-        spec = MoESpec(name, "", layers[-1] + 1, layers, experts, ids.shape[2], H=0, I=0)
-        model_id = digest("unknown", name, spec.fingerprint())
+        spec, model_id = unknown(name, layers, experts, K)
     elif experts != spec.E:
         raise ValueError(f"it has {experts} experts a layer, and {spec.name} has {spec.E}")
-    spec = replace(spec, moe_layers=layers, K=ids.shape[2])
-    ids = np.where(ids == -1, spec.E, ids)
-    _check_ids(ids, spec)
-    T = len(ids)
+    spec = replace(spec, moe_layers=layers, K=K)
     columns = {}
-    if weights is not None:
-        columns["weights"] = torch.from_numpy(np.where(ids < spec.E, weights[:, kept], 0))
-    for column in ("sequence", "position", "tokens"):
-        columns[column] = _per_token(column, getattr(found, column), T, np.iinfo(np.int32).max)
-    if columns["sequence"] is not None:  # their numbers may be anybody's
+    if found.weights is not None:
+        weights = {"weights": torch.from_numpy(np.asarray(found.weights))}
+        weights = checked(weights, "weights", FLOATS, ids.shape).float()
+        columns["weights"] = torch.where(torch.from_numpy(ids < experts), weights, 0)[:, kept]
+    for column in ("phase", "sequence", "position", "tokens"):
+        if (values := getattr(found, column)) is not None:
+            most = DECODE if column == "phase" else np.iinfo(np.int32).max
+            columns[column] = integers(column, values, (T,), 0, most).int()
+    if "phase" in columns:
+        columns["phase"] = columns["phase"].to(torch.uint8)
+    if "sequence" in columns:  # their numbers may be anybody's
         columns["sequence"] = columns["sequence"].unique(return_inverse=True)[1].int()
-    columns["phase"] = _per_token("phase", found.phase, T, DECODE, torch.uint8)
-    _check_order(columns["sequence"], columns["position"], columns["phase"])
-    return RoutingTrace.of_ids(torch.from_numpy(ids), spec, model_id, **columns)
+    ids = np.where(ids == -1, experts, ids)[:, kept]
+    ids = integers("ids", ids, ids.shape, 0, min(experts, MOST))
+    trace = RoutingTrace.of_ids(ids, spec, model_id, **columns)
+    _check_order(trace, found.position is not None)
+    return trace
 
 
 def of_model(trace: RoutingTrace, spec: MoESpec, model_id: str) -> RoutingTrace:
@@ -121,28 +131,26 @@ def of_model(trace: RoutingTrace, spec: MoESpec, model_id: str) -> RoutingTrace:
 
 def _chosen(found: Columns, spec: MoESpec | None) -> Columns:
     """Ids and weights of what the router's logits choose: the K largest, softmax over all."""
-    if found.logits is None:
-        raise ValueError("it has neither ids nor logits of routing")
-    logits = torch.from_numpy(found.logits).float()
-    if logits.dim() != 3 or not logits.isfinite().all():
-        raise ValueError(f"logits are {list(logits.shape)}; they must be finite [T, L, E]")
-    if spec is None:
+    if found.logits is None or spec is None:
         raise ValueError(
-            "it has logits but no ids, and so many experts a token are not known: give model="
+            "it has neither ids nor, of a model that is known (give model=), logits of routing"
         )
+    logits = {"logits": torch.from_numpy(found.logits)}
+    logits = checked(logits, "logits", FLOATS, (None, None, None)).float()
     weights, ids = logits.softmax(-1).topk(spec.K)
     return replace(found, ids=ids.numpy(), weights=weights.numpy(), experts=logits.shape[-1])
 
 
-def integers(name: str, values: Any, dims: int) -> np.ndarray:
-    """`values` as int64; ValueError unless they are integers with so many dimensions."""
+def integers(
+    name: str, values: Any, shape: Sequence[int | None], low: int | None = None, high: float = inf
+) -> torch.Tensor:
+    """`values` as int64; ValueError unless they are integers of this shape and, if `low` is given,
+    from it to `high`."""
     values = np.asarray(values)
-    if values.dtype.kind not in "iu" or values.ndim != dims:
-        raise ValueError(
-            f"{name} is {values.dtype} {list(values.shape)}; it must be of integers with {dims} "
-            f"dimension{'s' * (dims > 1)}"
-        )
-    return values.astype(np.int64)
+    if values.dtype.kind not in "iu":
+        raise ValueError(f"{name} is {values.dtype}; it must be of integers")
+    tensor = torch.from_numpy(values.astype(np.int64))
+    return checked({name: tensor}, name, ("int64",), shape, low, high)
 
 
 def _moe_layers(
@@ -150,90 +158,46 @@ def _moe_layers(
 ) -> tuple[list[int], tuple[int, ...]]:
     """(which of the ids' layers are MoE, their numbers in the checkpoint)."""
     L = ids.shape[1]
-    if layers is not None and len(layers) != L:
-        raise ValueError(f"it names {len(layers)} layers, and ids have {L}")
+    if layers is None:
+        layers = spec.moe_layers if spec and spec.L == L else range(spec.num_layers if spec else L)
+    if len(layers) != L:
+        raise ValueError(
+            f"ids have {L} layers, and known are {len(layers)}: say which these are, in an array "
+            "`layers` of the checkpoint's own numbers"
+        )
     # engines that number all layers alike leave zeros where a layer is dense
     dense = (ids == 0).all((0, 2)) & (ids.shape[2] > 1)
-    numbers = tuple(layers if layers is not None else range(L))
-    if spec is None:
-        kept = np.flatnonzero(~dense).tolist()
-        if not kept:
-            raise ValueError("all its ids are 0, so no layer of it is MoE")
-        return kept, tuple(numbers[at] for at in kept)
-    if layers is None and L == spec.L:
-        return list(range(L)), spec.moe_layers
-    if layers is None and spec.num_layers != L:
+    kept = [
+        at for at, of in enumerate(layers) if (of in spec.moe_layers if spec else not dense[at])
+    ]
+    strange = [layers[at] for at in range(L) if at not in kept and not dense[at]]
+    if strange or not kept:
         raise ValueError(
-            f"it has {L} layers, and {spec.name} has {spec.L} MoE layers among {spec.num_layers}: say "
-            "which these are, in an array `layers` of the checkpoint's own numbers"
+            f"{len(kept)} of its layers are MoE by {spec.name if spec else 'its ids'}, and it has "
+            f"routing of others: {strange}"
         )
-    kept = [at for at, number in enumerate(numbers) if number in spec.moe_layers]
-    if not kept:
-        raise ValueError(f"it has no layer that is MoE in {spec.name}")
-    if strange := [numbers[at] for at in range(L) if at not in kept and not dense[at]]:
-        raise ValueError(f"it has routing of layers that are not MoE in {spec.name}: {strange}")
-    return kept, tuple(numbers[at] for at in kept)
+    return kept, tuple(layers[at] for at in kept)
 
 
-def _check_ids(ids: np.ndarray, spec: MoESpec) -> None:
-    E = spec.E
-    if E > MOST or ids.min() < 0 or ids.max() > E:
-        raise ValueError(
-            f"ids are from {ids.min()} to {ids.max()}, with {E} experts a layer (at most {MOST}); they "
-            f"must be from 0 to {E - 1}, or −1 or {E} where no expert ran"
-        )
-    ordered = np.sort(ids, axis=2)
-    twice = (ordered[..., 1:] == ordered[..., :-1]) & (ordered[..., 1:] < E)
+def _check_order(trace: RoutingTrace, told: bool) -> None:
+    """ValueError for an expert twice in a cell; or, if positions are `told`, unless each sequence's
+    tokens stand in their order, prefill first."""
+    ordered = trace.ids.sort(2).values
+    twice = (ordered.diff() == 0) & (ordered[..., 1:] < trace.spec.E)
     if twice.any():
-        token, layer, _ = np.argwhere(twice)[0]
+        token, layer, _ = twice.nonzero()[0].tolist()
         raise ValueError(
-            f"token {token} has an expert twice in its layer {layer}, {ids[token, layer].tolist()}: "
+            f"token {token} has an expert twice in its layer {layer}, {trace.ids[token, layer].tolist()}: "
             "these are no ids of a router's choice, or of physical copies"
         )
-
-
-def _weights(weights: Any, ids: np.ndarray) -> np.ndarray | None:
-    if weights is None:
-        return None
-    weights = np.asarray(weights)
-    if weights.dtype.kind != "f" or weights.shape != ids.shape:
-        raise ValueError(f"weights are {weights.dtype} {weights.shape}; ids are {ids.shape}")
-    if not np.isfinite(weights).all():
-        raise ValueError("weights are not all finite")
-    return weights.astype(np.float32)
-
-
-def _per_token(
-    name: str, values: Any, T: int, most: int, dtype: torch.dtype = torch.int32
-) -> torch.Tensor | None:
-    if values is None:
-        return None
-    values = integers(name, values, 1)
-    if len(values) != T or values.min() < 0 or values.max() > most:
-        raise ValueError(
-            f"{name} has {len(values)} values from {values.min()} to {values.max()}; it must have {T}, "
-            f"one a token, from 0 to {most}"
-        )
-    return torch.from_numpy(values).to(dtype)
-
-
-def _check_order(
-    sequence: torch.Tensor | None, position: torch.Tensor | None, phase: torch.Tensor | None
-) -> None:
-    """ValueError unless each sequence's tokens stand in the order of their positions."""
-    if position is None:
-        return
-    sequence = torch.zeros_like(position) if sequence is None else sequence
-    by = sequence.long().argsort(stable=True)
-    same = sequence[by][1:] == sequence[by][:-1]
-    wrong = same & (position[by][1:] <= position[by][:-1])
-    if wrong.any():
+    by = trace.sequence.argsort(stable=True)
+    columns = (column[by].int().diff() for column in (trace.sequence, trace.position, trace.phase))
+    sequence, position, phase = columns
+    wrong = (sequence == 0) & ((position <= 0) | (phase < 0))
+    if told and wrong.any():
         at = int(by[1:][wrong][0])
         raise ValueError(
-            f"token {at} has position {int(position[at])} after a token of the same or a later one in "
-            f"sequence {int(sequence[at])}: tokens must stand in the order in which they ran"
-        )
-    if phase is not None and (same & (phase[by][1:] == PREFILL) & (phase[by][:-1] == DECODE)).any():
-        raise ValueError(
-            "a sequence has prefill after decode: give each turn a sequence of its own"
+            f"token {at} has position {int(trace.position[at])} after a token of the same or a later one, "
+            "or prefill after decode: tokens must stand in the order in which they ran, each turn in a "
+            "sequence of its own"
         )

@@ -6,8 +6,8 @@ rank.
 
 A step of several tokens begins a sequence and is prefill; steps of one token go on with it. A step
 does not say which of its tokens belong to which request, so a batch counts as one sequence. Layers
-for predicting several tokens (block "mtp") and files of hidden states and logits beside it are left
-out. Source: megatron/core/transformer/moe/router_trace.py, pull request 5220."""
+for predicting several tokens (block "mtp"), files of hidden states and logits beside it and what else
+a line has are left out. Source: megatron/core/transformer/moe/router_trace.py, pull request 5220."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from moelab.base.schema import Count, Size, parse_json, typed
 from moelab.trace.foreign import Columns, integers
 from moelab.trace.routing_trace import DECODE, PREFILL
 
-SIDECARS = ("hs_", "logit_")
-
 
 class Record(TypedDict):
     """A line: what a layer's router chose in a step."""
@@ -32,50 +30,28 @@ class Record(TypedDict):
     topk: Size
     top_indices: list
     block: NotRequired[str]
-    stage: NotRequired[str]
-    rank: NotRequired[int]
-    mtp_idx: NotRequired[int]
 
 
 def read(path: Path) -> Columns:
     """The routing of all steps. Raises ValueError."""
-    steps: dict[int, dict[int, np.ndarray]] = {}  # step → layer → ids [tokens, K]
-    ignored = set()
+    found: dict[tuple[int, int], np.ndarray] = {}  # (step, layer) → ids [tokens, K]
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
+        record = typed(parse_json(line), Record, f"line {number}") if line.strip() else None
+        if not record or record.get("block", "decoder") != "decoder":
             continue
-        record = typed(parse_json(line), Record, f"line {number}")
-        ignored |= {
-            key for key in record.keys() - Record.__annotations__ if not key.startswith(SIDECARS)
-        }
-        if record.get("block", "decoder") != "decoder":
-            ignored.add(f"the block {record['block']}")
-            continue
-        ids = integers(f"top_indices of line {number}", record["top_indices"], 2)
-        if ids.shape != (record["num_tokens"], record["topk"]):
-            raise ValueError(
-                f"line {number} has top_indices {ids.shape}, which is not what it says"
-            )
-        layers = steps.setdefault(record["step"], {})
-        if record["layer"] in layers:
-            raise ValueError(
-                f"line {number} has step {record['step']}, layer {record['layer']} again"
-            )
-        layers[record["layer"]] = ids
-    if not steps:
-        raise ValueError("it has no record of a decoder's layer")
-    return _columns(dict(sorted(steps.items())), tuple(sorted(ignored)))
-
-
-def _columns(steps: dict[int, dict[int, np.ndarray]], ignored: tuple[str, ...]) -> Columns:
-    layers = sorted(next(iter(steps.values())))
-    for step, found in steps.items():
-        if sorted(found) != layers or len({ids.shape for ids in found.values()}) > 1:
-            raise ValueError(
-                f"step {step} has other layers, or layers of other sizes, than the first: the file is cut "
-                "off, or a pipeline's ranks must be joined"
-            )
-    ids = [np.stack([found[layer] for layer in layers], 1) for found in steps.values()]
+        at = record["step"], record["layer"]
+        if at in found:
+            raise ValueError(f"line {number} has step and layer {at} again")
+        shape = record["num_tokens"], record["topk"]
+        words = f"top_indices of line {number}"
+        found[at] = integers(words, record["top_indices"], shape).numpy()
+    steps, layers = (sorted({at[n] for at in found}) for n in (0, 1))
+    if len(found) < max(len(steps) * len(layers), 1):
+        raise ValueError(
+            "it has no decoder's layers, or steps of different ones: the file is cut off, or a pipeline's "
+            "ranks must be joined"
+        )
+    ids = [np.stack([found[step, layer] for layer in layers], 1) for step in steps]
     counts = np.array([len(one) for one in ids])
     begins = (counts > 1) | (np.arange(len(counts)) == 0)
     return Columns(
@@ -83,5 +59,4 @@ def _columns(steps: dict[int, dict[int, np.ndarray]], ignored: tuple[str, ...]) 
         phase=np.repeat(np.where(counts > 1, PREFILL, DECODE), counts),
         sequence=np.repeat(begins.cumsum() - 1, counts),
         layers=tuple(layers),
-        ignored=ignored,
     )

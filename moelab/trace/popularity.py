@@ -11,7 +11,6 @@ from __future__ import annotations
 import csv
 import re
 import struct
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,13 @@ from typing import Any
 import numpy as np
 
 from moelab.base.specs import MoESpec
-from moelab.trace.foreign import digest
+from moelab.trace.foreign import unknown
 
 #: GGUF's number types → struct's
-SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
 TEXT, ARRAY = 8, 9
 F32 = 0
 HEADS = (["layer", "expert"], ["layer", "expert", "count"])
-#: more than any file has, of tensors, fields and letters
-MANY = 1 << 24
 
 
 def has_counts(path: Path) -> bool:
@@ -53,126 +38,80 @@ def has_counts(path: Path) -> bool:
 def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, int, MoESpec, str]:
     """(routings int64 [L, E], tokens, geometry, identity), of a model as `foreign.model_of` knows
     it. Raises ValueError."""
-    gguf = path.suffix.lower() == ".gguf"
-    by_layer, tokens = _imatrix(path.read_bytes()) if gguf else (_rows(path), None)
-    if not by_layer:
-        raise ValueError("it counts no experts of any layer")
-    layers = tuple(sorted(by_layer))
+    cells, tokens = _imatrix(path.read_bytes()) if path.suffix.lower() == ".gguf" else _rows(path)
+    number, expert, count = cells.T
+    if not count.any() or cells.min() < 0:
+        raise ValueError("it counts nothing, or less")
+    layers, layer = np.unique(number, return_inverse=True)
+    named = tuple(layers.tolist())
     if spec is None:
         if not tokens:
             raise ValueError("it does not say how many experts a token has: give model=")
-        sizes = {len(counts) for counts in by_layer.values()}
-        K = round(sum(by_layer[layers[0]]) / tokens)
-        spec = MoESpec(path.stem, "", layers[-1] + 1, layers, max(sizes), K, H=0, I=0)
-        model_id = digest("unknown", path.stem, spec.fingerprint())
-    if not {*layers} <= {*spec.moe_layers}:
+        K = round(count[layer == 0].sum() / tokens)
+        spec, model_id = unknown(path.stem, named, int(expert.max()) + 1, K)
+    if not {*named} <= {*spec.moe_layers} or expert.max() >= spec.E:
         raise ValueError(
-            f"it counts layers {layers}; the MoE layers of {spec.name} are {spec.moe_layers}"
+            f"it counts up to expert {expert.max()} of layers {named}; {spec.name} has {spec.E} in each of "
+            f"{spec.moe_layers}"
         )
-    spec = replace(spec, moe_layers=layers)
+    spec = replace(spec, moe_layers=named)
     counts = np.zeros((spec.L, spec.E), np.int64)
-    for row, layer in zip(counts, layers):
-        if len(by_layer[layer]) > spec.E:
-            raise ValueError(
-                f"it counts expert {len(by_layer[layer]) - 1}; {spec.name} has {spec.E} a layer"
-            )
-        row[: len(by_layer[layer])] = by_layer[layer]
-    if not counts.any() or counts.min() < 0:
-        raise ValueError("its counts are all zero, or below it")
+    np.add.at(counts, (layer, expert), count)
     least = -(-int(counts.sum(1).max()) // spec.K)
-    return counts, max(tokens or 0, least), spec, model_id
+    return counts, max(tokens, least), spec, model_id
 
 
-def _rows(path: Path) -> dict[int, list[int]]:
-    """Layer → counts of experts 0, 1, …"""
-    found: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+def _rows(path: Path) -> tuple[np.ndarray, int]:
+    """As `_imatrix`, of CSV; tokens are not known."""
     with open(path, encoding="utf-8", newline="") as file:
-        rows = csv.reader(file)
-        if (head := next(rows, [])) not in HEADS:
-            raise ValueError(
-                f"its columns are {', '.join(head)[:200]}; layer,expert[,count] are read"
-            )
-        for number, row in enumerate(rows, 2):
-            if row in HEADS:
-                continue
-            values = [int(one) for one in row] if all(one.isdecimal() for one in row) else []
-            if len(values) not in (2, 3) or max(values[:2]) >= MANY:
-                raise ValueError(f"line {number} is {','.join(row)[:80]}; it must be whole numbers")
-            found[values[0]][values[1]] += values[2] if len(values) > 2 else 1
-    return {
-        layer: [counts[expert] for expert in range(max(counts) + 1)]
-        for layer, counts in found.items()
-    }
+        rows = [[*row, "1"][:3] for row in csv.reader(file) if row not in HEADS]
+    return np.array(rows, np.int64).reshape(-1, 3), 0
 
 
-def _imatrix(data: bytes) -> tuple[dict[int, list[int]], int | None]:
-    """(layer → counts of experts, tokens that a layer's router saw)."""
-    counts, tokens = {}, None
+def _imatrix(data: bytes) -> tuple[np.ndarray, int]:
+    """(layer, expert, count [n, 3]; tokens that a layer's router saw, 0 if it does not say)."""
+    counts, tokens = {}, 0
     for name, values in _tensors(data):
-        if found := re.fullmatch(
-            r"blk\.(\d+)\.ffn_(?:down|up|gate|gate_up)_exps\.weight\.counts", name
-        ):
-            if not (np.isfinite(values).all() and (values == values.round()).all()):
+        experts = r"blk\.(\d+)\.ffn_(?:down|up|gate|gate_up)_exps\.weight\.counts"
+        if found := re.fullmatch(experts, name):
+            if (values != values.round()).any():
                 raise ValueError(f"{name} has counts that are no whole numbers")
-            counts.setdefault(int(found[1]), values.astype(np.int64).tolist())
+            counts.setdefault(int(found[1]), values.astype(np.int64))
         elif re.fullmatch(r"blk\.\d+\.ffn_gate_inp\.weight\.counts", name):
             tokens = int(values.max())
-    return counts, tokens
+    cells = [(layer, e, count) for layer, of in counts.items() for e, count in enumerate(of)]
+    return np.array(cells, np.int64).reshape(-1, 3), tokens
 
 
 def _tensors(data: bytes) -> list[tuple[str, np.ndarray]]:
-    """Name and flat values of each tensor of 32-bit floats of a GGUF file, version 3."""
-    file = _Reader(data)
-    if file.take("4s") != b"GGUF" or file.take("I") not in (2, 3):
-        raise ValueError("it is no GGUF file of version 2 or 3")
-    tensors, fields = file.count(), file.count()
-    alignment = 32
-    for _ in range(fields):
-        key, value = file.text(), file.value(file.take("I"))
-        alignment = value if key == "general.alignment" else alignment
-    found = []
-    for _ in range(tensors):
-        name, dims = file.text(), file.take("I")
-        numbers = [file.count() for _ in range(dims)]
-        kind, offset = file.take("I"), file.take("Q")
-        if kind == F32:
-            found.append((name, int(np.prod(numbers, dtype=object)), offset))
-    begin = -(-file.at // alignment) * alignment
-    if any(begin + offset + 4 * n > len(data) for _, n, offset in found):
-        raise ValueError("it is cut off: a tensor lies beyond its end")
-    return [(name, np.frombuffer(data, "<f4", n, begin + offset)) for name, n, offset in found]
+    """Name and flat values of each tensor of 32-bit floats of a GGUF file."""
+    at = 0
 
-
-class _Reader:
-    """What lies one after the other in bytes."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data, self.at = data, 0
-
-    def take(self, form: str) -> Any:
-        size = struct.calcsize("<" + form)
-        if self.at + size > len(self.data):
-            raise ValueError("it is cut off")
-        (value,) = struct.unpack_from("<" + form, self.data, self.at)
-        self.at += size
+    def take(form: str) -> Any:
+        nonlocal at
+        (value,) = struct.unpack_from("<" + form, data, at)
+        at += struct.calcsize("<" + form)
         return value
 
-    def count(self) -> int:
-        if (found := self.take("Q")) > MANY:
-            raise ValueError(f"it has {found} of something, more than any file")
-        return found
-
-    def text(self) -> str:
-        return self.take(f"{self.count()}s").decode()
-
-    def value(self, kind: int) -> Any:
+    def take_value(kind: int) -> Any:
         if kind == TEXT:
-            return self.text()
+            return take(f"{take('Q')}s").decode()
         if kind == ARRAY:
-            inner = self.take("I")
-            if inner == ARRAY:
-                raise ValueError("it has arrays of arrays")
-            return [self.value(inner) for _ in range(self.count())]
-        if kind not in SCALARS:
-            raise ValueError(f"it has a field of kind {kind}, which GGUF has not")
-        return self.take(SCALARS[kind])
+            inner = take("I")
+            return [take_value(inner) for _ in range(take("Q"))]
+        return take(SCALARS[kind])
+
+    if take("4s") != b"GGUF" or take("I") not in (2, 3):
+        raise ValueError("it is no GGUF file of version 2 or 3")
+    tensors, fields = take("Q"), take("Q")
+    about = {take_value(TEXT): take_value(take("I")) for _ in range(fields)}
+    found = []
+    for _ in range(tensors):
+        name = take_value(TEXT)
+        n = np.prod([take("Q") for _ in range(take("I"))], dtype=object)
+        kind, offset = take("I"), take("Q")
+        if kind == F32:
+            found.append((name, int(n), offset))
+    alignment = about.get("general.alignment", 32)
+    begin = -(-at // alignment) * alignment
+    return [(name, np.frombuffer(data, "<f4", n, begin + offset)) for name, n, offset in found]

@@ -29,51 +29,36 @@ def read(path: Path) -> Columns:
     lines = path.read_text(encoding="utf-8").splitlines()
     rows = csv.reader(line for line in lines if line and not line.startswith("#"))
     head = next(rows, [])
-    if missing := [name for name in NEEDED if name not in head]:
+    if missing := {*NEEDED} - {*head}:
         raise ValueError(
-            f"its columns are {', '.join(head)[:200]}; a route trace has {', '.join(missing)}, too. Counts "
-            "of experts without order are a calibration: moelab.Calibration.load"
+            f"it lacks the columns {', '.join(missing)} of a route trace. Counts of experts without order "
+            "are a calibration: moelab.Calibration.load"
         )
     fields = dict(zip(head, zip(*rows, strict=True)))
-    if not fields:
-        raise ValueError("it has no routing below its head")
-    cells = {name: np.array(fields[name], np.int64) for name in NEEDED}
-    weights = np.array(fields.get("weight", ["nan"] * len(cells["turn"])), np.float32)
-    if min(column.min() for column in cells.values()) < 0:
-        raise ValueError("it has numbers below 0")
-    said = re.search(r"\bn_expert=(\d+)", "\n".join(line for line in lines if line.startswith("#")))
-    found = _columns(cells, weights if "weight" in fields else None)
-    found.experts = int(said[1]) if said else None
-    found.ignored = tuple(name for name in head if name not in KNOWN)
-    return found
-
-
-def _columns(cells: dict[str, np.ndarray], weights: np.ndarray | None) -> Columns:
-    """The tokens (turn, step) in order, with −1 in cells that have no line."""
-    tokens, token = np.unique(
-        np.stack([cells["turn"], cells["step"], cells["phase"]], 1), axis=0, return_inverse=True
-    )
-    layers, layer = np.unique(cells["layer"], return_inverse=True)
-    shape = len(tokens), len(layers), int(cells["slot"].max()) + 1
-    if np.prod(shape, dtype=float) > 64 * len(token):
+    turn, phase, step, layer, slot, expert = (np.array(fields[name], np.int64) for name in NEEDED)
+    # the tokens (turn, step) in order, with −1 in cells that have no line
+    tokens, token = np.unique(np.stack([turn, step, phase], 1), axis=0, return_inverse=True)
+    layers, layer = np.unique(layer, return_inverse=True)
+    shape = len(tokens), len(layers), int(slot.max()) + 1
+    at = np.ravel_multi_index((token.ravel(), layer, slot), shape)
+    if np.prod(shape, dtype=float) > 64 * len(token) or len(np.unique(at)) < len(at):
         raise ValueError(
-            f"its numbers are of {shape} tokens, layers and slots, and few of them are there"
+            f"its numbers are of {shape} tokens, layers and slots; few of them are there, or one twice"
         )
-    at = np.ravel_multi_index((token.ravel(), layer, cells["slot"]), shape)
-    if len(np.unique(at)) != len(at):
-        raise ValueError("it has a slot of a token twice")
     ids = np.full(shape, -1)
-    ids.reshape(-1)[at] = cells["expert"]
-    applied = None
-    if weights is not None:
-        applied = np.zeros(shape, np.float32)
-        applied.reshape(-1)[at] = weights
-    _, sequence = np.unique(tokens[:, 0], return_inverse=True)
+    ids.flat[at] = expert
+    weights = None
+    if "weight" in fields:
+        weights = np.zeros(shape, np.float32)
+        weights.flat[at] = np.array(fields["weight"], np.float32)
+    said = re.search(r"^#.*\bn_expert=(\d+)", "\n".join(lines), re.MULTILINE)
     return Columns(
         ids=ids,
-        weights=applied,
-        sequence=sequence,
+        weights=weights,
+        sequence=tokens[:, 0],
         position=tokens[:, 1],
         phase=tokens[:, 2],
         layers=tuple(layers.tolist()),
+        experts=int(said[1]) if said else None,
+        ignored=tuple(name for name in head if name not in KNOWN),
     )

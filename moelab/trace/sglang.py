@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.base.schema import typed
 from moelab.trace.foreign import Columns, integers
 from moelab.trace.routing_trace import DECODE, PREFILL
 
@@ -29,18 +28,15 @@ EXTEND, ONE_TOKEN = 1, 2
 def read(path: Path) -> Columns:
     """The routing of all passes. Raises ValueError."""
     dump = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(dump, dict) or not isinstance(dump.get("records"), list):
+    if not isinstance(dump, dict) or not dump.get("records"):
         raise ValueError(
             "it has no records: record with --expert-distribution-recorder-mode per_token"
         )
     sequences = _Sequences()
-    passes = [one for record in dump["records"] if (one := _pass(record, sequences))]
-    if not passes:
-        raise ValueError("none of its records has tokens")
-    columns = {name: [one[name] for one in passes] for name in passes[0]}
-    ids = np.concatenate(columns.pop("ids"))
-    K = int((ids >= 0).sum(2).max())
-    ids = ids[:, :, :K]
+    passes = [_pass(record, sequences) for record in dump["records"] if len(record["input_ids"])]
+    columns = {name: np.concatenate([one[name] for one in passes]) for name in passes[0]}
+    ids = columns.pop("ids")
+    ids = ids[:, :, : int((ids >= 0).sum(2).max())]
     experts = None
     if (logical := dump.get("last_physical_to_logical_map")) is not None:
         logical = np.asarray(logical)
@@ -49,38 +45,31 @@ def read(path: Path) -> Columns:
         ids = np.where(ids < 0, -1, logical[layers, ids])
     # layers that are dense have no routing at all
     layers = np.flatnonzero((ids >= 0).any((0, 2)))
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    return Columns(ids=ids[:, layers], layers=tuple(layers.tolist()), experts=experts, **joined)
+    return Columns(ids=ids[:, layers], layers=tuple(layers.tolist()), experts=experts, **columns)
 
 
-def _pass(record: Any, sequences: _Sequences) -> dict[str, np.ndarray] | None:
-    """The columns of one forward pass, None without tokens."""
-    if not isinstance(record, dict) or "topk_ids_of_layer" not in record:
-        raise ValueError("a record has no topk_ids_of_layer, so it is not of the mode per_token")
+def _pass(record: dict[str, Any], sequences: _Sequences) -> dict[str, np.ndarray]:
+    """The columns of one forward pass."""
     ids = np.asarray(record["topk_ids_of_layer"]).swapaxes(0, 1)
-    mode = typed(record.get("forward_mode"), int, "forward_mode")
-    tokens, position = (integers(name, record.get(name), 1) for name in ("input_ids", "positions"))
-    if ids.ndim != 3 or not len(ids) == len(tokens) == len(position):
+    T = len(ids)
+    tokens, position = (
+        integers(name, record[name], (T,)).numpy() for name in ("input_ids", "positions")
+    )
+    decode = record["forward_mode"] == ONE_TOKEN
+    rows = [1] * T if decode else record["extend_seq_lens"]
+    if record["forward_mode"] not in (EXTEND, ONE_TOKEN) or sum(rows) != T:
         raise ValueError(
-            f"a record has ids {ids.shape} of {len(tokens)} tokens, {len(position)} places"
+            f"a record has {T} tokens, forward_mode {record['forward_mode']} and sequences of {rows}; the "
+            "mode is 1 (extend) or 2 (decode), and the sequences have the tokens"
         )
-    if not len(ids):
-        return None
-    if mode not in (EXTEND, ONE_TOKEN):
-        raise ValueError(f"a record has forward_mode {mode}; 1 (extend) and 2 (decode) are known")
-    rows = [1] * len(ids)
-    if mode == EXTEND:
-        rows = typed(record.get("extend_seq_lens"), list[int], "extend_seq_lens")
-    if sum(rows) != len(ids) or min(rows) < 0:
-        raise ValueError(f"a record has {len(ids)} tokens, and sequences of {rows}")
     begins = np.cumsum(rows) - rows
     parts = [(int(position[at]), count) for at, count in zip(begins, rows) if count]
     return {
         "ids": ids,
         "tokens": tokens,
         "position": position,
-        "sequence": np.repeat(sequences.of(parts, mode == ONE_TOKEN), [n for _, n in parts]),
-        "phase": np.full(len(ids), PREFILL if mode == EXTEND else DECODE),
+        "sequence": np.repeat(sequences.of(parts, decode), [n for _, n in parts]),
+        "phase": np.full(T, DECODE if decode else PREFILL),
     }
 
 

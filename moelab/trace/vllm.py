@@ -14,67 +14,56 @@ from __future__ import annotations
 import base64
 import io
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from moelab.base.schema import parse_json
+from moelab.base.schema import Count, parse_json, typed
 from moelab.trace.foreign import Columns
 from moelab.trace.routing_trace import DECODE, PREFILL
+
+
+class Usage(TypedDict):
+    prompt_tokens: Count
+
+
+class Response(TypedDict):
+    choices: list[dict]
+    prompt_routed_experts: NotRequired[Any]
+    prompt_token_ids: NotRequired[list | None]
+    usage: NotRequired[Usage | None]
 
 
 def read(path: Path) -> Columns:
     """The routing of all choices. Raises ValueError."""
     found = parse_json(path.read_bytes())
-    responses = found if isinstance(found, list) else [found]
-    sequences = [one for response in responses for one in _choices(response)]
+    sequences, phases = [], []
+    for response in typed(found if isinstance(found, list) else [found], list[Response]):
+        before = _array(response.get("prompt_routed_experts"))
+        for choice in response["choices"]:
+            if (ids := _array(choice.get("routed_experts"))) is None:
+                continue
+            if before is not None:
+                prompt, ids = len(before), np.concatenate([before, ids])
+            elif tokens := response.get("prompt_token_ids"):
+                prompt = len(tokens)
+            else:
+                prompt = response["usage"]["prompt_tokens"]
+            sequences.append(ids)
+            phases.append(np.where(np.arange(len(ids)) < prompt, PREFILL, DECODE))
     if not sequences:
         raise ValueError(
             "no choice of it has routed_experts: start the server so that it returns them"
         )
-    lengths = [len(ids) for ids, _ in sequences]
-    phase = [np.where(np.arange(len(ids)) < prompt, PREFILL, DECODE) for ids, prompt in sequences]
     return Columns(
-        ids=np.concatenate([ids for ids, _ in sequences]),
-        phase=np.concatenate(phase),
-        sequence=np.repeat(np.arange(len(lengths)), lengths),
-        position=np.concatenate([np.arange(length) for length in lengths]),
+        ids=np.concatenate(sequences),
+        phase=np.concatenate(phases),
+        sequence=np.repeat(np.arange(len(phases)), [len(ids) for ids in sequences]),
     )
-
-
-def _choices(response: Any) -> list[tuple[np.ndarray, int]]:
-    """(ids [T, L, K], tokens of the prompt) of each choice."""
-    if not isinstance(response, dict) or not isinstance(response.get("choices"), list):
-        raise ValueError("it is no response of a server, which has choices")
-    before = _array(response.get("prompt_routed_experts"))
-    found = []
-    for choice in response["choices"]:
-        ids = _array(choice.get("routed_experts"))
-        if ids is None:
-            continue
-        if before is not None:
-            found.append((np.concatenate([before, ids]), len(before)))
-        else:
-            found.append((ids, _prompt_tokens(response)))
-    return found
-
-
-def _prompt_tokens(response: dict[str, Any]) -> int:
-    if isinstance(tokens := response.get("prompt_token_ids"), list):
-        return len(tokens)
-    usage = response.get("usage") or {}
-    if not isinstance(said := usage.get("prompt_tokens"), int):
-        raise ValueError("it does not say how many tokens the prompt has (usage.prompt_tokens)")
-    return said
 
 
 def _array(said: Any) -> np.ndarray | None:
     """Nested lists, or a .npy file in base64, [T, L, K]; None as it is."""
-    if said is None:
-        return None
     if isinstance(said, str):
         said = np.load(io.BytesIO(base64.b64decode(said, validate=True)), allow_pickle=False)
-    found = np.asarray(said)
-    if found.ndim != 3:
-        raise ValueError(f"routed_experts is {list(found.shape)}; it must be [T, L, K]")
-    return found
+    return None if said is None else np.asarray(said)

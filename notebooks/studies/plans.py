@@ -333,12 +333,7 @@ def curves(bench: Bench, plans: Mapping[float, CachePlan], n: int, shown: Sequen
         for name in (*shown, "belady")
     }
     planned = [point(share * bench.everything, bench.play(of.pools)) for share, of in plans.items()]
-    # "next-token" is told what routers saw, which a trace of ids does not have
-    hit_rates = {
-        name: bench.play(Pools(F=half), name).counters.hit_rate()
-        for name in POLICIES
-        if name != "next-token"
-    }
+    hit_rates = {name: bench.play(Pools(F=half), name).counters.hit_rate() for name in POLICIES}
     ceiling = points.pop("belady")
     return Curves({"planned": planned} | points, ceiling, memory[cliff], hit_rates)
 

@@ -39,9 +39,10 @@ from moelab.base.specs import ExpertKey
 from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import LFU, Belady
 from moelab.cards import load_model
-from moelab.simulation.engines import Costs, Replay, SizedCache, played
 from moelab.simulation.routing import families, routing_of
 from moelab.trace import load as load_trace
+
+from .engines import Costs, Replay, SizedCache, played
 
 
 class Folder:

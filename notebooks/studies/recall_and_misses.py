@@ -1,10 +1,7 @@
-"""What can be predicted of a trained model's routing, across layers and across tokens: two of our
-findings, judged.
+"""What can be predicted of a trained model's routing, and what a cache makes of it.
 
 Does an estimator that begins as the next layer's router stay above it and above the paper's kind
-(Speculating Experts §6.1)? Does a regression to the next tokens' experts
-(`moelab.speculate.next_token`) evict better than what knows the past alone? On the small model or,
-by `--model`, on several, such as one of another shape: `python data/train_small.py FOLDER --shape
+(Speculating Experts §6.1)? How do eviction policies compare with LRU? On the small model or, by `--model`, on several, such as one of another shape: `python data/train_small.py FOLDER --shape
 wide --steps 1200` trains it. `--untrained` adds the control, a model of each one's shape with
 random weights, without estimators.
 
@@ -40,10 +37,9 @@ from moelab.base.records import Numbers, Record, Records
 from moelab.base.registry import make
 from moelab.base.specs import State
 from moelab.bench.limits import steps
-from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
-from moelab.cache.residency import SCOPES, Residency
+from moelab.cache.residency import Residency
 from moelab.evaluation import accuracy
 from moelab.evaluation.intervals import Interval, ratio
 from moelab.evaluation.questions import REMEMBERED, prompts
@@ -51,7 +47,6 @@ from moelab.offloading.session import Session
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
-from moelab.speculate.next_token import NextToken, fit
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 
@@ -78,9 +73,6 @@ PARTS = {"sixteenth": 16, "quarter": 4, "all": 1}
 ROUTERS = {"next router on s": "router", "next router on q": "quasi"}
 #: policies that also run with a pool for each layer
 BY_LAYER = ("lru", "lfu", "lrfu")
-NEXT = "next-token"
-#: (policy, scope) → misses in each prompt
-Misses = dict[tuple[str, str], np.ndarray]
 
 
 # ---- across layers
@@ -300,7 +292,7 @@ def leads(found: dict[str, list[Score]], tokens: Sequence[int]) -> dict[str, Num
     return rows
 
 
-# ---- across tokens
+# ---- what a cache makes of it
 
 
 def misses(trace: RoutingTrace, policy: Any, scope: str, share: float) -> np.ndarray:
@@ -309,50 +301,30 @@ def misses(trace: RoutingTrace, policy: Any, scope: str, share: float) -> np.nda
     L, E = trace.spec.L, trace.spec.E
     held = round(share * (E if scope == "layer" else L * E))
     residency = Residency(L, E, Pools(F=held), policy, scope)
-    inputs = trace.router_inputs.float().numpy() if residency.sees else None
     sequence = trace.sequence.tolist()
     found = np.zeros(trace.sequences, np.int64)
     for row, layer, tokens in steps(trace):
-        if inputs is not None:
-            residency.see(layer, inputs[row, layer][None])
         asked = residency.begin(layer, tokens).requests
         found[sequence[row]] += sum(request.state is State.MISSED for request in asked)
     return found
 
 
-def compare(
-    fitted: NextToken, trace: RoutingTrace, share: float, arms: Sequence[tuple[str, str]] = ()
-) -> Misses:
-    """Misses in each sequence of `trace` of all policies, unless `arms` says which."""
+def evictions(trace: RoutingTrace, share: float) -> dict[str, Numbers]:
+    """Misses of every policy over LRU's; fewest first."""
     future = [step[1:] for step in steps(trace)]
-    made = {NEXT: lambda: NextTokenPolicy(fitted), "belady": lambda: Belady(future)}
-    arms = arms or [
-        (name, scope)
-        for name in POLICIES
-        for scope in SCOPES
-        if scope == "model" or name in BY_LAYER
-    ]
-    return {
-        (name, scope): misses(trace, made.get(name, lambda name=name: name)(), scope, share)
-        for name, scope in progress(arms, f"{share:.0%} of the experts", unit="policy")
+    arms = [("model", name) for name in POLICIES] + [("layer", name) for name in BY_LAYER]
+    found = {
+        name if scope == "model" else f"{name}, layer by layer": misses(
+            trace, Belady(future) if name == "belady" else name, scope, share
+        )
+        for scope, name in progress(arms, f"{share:.0%} of the experts", unit="policy")
     }
-
-
-def evictions(contest: Contest, fitted: NextToken, share: float) -> dict[str, Numbers]:
-    """Misses of every policy over LRU's, and those of the prediction across tokens over the
-    policy's; fewest first."""
-    found = compare(fitted, contest.test, share)
-    requests = int((contest.test.ids != contest.test.spec.E).sum())
-    rows = {}
-    for (name, scope), of in sorted(found.items(), key=lambda item: item[1].sum()):
-        over = ratio(of, found["lru", "model"])
-        ours = ratio(found[NEXT, "model"], of)
-        rows[name if scope == "model" else f"{name}, layer by layer"] = {
-            "hit rate": 1 - of.sum() / requests,
-            **dict(zip(("misses ÷ lru", "from", "to"), over)),
-            **dict(zip((f"{NEXT} ÷ its misses", f"{NEXT} from", f"{NEXT} to"), ours)),
-        }
-    return rows
+    requests = int((trace.ids != trace.spec.E).sum())
+    return {
+        name: {"hit rate": 1 - of.sum() / requests}
+        | dict(zip(("misses ÷ lru", "from", "to"), ratio(of, found["lru"])))
+        for name, of in sorted(found.items(), key=lambda item: item[1].sum())
+    }
 
 
 def run(
@@ -390,10 +362,9 @@ def run(
         sections[f"{name}: recall one layer ahead, chance {chance} (measured)"] = recalls(found)
         if learn:
             sections[f"{name}: recall of our estimator (measured)"] = leads(found, learn)
-        fitted = fit(contest.train)
         for share in budgets:
             title = f"{name}: evictions, {share:.0%} of the experts (exact counts)"
-            sections[title] = evictions(contest, fitted, share)
+            sections[title] = evictions(contest.test, share)
     return sections
 
 

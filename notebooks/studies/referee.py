@@ -28,13 +28,13 @@ from moelab.cache.residency import Residency
 from moelab.cards import load_device
 from moelab.evaluation.intervals import Interval, interval, ratio
 from moelab.simulation.costs import Delays, Machine, MachineRates
-from moelab.simulation.engines import Costs, Holder, SizedCache, StaticSet, played
 from moelab.simulation.routing import families, routing_of
 from moelab.simulation.simulator import Prefetching, Simulation, simulate
 from moelab.trace import RoutingTrace
 from moelab.trace import load as load_trace
 
 from . import zipmoe
+from .engines import Costs, Holder, SizedCache, StaticSet, played
 from .published import Folder, Texts, counts, digest
 
 KIND = "simulated"

@@ -105,7 +105,7 @@ def test_belady_is_the_most(steps, capacity):
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("name", [name for name in POLICIES if name != "next-token"])
+@pytest.mark.parametrize("name", list(POLICIES))
 @given(LARGER, st.integers(0, 8), st.sampled_from([None, 0, 3]))
 @settings(max_examples=25, deadline=None)
 def test_no_policy_is_above(name, scope, steps, capacity, margin):

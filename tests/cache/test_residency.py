@@ -24,7 +24,7 @@ def contents(residency):
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "next-token"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 @given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]))
 @settings(max_examples=10, deadline=None)
 def test_invariants(policy, scope, steps, pools, margin):

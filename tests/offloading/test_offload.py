@@ -13,11 +13,9 @@ import torch
 
 from moelab import convert, open_model
 from moelab.base.registry import make, names
-from moelab.cache.next_token import NextTokenPolicy
 from moelab.cache.pools import Pools
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
-from moelab.recording import record
 from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
 from moelab.store.layout import ExpertStore, StoreError
@@ -244,34 +242,6 @@ def test_metrics_and_steps_of_a_run(qwen):
         offloading.reset()
         assert not offloading.steps and not len(offloading.timeline)
         assert not offloading.residency.counters.requests
-
-
-def test_a_policy_is_told_what_routers_see(qwen, eager):
-    """Of a prompt, its last token; of each further token, itself. What is computed stays the
-    same."""
-    told = []
-
-    class Fitted:
-        half_life, shape = 4.0, (eager.spec.L, eager.spec.E)
-
-        def expected(self, layer, s, u):
-            return u + s.mean()
-
-    class Spy(NextTokenPolicy):
-        def see(self, layer, s):
-            told.append((layer, torch.tensor(s)))
-            super().see(layer, s)
-
-    prompt, new = [5, 9, 33, 12], dict(max_new_tokens=4, min_new_tokens=4)
-    trace = record(eager, [prompt], hidden=True, **new)
-    model = offload(qwen[1], 0.4, cache=Spy(Fitted()))
-    with model.moelab as offloading:
-        model.generate(torch.tensor([prompt]), do_sample=False, **new)
-        assert offloading.residency.counters.evictions > 0
-    rows = trace.router_inputs[len(prompt) - 1 :]
-    assert [layer for layer, _ in told] == list(range(eager.spec.L)) * len(rows)
-    for (layer, s), row in zip(told, rows.repeat_interleave(eager.spec.L, 0)):
-        assert torch.equal(s[0], row[layer].float())
 
 
 GROWTH = """

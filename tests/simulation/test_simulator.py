@@ -69,7 +69,7 @@ def needed(decisions, delays):
 
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
-@pytest.mark.parametrize("policy", [name for name in POLICIES if name != "next-token"])
+@pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("pools", [Pools(F=5), Pools(F=2, C=2, S=1, E=2), Pools()])
 def test_decisions_are_those_of_the_residency(policy, pools, scope):
     steps, forwards = run()

@@ -20,7 +20,7 @@ from moelab.advice.machine import here
 from moelab.base.records import Rows
 from moelab.base.registry import names
 from moelab.base.table import duration, size
-from moelab.cache.policies import DEFAULT_POLICY, NEEDS, Belady
+from moelab.cache.policies import DEFAULT_POLICY, Belady
 from moelab.cache.residency import Residency
 from moelab.offloading.budget import kv_bytes
 from moelab.offloading.slots import Sizes, divide
@@ -262,7 +262,7 @@ def budget(source: Any, prompt: Any = None, tokens: int | None = None, **kept: A
         {
             "share": slider("memory for experts (% of all)", had, 1, 100, steps=SHARES),
             "policies": several(
-                "cache policies", POLICIES, [name for name in names("cache") if name not in NEEDS]
+                "cache policies", POLICIES, [name for name in names("cache") if name != "belady"]
             ),
             "machine": menu("machine", machine, [*explorers]),
             "target": slider("wanted (tokens/s)", target, target / 100, target * 100, log=True),

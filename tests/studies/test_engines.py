@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey
-from moelab.simulation.engines import Costs, SizedCache, StaticSet, played
+from notebooks.studies.engines import Costs, SizedCache, StaticSet, played
 
 BATCHES = st.lists(
     st.tuples(st.integers(0, 2), st.lists(st.integers(0, 5), min_size=1, max_size=7)), max_size=40
