@@ -18,7 +18,6 @@ Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac
 from __future__ import annotations
 
 import argparse
-import json
 from argparse import SUPPRESS
 from pathlib import Path
 from typing import Any
@@ -118,7 +117,7 @@ def convert(args: argparse.Namespace) -> int:
     made = (
         ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
     )
-    settings = ConversionSettings(args.context, args.weights, args.units)
+    settings = ConversionSettings(args.context, args.weights)
     validate = not args.no_validation
     converted = convert_model(name, args.destination, made, settings, validate=validate)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
@@ -147,11 +146,8 @@ def lint(args: argparse.Namespace) -> int:
         else:
             reports.append(judge(path))
     clean = sum(report.clean for report in reports)
-    if args.json:
-        print(json.dumps([report.to_dict() for report in reports], indent=1))
-    else:
-        print("\n\n".join(report.table() for report in reports))
-        print(f"\n{clean} of {len(reports)} packages are clean")
+    print("\n\n".join(report.table() for report in reports))
+    print(f"\n{clean} of {len(reports)} packages are clean")
     return int(clean < len(reports))
 
 
@@ -176,7 +172,7 @@ def doctor(args: argparse.Namespace) -> int:
         return 1
     print("What fp16 alone does to the same prompts, by the evaluator:")
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
-    status, _ = _compare(coreml_backend(converted, args.timeout), args, rounding)
+    status, _ = _compare(coreml_backend(converted, checkups), args, rounding)
     return max(status, int(any(checkup.complaints for checkup in checkups)))
 
 
@@ -290,12 +286,6 @@ COMMANDS = (
             "weights": WEIGHTS,
             "plan": (Path, "FILE", None, "a saved plan, instead of the options of planning"),
             "context": (whole(1), "P", 2048, "positions of the KV cache"),
-            "units": (
-                None,
-                "UNITS",
-                "cpuAndNeuralEngine",
-                "what a Mac is asked for; or cpuOnly, cpuAndGPU, all",
-            ),
         },
         {"no-validation": "do not evaluate each saved graph"},
     ),
@@ -305,7 +295,7 @@ COMMANDS = (
         {"packages": (Path, "packages, or folders of converted models")},
         {},
         {},
-        {"json": "print JSON"},
+        {},
     ),
     (
         parity,

@@ -8,8 +8,7 @@ operation on the ANE, and its outputs of random inputs agree with the evaluator'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,14 +77,14 @@ def table(checkups: Sequence[Checkup]) -> str:
 def diagnose(converted: ConvertedModel, timeout: float = 300.0) -> list[Checkup]:
     """Check every package, within `timeout` seconds each; RuntimeError if not on a Mac."""
     require_mac("ane doctor")
-    return [
-        Checkup(
-            path.relative_to(converted.folder).as_posix(),
-            found,
-            float("nan") if found.error else difference(path, inputs, found.outputs),
-        )
-        for path, inputs, found in _probed(converted, timeout)
-    ]
+    checkups = []
+    for entry in progress(converted.packages, "probing", unit="package"):
+        path = converted.package(entry)
+        inputs = sample_inputs(read_package(path).function())
+        found = probe(path, inputs, timeout)
+        off = float("nan") if found.error else difference(path, inputs, found.outputs)
+        checkups.append(Checkup(entry["file"], found, off))
+    return checkups
 
 
 def difference(
@@ -105,33 +104,18 @@ def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(error.sqrt())
 
 
-def coreml_backend(converted: ConvertedModel, timeout: float = 300.0) -> ConvertedBackend:
+def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> ConvertedBackend:
     """A backend that runs a converted model's packages by Core ML, named by how many operations are
-    on the ANE.
-
-    Raises RuntimeError: not on a Mac; a package that cannot be loaded, crashes or takes too long.
-    """
-    require_mac("running packages by Core ML")
+    on the ANE; RuntimeError: a package that cannot be loaded, crashes or takes too long."""
     devices: Counter[str] = Counter()
-    for path, _, found in _probed(converted, timeout):
+    for package, found, _ in checkups:
         if found.error:
             raise RuntimeError(
-                f"{path} {found.error}; plan this part for the CPU, or convert it in smaller groups"
+                f"{package} {found.error}; plan this part for the CPU, or convert it in smaller "
+                "groups"
             )
         devices += found.devices
     name = (
         f"Core ML, {devices['ane']} of {devices.total()} operations on the ANE by the compute plan"
     )
-    units = converted.manifest["settings"]["compute_units"]
-    return ConvertedBackend(converted, runner=partial(CoreMLRunner, units=units), name=name)
-
-
-def _probed(
-    converted: ConvertedModel, timeout: float
-) -> Iterator[tuple[Path, dict[str, np.ndarray], PackageProbe]]:
-    """(path, inputs, probe) of every package."""
-    units = converted.manifest["settings"]["compute_units"]
-    for entry in progress(converted.packages, "probing", unit="package"):
-        path = converted.package(entry)
-        inputs = sample_inputs(read_package(path).function())
-        yield path, inputs, probe(path, inputs, units, timeout)
+    return ConvertedBackend(converted, runner=CoreMLRunner, name=name)

@@ -27,6 +27,7 @@ from moelab.viz.charts import (
 from moelab.viz.plotly_json import Figure
 from moelab.zipmoe.entropy import FORMATS, entropy, marginals
 
+BELADY = "Belady, whole experts"
 READS = "disk", "link"  # resources that experts are read from, or sent over
 
 
@@ -34,30 +35,17 @@ def budget_curve(
     curves: Mapping[str, Sequence[Sequence[float]]],
     optimum: Sequence[Sequence[float]] = (),
     marks: Values | None = None,
-    measured: Sequence[tuple[str, Sequence[float]]] = (),
-    target: tuple[float, str] | None = None,
 ) -> Figure:
     """TPOT and hit rate against the memory for experts, simulated, a line a policy.
 
     curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1, …), …]}. optimum : the same of
-        Belady's rule. marks : {name: bytes}, vertical lines. measured : [(policy, as of `curves`),
-        …], points. target : (seconds, what it is), a horizontal line.
+        Belady's rule. marks : {name: bytes}, vertical lines.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
     groups = {name: sorted(points) for name, points in curves.items()}
-    looks = {
-        "Belady, whole experts": {
-            "mode": "lines",
-            "line": {"width": 3, "color": theme.BLACK, "dash": "solid"},
-        },
-        "measured": {
-            "mode": "markers",
-            "text": [name for name, _ in measured],
-            "marker": {"symbol": "star", "size": 15, "color": theme.VERMILLION, "line": EDGE},
-        },
-    }
-    more = zip(looks, (sorted(optimum), [point for _, point in measured]))
-    groups |= {name: points for name, points in more if points}
+    if optimum:
+        groups[BELADY] = sorted(optimum)
+    looks = {BELADY: {"mode": "lines", "line": {"width": 3, "color": theme.BLACK, "dash": "solid"}}}
     x = f"memory for experts ({unit})"
     figure, places = panels([""] * 2, 1, x, shared_xaxes=True, vertical_spacing=0.04)
     quantities = (1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")
@@ -66,14 +54,6 @@ def budget_curve(
         for name, points in groups.items():
             shown = [(point[0] / scale, factor * point[place]) for point in points]
             add_lines(figure, {name: shown}, [*groups], **looks.get(name, {}), **panel)
-    if target is not None:
-        figure.add_hline(
-            y=1e3 * target[0],
-            line=DASHED | {"dash": "dot"},
-            annotation_text=target[1],
-            annotation_font=NOTE,
-            **places[0],
-        )
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         figure.add_annotation(

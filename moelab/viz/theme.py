@@ -53,23 +53,6 @@ CONFIG = {
     "responsive": True,
     "modeBarButtons": [["toImage", "resetScale2d"]],
 }
-#: ink and ground of a light page → of a dark one; what the palette's colours are drawn on does not
-#: change them
-DARK = {
-    "#000000": "#f2f2f2",
-    "#222": "#dddddd",
-    "#333333": "#cccccc",
-    "#444": "#9a9a9a",
-    "#444444": "#9a9a9a",
-    "#555555": "#b5b5b5",
-    "#bbbbbb": "#777777",
-    "#d0d0d0": "#4a4a4a",
-    "#e5e5e5": "#3a3a3a",
-    "#eeeeee": "#303030",
-    "white": "#111111",
-    "rgba(255,255,255,0.8)": "rgba(17,17,17,0.8)",
-    "#0072b2": "#4aa8e0",
-}
 
 
 def _template() -> Record:
@@ -159,15 +142,6 @@ def packed(part: Any, name: str = "") -> Any:
         "bdata": b64encode(array.astype(kind).tobytes()).decode(),
         **({"shape": f"{len(array)}, {len(array[0])}"} if array.ndim == 2 else {}),
     }
-
-
-def darkened(part: Any) -> Any:
-    """A figure in plotly's JSON, or a part of one, in the colours of a dark page."""
-    if isinstance(part, dict):
-        return {key: darkened(value) for key, value in part.items()}
-    if isinstance(part, list):
-        return [darkened(value) for value in part]
-    return DARK.get(part.lower(), part) if isinstance(part, str) else part
 
 
 def render_png(figures: list[Record], seconds: float = 30.0) -> list[bytes]:

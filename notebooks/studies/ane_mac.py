@@ -20,7 +20,7 @@ import torch
 from moelab.ane.backends import Backend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.device.mac import require_mac
-from moelab.ane.doctor import coreml_backend
+from moelab.ane.doctor import coreml_backend, diagnose
 from moelab.ane.runtime import prefill_through
 from moelab.base.arguments import several, whole
 from moelab.base.progress import progress
@@ -126,8 +126,9 @@ def run(
     meter = Meter()
     found: Record = {}
     for folder in folders:
-        backend = coreml_backend(ConvertedModel(folder))
-        source = backend.converted.checkpoint(checkpoint)
+        converted = ConvertedModel(folder)
+        backend = coreml_backend(converted, diagnose(converted))
+        source = converted.checkpoint(checkpoint)
         model = open_checkpoint(source, dtype=torch.float32)  # its other parts run on the CPU
         for row in time_prefill(model, backend, prompts, repeats, meter):
             name = f"{Path(folder).name}, a prompt of {row['prompt']}"

@@ -168,16 +168,17 @@ def test_a_package_that_was_changed_is_run_by_nobody(part, folder, halves, tmp_p
     data[-200] ^= 64
     weights.write_bytes(data)
     converted = ConvertedModel(copy)
-    monkeypatch.setattr(doctor, "probe", lambda *given: None)
+    monkeypatch.setattr(doctor, "probe", lambda *given: doctor.PackageProbe("it is not run"))
+    monkeypatch.setattr(doctor, "require_mac", lambda what: None)
     with prefill_through(halves, ConvertedBackend(converted), overflow="pad"):
         with pytest.raises(ValueError, match=f"{part}.* is damaged"):
             halves(prompt(41))
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
         parity(backend_of(copy), halves, [prompt(41)[0].tolist()])
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
-        list(doctor._probed(converted, 60.0))
+        doctor.diagnose(converted)
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
-        commands.lint(SimpleNamespace(packages=[copy], json=False))
+        commands.lint(SimpleNamespace(packages=[copy]))
 
 
 def test_another_models_weights_are_refused(folder, model, tmp_path):

@@ -269,9 +269,6 @@ def check_view(page, name, view, times):
     for title in ("copy command", "copy Python"):
         view.get_by_role("button", name=title).click()
         view.get_by_role("status").filter(has_text="copied").wait_for(timeout=10_000)
-    if (real := view.get_by_role("button", name="run it for real")).count():
-        real.click()
-        view.get_by_text("Measured with").wait_for(timeout=60_000)
     move(page, name, view, times)
     details = view.locator("input[list]")
     if details.count() and (

@@ -1,19 +1,14 @@
-"""The budget explorer: its pieces against naive sums, other machines, cards, the real run."""
+"""The budget explorer: its pieces against naive sums, other machines, cards."""
 
 import pytest
-import torch
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
 from moelab import open_model
 from moelab.simulation.costs import Delays, Machine
-from moelab.simulation.simulator import machine_of
 from moelab.viz import views
 from moelab.viz.views import budgets as budget
-from moelab.viz.views import real
 from moelab.viz.views import recorded as recorded_module
-from moelab.viz.views.recorded import recorded
-from tests.models import tiny
 from tests.viz.conftest import a_run
 
 STEPS = [[(layer, {(i * (layer + 2)) % 5: 1}) for layer in range(2)] for i in range(12)]
@@ -22,21 +17,17 @@ DELAYS = Delays(1e-3, 0, 0, 0, 1e-4, 0, e_bytes=768)
 
 def test_what_is_seen_adds_up():
     explorer = budget.Explorer(a_run(STEPS, 5), Machine(DELAYS))
-    found = budget.budgets(explorer, "here", 60.0, ("lru", "zipmoe"), 500.0)
+    found = budget.budgets(explorer, "here", 60.0, ("lru", "zipmoe"))
     parts = explorer.parts(found.memory)
     experts = 10 * explorer.sizes.full
     assert parts["experts kept"] + parts["experts on disk"] == experts
     assert parts["experts kept"] + parts["in flight"] <= found.memory < explorer.everything
     for policy, points in found.curves.items():
         assert points == sorted(points) and found.at[policy] in points
-        assert found.needs(policy) == min(
-            (p.memory for p in points if 1 / p.tpot >= 500), default=None
-        )
         assert all(p.hit_rate <= best.hit_rate for p, best in zip(points, found.curves["belady"]))
     assert {row["policy"] for row in budget.rows(found)} == {"lru", "zipmoe", "belady"}
-    assert len([*budget.draw(found)]) == 2 and "500 tokens/s" in budget.words(found)[0]
-    nothing = budget.words(budget.budgets(explorer, "here", 60.0, (), 1e9))[0]
-    assert "with belady" in nothing and "is out of reach" in nothing
+    assert len([*budget.draw(found)]) == 2
+    assert "with belady" in budget.words(budget.budgets(explorer, "here", 60.0, ()))[0]
 
 
 def test_another_machine_runs_the_same_software():
@@ -56,41 +47,11 @@ def test_a_card_is_simulated_on_this_machine_and_its_bar_has_all_that_takes_memo
     assert min(parts.values()) > 0 and any("4,096 tokens" in name for name in parts)
     start = "moelab view budget Phi-tiny-MoE -p share=37 -p policies="
     assert view.set(share=37, policies=("lru",)).commands[0].startswith(start)
-    assert "is out of reach" not in view.words[0]
     for bad in ({"share": 500}, {"machine": "moon"}, {"policies": ("lrru",)}):
         with pytest.raises(ValueError, match="it must be"):
             view.set(**bad)
     with pytest.raises(TypeError, match="a view is of a model"):
         views.budget(3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("views") / "model", torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def explorer(folder):
-    with open_model(folder, memory="60%") as lm:
-        found = recorded(lm, [5, 6, 7, 8, 9], 10)
-    return budget.Explorer(found, machine_of(found.run))
-
-
-def test_a_real_run_finds_what_the_simulation_finds(explorer):
-    seconds, hit_rate = real.measure(explorer, "lru", explorer.share(50))
-    assert seconds > 0 and hit_rate == explorer.play("lru", explorer.share(50)).hit_rate
-
-
-def test_the_button_adds_the_measured_point(folder):
-    with open_model(folder, memory="60%") as lm:
-        view = views.budget(lm, prompt=[5, 6, 7], tokens=6).set(policies=("lru",))
-    start = view.widget.children[-1]
-    start.click()
-    ((policy, point),) = view.data.explorer.measured
-    assert (policy, point.kind, point.memory) == ("lru", "measured", view.data.memory)
-    assert "Measured with lru" in view.words[0] and not start.disabled
-    assert "measured" in [trace["name"] for trace in view.picture.figure["data"]]
-    assert view.errors.outputs == ()
 
 
 def test_the_copied_command_gives_the_same_run(tmp_path):

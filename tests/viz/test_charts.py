@@ -59,8 +59,6 @@ DRAWN = {
         CURVES,
         [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)],
         {"one token": 0.5e9},
-        measured=[("LRU", (1e9, 0.3, 0.1))],
-        target=(0.2, "fluent"),
     ),
     "microscope": lambda: figures.microscope(joint_counts(BITS)),
 }

@@ -89,9 +89,7 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
             for layer, target in predictor.targets.items():
                 ids, _ = route(target, trace.router_inputs[4 + step, layer][None])
                 assert told[target.index] == ids[0].tolist()
-        view = views.theatre(
-            lm, prompt=[5, 6, 7, 8], tokens=5, predictors=("router",), distances=(1,)
-        )
+        view = views.theatre(lm, prompt=[5, 6, 7, 8], tokens=5)
     assert view.data.stage.losses == {}  # no tokenizer, so no text to measure the loss on
     view.widget
     strip = view.pictures[1]
@@ -106,7 +104,7 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
 
 def test_a_click_selects_the_token():
     staged = stage(TRUE)
-    view = theatre.view_of(staged, ("mine",), (1,))
+    view = theatre.view_of(staged)
     view.widget
     strip = view.pictures[1]
     strip._handle_custom_msg({"curve": 0, "point": 3, "data": "3: ' a'"}, [])

@@ -91,16 +91,6 @@ def test_an_error_is_shown_and_breaks_nothing(view):
     assert view.errors.outputs == ()
 
 
-def test_a_dark_page_has_no_dark_ink(view):
-    view.widget
-    light = json.dumps(view.picture.figure)
-    view._tools.dark = True
-    ink = set(theme.DARK) - {"#0072b2"}
-    assert not ink & {part.lower() for part in json.dumps(view.picture.figure).split('"')}
-    view._tools.dark = False
-    assert json.dumps(view.picture.figure) == light
-
-
 def test_headless_it_is_a_figure_and_no_widget(view, monkeypatch):
     told = []
     monkeypatch.setenv("MOELAB_HEADLESS", "1")
@@ -169,8 +159,8 @@ def test_a_page_has_all_that_its_controls_show(view, tab, tmp_path):
     tab.locator("select").select_option("−n")
     assert list(tab.evaluate(f"[...{drawn}]")) == [0, -1, -2]
     assert tab.locator("#caption").inner_text() == "3 <b>"
-    dark = "getComputedStyle(document.querySelector('.main-svg')).backgroundColor"
-    assert tab.evaluate(dark) == "rgb(17, 17, 17)"
+    dark = "getComputedStyle(document.querySelector('.js-plotly-plot')).filter"
+    assert tab.evaluate(dark).startswith("invert(0.93)")
 
 
 def test_a_control_is_set_to_nothing_that_its_widget_could_not_have():

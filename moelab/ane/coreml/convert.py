@@ -41,7 +41,7 @@ from moelab.ane.coreml.ffn_graph import (
     save_program,
     unpack,
 )
-from moelab.ane.coreml.package import COMPUTE_UNITS, coremltools
+from moelab.ane.coreml.package import coremltools
 from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import why_no_graph
 from moelab.base.files import vacant, write_text
@@ -61,18 +61,13 @@ TOLERANCE, CLAMPED_TOLERANCE, COMPRESSED_TOLERANCE = 1e-12, 1e-3, 0.5
 
 @dataclass(frozen=True)
 class ConversionSettings:
-    """How a model is converted.
-
-    compute_units : what a Mac is asked to load the packages for.
-    """
+    """How a model is converted."""
 
     context: int = 2048  # P, positions of the KV caches
     weights: str = "fp16"  # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
-    compute_units: str = "cpuAndNeuralEngine"
 
     def __post_init__(self) -> None:
         require("weights", self.weights, WEIGHTS)
-        require("compute_units", self.compute_units, COMPUTE_UNITS)
         if self.context < 32 or self.context % 32:
             raise ValueError(f"context is {self.context}; it must be a multiple of 32")
 
@@ -125,13 +120,7 @@ def convert_model(
                     work.add(name, make, check if validate else None)
                     bar.update()
                 part |= work.done[name]
-        manifest = about | {
-            "layers": layers,
-            "problems": list(plan.problems),
-            "on_cpu": "norms, routers, embeddings, the head, shared experts, dense layers and the "
-            "groups of unit cpu, from the checkpoint",
-        }
-        return ConvertedModel(work.publish(manifest, destination))
+        return ConvertedModel(work.publish(about | {"layers": layers}, destination))
 
 
 def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:

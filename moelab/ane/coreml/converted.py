@@ -60,7 +60,6 @@ class ConvertedModel:
                     "it is damaged or was edited: its seal is not that of what it says"
                 )
             self.layers: list[Record] = self.manifest["layers"]
-            self.problems: list[str] = self.manifest["problems"]
         for entry in self.packages:
             path = (self.folder / entry["file"]).resolve()
             if not path.is_dir() or not path.is_relative_to(self.folder.resolve()):

@@ -1,8 +1,8 @@
 """A linter for saved Core ML packages: will this graph run on the Neural Engine, and what does it
 waste there?
 
-A report lists every operation with a verdict, and every finding with its rule, severity and source
-(NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models):
+A report lists every operation with a verdict, and every finding with its rule and severity
+(sources: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models):
 
     error     the ANE does not run it, or Core ML does not load it
     warning   it may fall back or wastes work
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,6 @@ from moelab.ane.coreml.package import Function, Op, Package, Value, read_package
 from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
 from moelab.base.table import text_table
 
-FIG4 = "NPUMoE Figure 4"
-REPORTS = "reports of people who ran models on the ANE"
 #: the file format's limit on one weight file
 WEIGHT_FILE_LIMIT = 2 * 2**30
 TINY_MACS = 500_000  # multiply-adds below which a graph is called tiny; ours
@@ -32,23 +30,24 @@ ROW_BYTES = 64  # a row of the last axis takes a multiple of this
 MAX_PADDING = 4  # padded size over real size from which we warn; ours
 FLOAT_BYTES = {"fp16": 2, "fp32": 4}
 
-#: rule → (severity, source), errors first
+#: rule → severity, errors first; by NPUMoE Figure 4 ([4]), its text, or reports of people who ran
+#: models on the ANE ([R])
 RULES = {
-    "unsupported-op": ("error", FIG4),
-    "dilated": ("error", FIG4),
-    "dynamic-index": ("error", FIG4),
-    "fp32-compute": ("error", REPORTS),
-    "weight-limit": ("error", REPORTS),
-    "channels": ("error", REPORTS),
-    "dynamic-shape": ("warning", FIG4),
-    "linear": ("warning", f"{FIG4}, §3.2"),
-    "risky-op": ("warning", f"{FIG4}; {REPORTS}"),
-    "unknown-op": ("warning", "not in NPUMoE Figure 4"),
-    "align-16": ("warning", "NPUMoE §3.2"),
-    "row-padding": ("warning", "Apple, Deploying Transformers on the Apple Neural Engine"),
-    "weight-size": ("warning", "NPUMoE §4.2"),
-    "tiny-graph": ("warning", f"{REPORTS}; the threshold is ours"),
-    "quantised-conv": ("warning", REPORTS),
+    "unsupported-op": "error",  # [4]
+    "dilated": "error",  # [4]
+    "dynamic-index": "error",  # [4]
+    "fp32-compute": "error",  # [R]
+    "weight-limit": "error",  # [R]
+    "channels": "error",  # [R]
+    "dynamic-shape": "warning",  # [4]
+    "linear": "warning",  # [4], §3.2
+    "risky-op": "warning",  # [4], [R]
+    "unknown-op": "warning",  # not in [4]
+    "align-16": "warning",  # §3.2
+    "row-padding": "warning",  # Apple, Deploying Transformers on the Apple Neural Engine
+    "weight-size": "warning",  # §4.2
+    "tiny-graph": "warning",  # [R]; the threshold is ours
+    "quantised-conv": "warning",  # [R]
 }
 SUPPORTED = {
     "Standard/Depthwise Convolution ✓": "conv conv_transpose",
@@ -117,7 +116,6 @@ class Finding(NamedTuple):
     severity: str
     where: str
     text: str
-    source: str
 
 
 class Report(NamedTuple):
@@ -133,14 +131,6 @@ class Report(NamedTuple):
     def clean(self) -> bool:
         """Nothing was found."""
         return not self.findings
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as a JSON-able dictionary."""
-        rows = {
-            "ops": [op._asdict() for op in self.ops],
-            "findings": [finding._asdict() for finding in self.findings],
-        }
-        return {"format": "moelab.ane.lint/1", "clean": self.clean} | self._asdict() | rows
 
     def table(self) -> str:
         """Operations and findings, as text."""
@@ -166,7 +156,7 @@ def lint(package: Package | str | Path) -> Report:
     found = dict.fromkeys(  # functions that share weights repeat what is said of these
         one for function in functions for one in (*_of_function(function), *_of_weights(package))
     )
-    findings = [Finding(rule, RULES[rule][0], *said, RULES[rule][1]) for rule, *said in found]
+    findings = [Finding(rule, RULES[rule], *said) for rule, *said in found]
     findings.sort(key=lambda finding: list(RULES).index(finding.rule))
     return Report(str(package.path), package.weight_bytes, ops, findings)
 

@@ -21,13 +21,6 @@ from typing import Any
 import numpy as np
 
 Shape = tuple[int | str, ...]
-#: a manifest's compute units → coremltools' name of them
-COMPUTE_UNITS = {
-    "cpuAndNeuralEngine": "CPU_AND_NE",
-    "cpuOnly": "CPU_ONLY",
-    "cpuAndGPU": "CPU_AND_GPU",
-    "all": "ALL",
-}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.coreml.package import COMPUTE_UNITS, Function, coremltools
+from moelab.ane.coreml.package import Function, coremltools
 
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {
@@ -55,16 +55,16 @@ def require_mac(what: str) -> None:
 
 
 class CoreMLRunner:
-    """A package, loaded by Core ML for `units`, a key of `COMPUTE_UNITS`.
+    """A package, loaded by Core ML for the CPU and the Neural Engine.
 
     Called like an `Evaluator`: inputs by name → outputs by name, in float32.
     """
 
     dtype = torch.float32
 
-    def __init__(self, path: str | Path, units: str = "cpuAndNeuralEngine") -> None:
+    def __init__(self, path: str | Path) -> None:
         ct = coremltools()
-        self.units = ct.ComputeUnit[COMPUTE_UNITS[units]]
+        self.units = ct.ComputeUnit.CPU_AND_NE
         self.model = ct.models.MLModel(str(path), compute_units=self.units)
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -132,7 +132,6 @@ class PackageProbe(NamedTuple):
 def probe(
     package: Path,
     inputs: Mapping[str, np.ndarray],
-    units: str = "cpuAndNeuralEngine",
     timeout: float = 300.0,
     command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac"),
 ) -> PackageProbe:
@@ -145,7 +144,7 @@ def probe(
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
         try:
             done = subprocess.run(
-                [*command, str(package.resolve()), units, str(given), str(taken)],
+                [*command, str(package.resolve()), str(given), str(taken)],
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -168,12 +167,12 @@ def probe(
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The other process: PACKAGE UNITS INPUTS OUTPUTS; prints one line of JSON."""
-    package, units, given, taken = arguments
+    """The other process: PACKAGE INPUTS OUTPUTS; prints one line of JSON."""
+    package, given, taken = arguments
     with np.load(given) as file:
         inputs = dict(file)
     start = time.perf_counter()
-    runner = CoreMLRunner(package, units)
+    runner = CoreMLRunner(package)
     loaded = time.perf_counter()
     outputs = runner(inputs)
     predicted = time.perf_counter()

@@ -161,7 +161,7 @@ class View:
         self.compute, self.command, self.words_of = compute, command, words
         self._draw = draw
         self._rows = rows
-        self._dark, self._turn, self._quiet = False, threading.RLock(), False
+        self._turn, self._quiet = threading.RLock(), False
         self.values: dict[str, Any] = {}
         self._put({name: control.value for name, control in controls.items()})
         self.refresh()
@@ -274,7 +274,6 @@ class View:
         self.pictures = self._pictures()
         self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
         self._tools = toolbar(self)
-        self._tools.observe(lambda change: self._recolour(change["new"]), "dark")
         parts = [*self._built.values(), self._caption, *self.pictures, self._tools, self.errors]
         box = ipywidgets.VBox([*parts, *self._below(self)], layout={"width": "100%"})
         box.add_class("moelab-view")
@@ -284,10 +283,7 @@ class View:
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.widgets import chart
 
-        return [chart(self._json(figure)) for figure in self.figures]
-
-    def _json(self, figure: Figure) -> dict[str, Any]:
-        return theme.darkened(theme.to_json(figure)) if self._dark else theme.to_json(figure)
+        return [chart(theme.to_json(figure)) for figure in self.figures]
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
         def turn() -> None:
@@ -316,17 +312,8 @@ class View:
             if self.errors.outputs != told:
                 self.errors.outputs = told
 
-    def _recolour(self, dark: bool) -> None:
-        def again() -> None:
-            for i, figure in enumerate(self.figures):
-                self._show(i, figure)
-            self._tell()
-
-        self._dark = dark
-        self.guarded(again)
-
     def _show(self, i: int, figure: Figure) -> None:
-        self.pictures[i].figure = self._json(figure)
+        self.pictures[i].figure = theme.to_json(figure)
 
     def _tell(self) -> None:
         caption, alt = self.words

@@ -1,4 +1,4 @@
-"""The budget explorer: what so much memory for experts gives, simulated; and, on a click, measured.
+"""The budget explorer: what so much memory for experts gives, simulated.
 
 TPOT here is the mean of the decode steps. The first third of a run only fills the cache, of one
 that is drawn for a card all but the last steps. Every
@@ -31,7 +31,6 @@ from moelab.viz.figures import budget_curve, memory_bar
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command
-from moelab.viz.views.real import button
 from moelab.viz.views.recorded import (
     TIMED,
     Recorded,
@@ -51,13 +50,11 @@ ON_DISK = "experts on disk"
 
 
 class Point(NamedTuple):
-    """A budget in bytes, mean seconds of a decode step, share of experts found in memory, and what
-    the numbers are."""
+    """A budget in bytes, mean seconds of a decode step, share of experts found in memory."""
 
     memory: int
     tpot: float
     hit_rate: float
-    kind: str = "simulated"
 
 
 class Explorer:
@@ -80,12 +77,7 @@ class Explorer:
         )
         n = len(run.forwards)
         self.warm = n - TIMED if found.context else max(1, n // 3)
-        self.forwards = [forward[2:] for forward in run.forwards]
-        self.decode = [
-            n for n, of in enumerate(self.forwards) if n >= self.warm and of[1] == "decode"
-        ]
         self.points: dict[str, dict[int, Point]] = {}
-        self.measured: list[tuple[str, Point]] = []
         self._play = cache(self._played)
 
     @property
@@ -127,7 +119,7 @@ class Explorer:
     def parts(self, memory: int) -> dict[str, int]:
         """What memory there is for: bytes by what takes them, in this order."""
         pools, staging = self.divide(memory)
-        tokens = self.found.context or sum(tokens for tokens, *_ in self.forwards)
+        tokens = self.found.context or sum(forward.tokens for forward in self.found.run.forwards)
         return {
             "other weights": self.settings.dense_bytes,
             f"KV cache, {tokens:,} tokens": kv_bytes(self.spec, tokens),
@@ -138,15 +130,13 @@ class Explorer:
 
 
 class Budgets(NamedTuple):
-    """What is seen: a budget of a run on a machine; each policy's point there, and its curve; tokens/s
-    that are wanted."""
+    """What is seen: a budget of a run on a machine; each policy's point there, and its curve."""
 
     explorer: Explorer
     device: str
     memory: int
     at: dict[str, Point]
     curves: dict[str, list[Point]]
-    target: float
 
     @property
     def policies(self) -> list[str]:
@@ -158,77 +148,49 @@ class Budgets(NamedTuple):
         """The fastest of them."""
         return min(self.policies, key=lambda policy: self.at[policy].tpot)
 
-    def needs(self, policy: str) -> int | None:
-        """The smallest budget simulated that gives the target; None if none does."""
-        enough = (of.memory for of in self.curves[policy] if of.tpot * self.target <= 1)
-        return next(enough, None)
 
-
-def budgets(
-    explorer: Explorer, device: str, share: float, policies: Sequence[str], target: float
-) -> Budgets:
-    """The explorer's data: `share` of the memory that all experts take (per cent), and tokens/s
-    that are wanted."""
+def budgets(explorer: Explorer, device: str, share: float, policies: Sequence[str]) -> Budgets:
+    """The explorer's data: `share` of the memory that all experts take (per cent)."""
     memory = explorer.share(share)
     shown = [*policies, BELADY]
     at = {policy: explorer.play(policy, memory) for policy in shown}
     curves = {policy: explorer.curve(policy) for policy in shown}
-    return Budgets(explorer, device, memory, at, curves, target)
+    return Budgets(explorer, device, memory, at, curves)
 
 
 def draw(found: Budgets) -> Iterator[Figure]:
     """TPOT and hit rate by budget, the chosen one marked; the memory bar."""
     curves = dict(found.curves)
     optimum = curves.pop(BELADY)
-    yield budget_curve(
-        curves,
-        optimum,
-        {size(found.memory): found.memory},
-        measured=found.explorer.measured,
-        target=(1 / found.target, _rate(found.target)),
-    )
+    yield budget_curve(curves, optimum, {size(found.memory): found.memory})
     yield memory_bar(found.explorer.parts(found.memory), ON_DISK)
 
 
 def rows(found: Budgets) -> Rows:
     """Every point of the picture."""
-    of = [(policy, point) for policy, points in found.curves.items() for point in points]
     return [
         {
             "policy": policy,
             "memory_bytes": point.memory,
             "tpot_s": point.tpot,
             "hit_rate": point.hit_rate,
-            "kind": point.kind,
+            "kind": "simulated",
             "machine": found.device,
         }
-        for policy, point in [*of, *found.explorer.measured]
+        for policy, points in found.curves.items()
+        for point in points
     ]
 
 
 def words(found: Budgets) -> tuple[str, str]:
     best, source = found.best, found.explorer.found
-    least = [(n, policy) for policy in found.policies if (n := found.needs(policy)) is not None]
-    needs = "is out of reach here"
-    if least:
-        memory, first = min(least)
-        needs = f"needs {size(memory)} with {first}"
-    ran = "".join(
-        f" Measured with {policy} and {size(of.memory)}: {duration(of.tpot)}."
-        for policy, of in found.explorer.measured
-    )
     return (
         f"{source.name} on {found.device}, {size(found.memory)} for experts: with {best}, "
         f"{duration(found.at[best].tpot)} a token and {found.at[best].hit_rate:.0%} of the experts "
-        f"found in memory. {_rate(found.target)} {needs}. TPOT is the mean of decode steps "
-        f"(simulated; routing {source.how}).{ran}",
+        f"found in memory. TPOT is the mean of decode steps (simulated; routing {source.how}).",
         "Above, TPOT falls as memory for experts grows, a line a policy; in the middle their hit "
         "rates rise; below, a bar of what takes the memory, hatched what stays on disk.",
     )
-
-
-def _rate(tokens: float) -> str:
-    return f"{tokens:,.0f} tokens/s" if tokens >= 100 else f"{tokens:.3g} tokens/s"
 
 
 def budget(source: Any, prompt: Any = None, tokens: int | None = None, **kept: Any) -> View:
@@ -251,12 +213,6 @@ def budget(source: Any, prompt: Any = None, tokens: int | None = None, **kept: A
     machine, first = next(iter(explorers.items()))
     had = 50 if found.memory is None else round(100 * found.memory / first.everything)
     had = min(max(had, 1), 100)  # of all that experts take
-    fastest = min(first.play(policy, first.share(had)).tpot for policy in POLICIES)
-    target = float(f"{0.99 / fastest:.2g}")
-
-    def compute(share: float, policies: Any, machine: str, target: float) -> Budgets:
-        return budgets(explorers[machine], machine, share, policies, target)
-
     return View(
         "budget",
         {
@@ -265,15 +221,13 @@ def budget(source: Any, prompt: Any = None, tokens: int | None = None, **kept: A
                 "cache policies", POLICIES, [name for name in names("cache") if name != "belady"]
             ),
             "machine": menu("machine", machine, [*explorers]),
-            "target": slider("wanted (tokens/s)", target, target / 100, target * 100, log=True),
         },
-        compute,
+        lambda share, policies, machine: budgets(explorers[machine], machine, share, policies),
         draw,
         rows,
         command("budget", found),
         words,
         ("share",) if found.trace else ("share", "machine"),  # a trace's takes seconds a machine
-        lambda view: button(view, explorers.get(HERE)),
     )
 
 

@@ -1,5 +1,10 @@
 // A plotly figure that is changed in place. The kernel gives a page plotly.js once, however many figures there are.
 
+// On a dark page in the opposite lightness, the hues as they are; but in a map light stays light.
+const DARK = `:is([data-jp-theme-light="false"], [data-vscode-theme-kind*="dark"]) .moelab-chart`;
+const LOOK = `${DARK} { filter: invert(0.93) hue-rotate(180deg); }
+${DARK} :is(.heatmaplayer, .treemaplayer, .cbfills) { filter: invert(1) hue-rotate(180deg); }`;
+
 async function load(model) {
   const library = await model.widget_manager.get_model(model.get("library").slice("IPY_MODEL_".length));
   const module = { exports: {} };
@@ -30,7 +35,8 @@ async function render({ model, el }) {
   const plot = document.createElement("div");
   let wide = 0, frame = "";                     // of a map all but its colours
   plot.style.contain = "layout style";          // the page around it stays as it is
-  el.append(plot);
+  plot.className = "moelab-chart";
+  el.append(plot, Object.assign(document.createElement("style"), { textContent: LOOK }));
 
   // for the saved notebook, apart: what nobody has scrolled to is not drawn
   async function picture() {

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from moelab.base.registry import require
 from moelab.viz.notebook import LABEL
 from moelab.viz.plotly_json import Figure
+from moelab.viz.theme import to_json
 from moelab.viz.views.base import View
 from moelab.viz.views.page import html_rows as html_rows
 
@@ -85,7 +86,7 @@ class Detailed(View):
         self._text.value = found.html
         self._close.layout.display = "none" if found.figure is None else None
         if found.figure is not None:
-            self._close.figure = self._json(found.figure)
+            self._close.figure = to_json(found.figure)
 
     def _clicked(self, clicked: Mapping[str, Any]) -> None:
         name = clicked["data"][0] if isinstance(clicked["data"], list) else clicked["data"]

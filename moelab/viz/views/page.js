@@ -10,27 +10,20 @@ function made(kind, parent, properties = {}) {
   return parent.appendChild(Object.assign(document.createElement(kind), properties));
 }
 
-const { controls, dark, parts, frames, table, config } = JSON.parse(await unpacked("frames"));
+const { controls, parts, frames, table, config } = JSON.parse(await unpacked("frames"));
 const library = { exports: {} };
 new Function("module", await unpacked("plotly"))(library);
-const Plotly = library.exports, darkness = matchMedia("(prefers-color-scheme: dark)");
+const Plotly = library.exports;
 const [bar, view, caption, command] = ["controls", "view", "caption", "command"].map((id) => document.getElementById(id));
 const plots = frames[0].figures.map(() => made("div", view));
 document.getElementById("numbers").innerHTML = table;
-
-const darkened = (part) =>
-  typeof part === "string" ? dark[part.toLowerCase()] ?? part
-    : Array.isArray(part) ? part.map(darkened)
-      : part && typeof part === "object" ? Object.fromEntries(Object.entries(part).map(([key, of]) => [key, darkened(of)]))
-        : part;
 
 function show() {
   const frame = frames[controls.reduce((place, { steps, at }) => place * steps.length + at, 0)];
   caption.textContent = frame.caption;
   command.textContent = frame.command;
   frame.figures.forEach(([layout, ...traces], i) => {
-    const figure = { data: traces.map((n) => parts[n]), layout: parts[layout] };
-    const { data, layout: look } = darkness.matches ? darkened(figure) : structuredClone(figure);
+    const { data, layout: look } = structuredClone({ data: traces.map((n) => parts[n]), layout: parts[layout] });
     plots[i].setAttribute("role", "img");
     plots[i].setAttribute("aria-label", frame.alt);
     Plotly.react(plots[i], data, { ...look, width: undefined, autosize: true }, config);
@@ -51,5 +44,4 @@ for (const control of controls) {
     show();
   };
 }
-darkness.addEventListener("change", show);
 show();

@@ -35,6 +35,9 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 1em aut
 pre {{ white-space: pre-wrap; padding: 0.5em; background: light-dark(#f3f3f3, #222); }}
 table {{ border-collapse: collapse; font-size: 14px; }}
 td, th {{ padding: 0.1em 0.6em; text-align: left; vertical-align: top; }}
+@media (prefers-color-scheme: dark) {{
+.js-plotly-plot {{ filter: invert(0.93) hue-rotate(180deg); }}
+.js-plotly-plot :is(.heatmaplayer, .treemaplayer, .cbfills) {{ filter: invert(1) hue-rotate(180deg); }} }}
 </style></head>
 <body><h1>{title}</h1>
 <div id="controls"></div><p id="caption">{caption}</p>
@@ -65,7 +68,6 @@ def of_charts(view: Any) -> str:
             }
             for name, of in zip(played, steps)
         ],
-        "dark": theme.DARK,
         "config": theme.CONFIG,
         "parts": [json.loads(part) for part in parts],
         "frames": frames,

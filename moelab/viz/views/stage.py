@@ -45,6 +45,8 @@ from moelab.viz.views.recorded import (
 )
 
 WAYS = ("none", "hint", "speculative")
+#: what predicts from a model, and how many layers ahead
+PREDICTORS, DISTANCES = ("router", "previous"), (1, 2)
 #: of the text on which the loss is measured
 WINDOWS = 4
 WINDOW = 96
@@ -251,8 +253,6 @@ def theatre(
     source: Any,
     prompt: Any = None,
     tokens: int | None = None,
-    predictors: Sequence[str] = (),
-    distances: Sequence[int] = (1, 2),
     **kept: Any,
 ) -> View:
     """The prefetch theatre.
@@ -265,24 +265,18 @@ def theatre(
     source : a model that `moelab.open_model` has opened within some memory; or a trace, whose times
         are then those of this machine.
     prompt, tokens, kept : see `moelab.viz.views.recorded.recorded`.
-    predictors, distances : names of `moelab.names("predictor")` that need nothing but the model,
-        or of `moelab.simulation.traced.GUESSES`, which need nothing but a trace; and how many layers
-        ahead they look.
 
-    Raises ValueError: a model without delays; a predictor that lacks something.
+    Raises ValueError: a model without delays.
     """
     if isinstance(source, RoutingTrace):
-        predictors = predictors or tuple(GUESSES)
-        staged = of_trace(recorded(source, prompt, tokens, **kept), predictors, distances)
-    else:
-        predictors = predictors or ("router", "previous")
-        staged = stage(source, prompt, tokens or TOKENS, predictors, distances)
-    return view_of(staged, predictors, distances)
+        return view_of(of_trace(recorded(source, prompt, tokens, **kept)))
+    return view_of(stage(source, prompt, tokens or TOKENS))
 
 
-def view_of(staged: Stage, predictors: Sequence[str], distances: Sequence[int]) -> View:
+def view_of(staged: Stage) -> View:
     """The view of a recorded stage."""
     rate = staged.bandwidth / 1e6
+    predictors, distances = map(list, map(dict.fromkeys, zip(*staged.predictions)))
 
     def compute(way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
         return scene(staged, way, predictor, distance, 1e6 * bandwidth, token)
@@ -308,20 +302,18 @@ def _clicks(view: View) -> list[Any]:
     return []
 
 
-def of_trace(found: Recorded, predictors: Sequence[str], distances: Sequence[int]) -> Stage:
+def of_trace(found: Recorded) -> Stage:
     """A trace on this machine; what predicts, predicts in no time, and nobody knows the loss of
     executing it."""
     predictions = {
         (name, distance): (guesses(found.trace, name, distance), 0.0)
-        for name in predictors
-        for distance in distances
+        for name in GUESSES
+        for distance in DISTANCES
     }
     return Stage(found, predictions, {}, machine_of(found.run, here()))
 
 
-def stage(
-    lm: Any, prompt: Any, tokens: int, predictors: Sequence[str], distances: Sequence[int]
-) -> Stage:
+def stage(lm: Any, prompt: Any, tokens: int) -> Stage:
     """Record a generation, predict from it, and measure the loss of executing each prediction."""
     import torch
 
@@ -344,8 +336,8 @@ def stage(
     with torch.inference_mode():
         if text is not None:
             losses[None] = float(language_loss(lm, text).mean())
-        for name in progress(list(predictors), "predicting", unit="predictor"):
-            for distance in distances:
+        for name in progress(PREDICTORS, "predicting", unit="predictor"):
+            for distance in DISTANCES:
                 made = make_predictor(lm, name, ahead=distance)
                 predictions[name, distance] = predict(trace, made)
                 if text is not None:

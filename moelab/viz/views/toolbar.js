@@ -44,25 +44,19 @@ async function picture(frame, name) {
   const heights = images.map((image) => image.height * Math.min(1, wide / image.width));
   canvas.width = wide;
   canvas.height = heights.reduce((sum, height) => sum + height, line * (lines.length + 1));
-  const style = getComputedStyle(document.body);
-  context.fillStyle = style.getPropertyValue("--jp-layout-color0").trim() || "white";
+  // plotly's pictures are light, whatever the page is
+  const style = parts.some((part) => part.tagName !== "CANVAS") ? null : getComputedStyle(document.body);
+  context.fillStyle = style?.getPropertyValue("--jp-layout-color0").trim() || "white";
   context.fillRect(0, 0, wide, canvas.height);
   let top = 0;
   images.forEach((image, i) => {
     context.drawImage(image, 0, top, image.width * Math.min(1, wide / image.width), heights[i]);
     top += heights[i];
   });
-  context.fillStyle = style.getPropertyValue("--jp-ui-font-color1").trim() || "black";
+  context.fillStyle = style?.getPropertyValue("--jp-ui-font-color1").trim() || "black";
   context.font = font;
   lines.forEach((text, i) => context.fillText(text, line / 2, top + line * (i + 1)));
   return new Promise((done) => canvas.toBlob((blob) => (save(blob, name), done())));
-}
-
-export function isDark() {
-  const { jpThemeLight, vscodeThemeKind } = document.body.dataset;
-  if (jpThemeLight) return jpThemeLight === "false";
-  if (vscodeThemeKind) return vscodeThemeKind.includes("dark");
-  return false;                                 // a page whose colours nobody has changed is light
 }
 
 function render({ model, el }) {
@@ -116,17 +110,7 @@ function render({ model, el }) {
   };
   model.on("change:still", hide);
   hide();
-  const look = () => {
-    if (model.get("dark") !== isDark()) {
-      model.set("dark", isDark());
-      model.save_changes();
-    }
-  };
-  const watch = new MutationObserver(look);
-  watch.observe(document.body, { attributes: true });
-  look();
   return () => {
-    watch.disconnect();
     live.remove();
     model.off("change:still", hide);
     model.off("msg:custom", receive);

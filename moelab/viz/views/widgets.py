@@ -54,7 +54,6 @@ class Toolbar(anywidget.AnyWidget):
     name = traitlets.Unicode().tag(sync=True)
     shell = traitlets.Unicode().tag(sync=True)
     python = traitlets.Unicode().tag(sync=True)
-    dark = traitlets.Bool(False).tag(sync=True)
     #: class of what is hidden where the toolbar is shown
     still = traitlets.Unicode().tag(sync=True)
 

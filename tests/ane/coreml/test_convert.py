@@ -52,7 +52,7 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
     assert [layer["moe"] for layer in layers] == [None, 0]
     assert [layer["attention"]["unit"] for layer in layers] == ["ane"] * 2
     assert [[g["unit"] for g in layer["groups"]] for layer in layers] == [[], ["ane", "ane", "cpu"]]
-    assert "file" not in layers[1]["groups"][2] and converted.problems == []
+    assert "file" not in layers[1]["groups"][2]
     assert {
         p.relative_to(converted.folder).as_posix() for p in converted.folder.rglob("*.mlpackage")
     } == {entry["file"] for entry in converted.packages}
@@ -284,10 +284,8 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
         (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),), "ane"),),
     )
     result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
-    assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.problems[0]
-    assert (
-        result.plan.layers[0].attention == "cpu" and list(result.plan.problems) == result.problems
-    )
+    assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.plan.problems[0]
+    assert result.plan.layers[0].attention == "cpu"
     assert [entry["difference"] < 1e-3 for entry in result.packages] == [True]
     with pytest.raises(ValueError, match="CPU"):
         result.attention(0)

@@ -57,8 +57,8 @@ def fakes(monkeypatch, on_mac):
     fake_mac.install(monkeypatch.setattr)
     monkeypatch.setattr(fake_mac, "behaviour", "")
 
-    def probed(package, inputs, units="cpuAndNeuralEngine", timeout=300.0):
-        runner = mac.CoreMLRunner(package, units)
+    def probed(package, inputs, timeout=300.0):
+        runner = mac.CoreMLRunner(package)
         outputs = {name: value.numpy() for name, value in runner(inputs).items()}
         return mac.PackageProbe("", 0.5, 0.01, mac.placements(runner), outputs)
 
@@ -113,7 +113,7 @@ def test_a_package_that_kills_its_process_is_reported(tmp_path, script, timeout,
 
 @torch.no_grad()
 def test_the_backend_is_called_ANE_only_where_the_plan_says_so(converted, fakes, monkeypatch):
-    backend = doctor.coreml_backend(converted)
+    backend = doctor.coreml_backend(converted, doctor.diagnose(converted))
     packages = [read_package(converted.package(e)).function() for e in converted.packages]
     n = sum(function.counts().total() for function in packages)
     assert len(packages) == 3
@@ -121,11 +121,13 @@ def test_the_backend_is_called_ANE_only_where_the_plan_says_so(converted, fakes,
     found = parity(backend, moelab.open_model(converted.checkpoint()), [prompt(33)[0].tolist()])
     assert found.backend == backend.name and 0 < found.last.max() < 1e-2
     monkeypatch.setattr(fake_mac, "behaviour", "silu")
-    assert doctor.coreml_backend(converted).name.startswith(f"Core ML, {n - 4} of {n} ")
+    assert doctor.coreml_backend(converted, doctor.diagnose(converted)).name.startswith(
+        f"Core ML, {n - 4} of {n} "
+    )
     killed = mac.PackageProbe("was ended by SIGSEGV: x")
     monkeypatch.setattr(doctor, "probe", lambda *_: killed)
     with pytest.raises(RuntimeError, match="(?s)attention.mlpackage was ended by SIGSEGV.*the CPU"):
-        doctor.coreml_backend(converted)
+        doctor.coreml_backend(converted, doctor.diagnose(converted))
 
 
 def test_the_doctor_finds_what_is_wrong(converted, fakes, monkeypatch):
@@ -161,7 +163,7 @@ def test_a_measurement_is_of_repeats_after_one_that_does_not_count(meter):
 
 def test_prefills_are_timed(converted, fakes, meter):
     model = moelab.open_model(converted.checkpoint())
-    backend = doctor.coreml_backend(converted)
+    backend = doctor.coreml_backend(converted, doctor.diagnose(converted))
     (row,) = time_prefill(model, backend, [40], 2, meter)
     assert row["fastest, s"] <= row["TTFT, s"] <= row["slowest, s"]
     assert row["ane, mJ a token"] == 400 / 2 / 40 and row["ms a chunk"] == 1e3 * row["TTFT, s"] / 3
