@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import copy
 import traceback
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from moelab.base.library import token_count
 from moelab.base.progress import progress
-from moelab.base.specs import ExpertKey, State
 from moelab.bench.limits import belady_hits, request_count, steps
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
@@ -32,19 +29,6 @@ from moelab.trace.statistics import capacity
 TEXTS = ("prose", "code", "lookup")
 #: tokens that are generated after a text
 DECODED = 24
-
-
-class Wrong(NamedTuple):
-    """One choice that another would have beaten, in words, and what it cost in the unit of the
-    contest."""
-
-    where: str
-    chose: str
-    better: str
-    cost: float
-
-
-Played = tuple[float, list[Wrong]]  # a score, and what was chosen wrongly, costliest first
 
 
 @dataclass(frozen=True)
@@ -61,14 +45,12 @@ class Standing:
 class Contest:
     """unit : of the scores. ceiling : the best possible score of each trace.
 
-    standings : best first. wrong : trace → what the own one chose wrongly, costliest first.
-    lower : whether a lower score is better.
+    standings : best first. lower : whether a lower score is better.
     """
 
     unit: str
     ceiling: Mapping[str, float]
     standings: list[Standing]
-    wrong: Mapping[str, list[Wrong]] = field(default_factory=dict)
     lower: bool = False
 
     def share(self, standing: Standing, trace: str) -> float:
@@ -120,15 +102,13 @@ def arena(
     others = {
         other: {
             # the trace is kept, too, or another one could be given its number
-            text: once((id(trace), other, share), lambda: (play(trace, other, share)[0], trace))[0]
+            text: once((id(trace), other, share), lambda: (play(trace, other, share), trace))[0]
             for text, trace in of.items()
         }
         for other in progress([n for n in POLICIES if n != "belady"], "policies", unit="policy")
     }
-    own, wrong = guarded(
-        list(of), lambda text: play(of[text], fresh(mine), share, judge=True), name
-    )
-    return ranked("hit rate (%)", ceiling, others, own, wrong)
+    own = guarded(list(of), lambda text: play(of[text], fresh(mine), share), name)
+    return ranked("hit rate (%)", ceiling, others, own)
 
 
 def require_policy(made: type) -> None:
@@ -169,29 +149,25 @@ def ranked(
     ceiling: Mapping[str, float],
     others: Mapping[str, Mapping[str, float]],
     own: Standing,
-    wrong: Mapping[str, list[Wrong]],
     lower: bool = False,
 ) -> Contest:
     standings = [own, *(Standing(name, False, of) for name, of in others.items())]
-    contest = Contest(unit, ceiling, standings, wrong, lower)
+    contest = Contest(unit, ceiling, standings, lower)
     contest.standings.sort(
         key=lambda of: -sum(contest.share(of, trace) for trace in ceiling)
     )  # ties: own first
     return contest
 
 
-def guarded(
-    traces: Sequence[str], play: Callable[[str], Played], name: str
-) -> tuple[Standing, dict[str, list[Wrong]]]:
+def guarded(traces: Sequence[str], play: Callable[[str], float], name: str) -> Standing:
     """What is brought, on one trace after the other until it raises."""
     scores = {}
-    wrong = {}
     try:
         for trace in traces:
-            scores[trace], wrong[trace] = play(trace)
+            scores[trace] = play(trace)
     except Exception:
-        return Standing(name, True, scores, traceback.format_exc()), wrong
-    return Standing(name, True, scores), wrong
+        return Standing(name, True, scores, traceback.format_exc())
+    return Standing(name, True, scores)
 
 
 def fresh(mine: Any) -> Any:
@@ -200,54 +176,10 @@ def fresh(mine: Any) -> Any:
     return mine() if isinstance(mine, type) else copy.deepcopy(mine)
 
 
-def costliest(wrong: list[Wrong]) -> list[Wrong]:
-    return sorted(wrong, key=lambda one: -one.cost)
-
-
-def play(trace: RoutingTrace, policy: Any, share: float, judge: bool = False) -> Played:
-    """(hit rate in %, wrong evictions) of a policy with memory for a share of the experts, token by
-    token.
-
-    An eviction is wrong if the expert was used again, and another that could have left only later
-    or never; it costs as many steps as that would have been later."""
-    L = trace.spec.L
-    E = trace.spec.E
-    residency = Residency(L, E, Pools(F=capacity(trace, share)), policy, "model")
-    asked = steps(trace)
-    uses: dict[ExpertKey, list[int]] = {}
-    for n, (_, layer, experts) in enumerate(asked):
-        for expert in experts:
-            uses.setdefault(ExpertKey(layer, expert), []).append(n)
-
-    def following(key: ExpertKey, n: int) -> float:
-        of = uses.get(key, [])
-        return of[after] if (after := bisect_right(of, n)) < len(of) else inf
-
-    wrong = []
-    for n, (_, layer, experts) in enumerate(asked):
-        left = set(residency.resident(State.FULL)) if judge else set()
-        for victim in residency.begin(layer, experts).evicted:
-            if not judge:
-                continue
-            best = max(
-                (key for key in left if key.layer != layer or key.expert not in experts),
-                key=lambda key: following(key, n),
-            )
-            left.discard(victim)
-            again = following(victim, n)
-            later = following(best, n)
-            if again < later:
-                wrong.append(
-                    Wrong(
-                        f"token {n // L}, layer {layer}",
-                        f"{_said(victim)}, used again {again - n} steps later",
-                        f"{_said(best)}, "
-                        + ("never used again" if later == inf else f"{later - n} steps later"),
-                        float(min(later, len(asked)) - again),
-                    )
-                )
-    return 100 * residency.counters.hit_rate(), costliest(wrong)
-
-
-def _said(key: ExpertKey) -> str:
-    return f"expert {key.expert} of layer {key.layer}"
+def play(trace: RoutingTrace, policy: Any, share: float) -> float:
+    """Hit rate in % of a policy with memory for a share of the experts, token by token."""
+    pools = Pools(F=capacity(trace, share))
+    residency = Residency(trace.spec.L, trace.spec.E, pools, policy, "model")
+    for _, layer, experts in steps(trace):
+        residency.begin(layer, experts)
+    return 100 * residency.counters.hit_rate()

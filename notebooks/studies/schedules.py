@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from moelab.base.progress import progress
-from moelab.bench.arena import Contest, Played, Wrong, costliest, fresh, guarded, once, ranked
+from moelab.bench.arena import Contest, fresh, guarded, once, ranked
 from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.costs import NotSupported
 from moelab.ndp.simulation import simulate
@@ -32,14 +32,14 @@ def rank(mine: Any) -> Contest:
     routings = {model: assumed.routing(model, 0, PROMPT, ANSWER) for model in MODELS}
     bounds = {model: prompt_bound(machine, routing) for model, routing in routings.items()}
 
-    def parts(system: System, model: str) -> tuple[float, float]:
+    def parts(system: System, model: str) -> float:
         """Milliseconds of the prompt's experts, and of the answer's with loading what it
         prefetches."""
         result = simulate(machine, system, routings[model])
-        return 1e3 * result.moe_prefill, 1e3 * (result.moe_decode + result.intermediate)
+        return 1e3 * (result.moe_prefill + (result.moe_decode + result.intermediate))
 
-    def others() -> dict[str, dict[str, tuple[float, float]]]:
-        found: dict[str, dict[str, tuple[float, float]]] = {}
+    def others() -> dict[str, dict[str, float]]:
+        found: dict[str, dict[str, float]] = {}
         for other in progress(SYSTEMS, "schedules", unit="system"):
             found[other] = {}
             for model in MODELS:
@@ -49,31 +49,11 @@ def rank(mine: Any) -> Contest:
 
     found = once(("schedules", PROMPT, ANSWER), others)
 
-    def mine_on(model: str) -> Played:
-        own = parts(fresh(mine), model)
-        better = []
-        for i, phase in enumerate(("prefill", "decode, with loading what is prefetched")):
-            best = min(
-                (other for other in found if model in found[other]),
-                key=lambda other: found[other][model][i],
-            )
-            if (top := found[best][model][i]) < own[i]:
-                better.append(
-                    Wrong(
-                        phase,
-                        f"{own[i]:.3f} ms",
-                        f"{best}: {top:.3f} ms; bound {1e3 * bounds[model][i]:.3f} ms",
-                        own[i] - top,
-                    )
-                )
-        return sum(own), costliest(better)
-
-    own, wrong = guarded(MODELS, mine_on, made.__name__)
+    own = guarded(MODELS, lambda model: parts(fresh(mine), model), made.__name__)
     return ranked(
         "time of the experts (ms)",
         {model: 1e3 * sum(of) for model, of in bounds.items()},
-        {other: {model: sum(of) for model, of in by.items()} for other, by in found.items()},
+        found,
         own,
-        wrong,
         lower=True,
     )

@@ -5,20 +5,16 @@ moelab.lab.arena(MyPolicy)          a cache policy or an NDP schedule (`moelab.b
 
 from __future__ import annotations
 
+import sys
 from html import escape
 from typing import Any
 
 from moelab.base.records import Rows
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
-from moelab.viz import theme
 from moelab.viz.charts import EDGE, bar_look, finish, hover
 from moelab.viz.plotly_json import Figure
-from moelab.viz.views.detailed import Detail, Detailed, html_rows
-
-TRACEBACK = "traceback"
-#: of what was chosen wrongly, how much is listed
-LISTED = 20
+from moelab.viz.views.base import View
 
 
 def draw(contest: Contest) -> Figure:
@@ -52,7 +48,7 @@ def words(contest: Contest) -> tuple[str, str]:
     best = contest.standings[0]
     kind = "simulated" if contest.lower else "exact counts"
     if own.error:
-        said = f"{own.name} raised {own.error.strip().splitlines()[-1]}; the traceback is below."
+        said = f"{own.name} raised {own.error.strip().splitlines()[-1]}."
     else:
         far = max(100 * (1 - contest.share(own, trace)) for trace in contest.ceiling)
         said = (
@@ -67,26 +63,14 @@ def words(contest: Contest) -> tuple[str, str]:
     )
 
 
-def tell(contest: Contest, name: str) -> Detail:
-    """Where the own one chose wrongly on a trace, and the distribution of what that cost; or its
-    traceback."""
-    if name == TRACEBACK:
-        return Detail(f"<pre style='color:{theme.VERMILLION}'>{escape(contest.own.error)}</pre>")
-    wrong = contest.wrong.get(name)
-    if wrong is None:
-        return Detail(f"{escape(contest.own.name)} did not get to {escape(name)}.")
-    table = html_rows(["where", "chose", "better", "cost"], wrong[:LISTED])
-    return Detail(f"<p>{len(wrong)} choices that another beats, the costliest first:</p>{table}")
-
-
-def arena(
-    mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
-) -> Detailed:
+def arena(mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2) -> View:
     """Rank a class or an object of one's own; see `moelab.bench.arena.arena`, whose arguments these
     are.
 
-    What it raises is shown with its traceback, and breaks nothing."""
+    What it raises is printed with its traceback, and breaks nothing."""
     contest = contests.arena(mine, of, share, tokens, each)
+    if contest.own.error:
+        print(contest.own.error, file=sys.stderr)
 
     def command() -> tuple[str, str]:
         made = mine if isinstance(mine, type) else type(mine)
@@ -97,7 +81,7 @@ def arena(
         printed = "; ".join([*lines, f"print({call}.csv())"])
         return f'python -c "{printed}"', "\n".join([*lines, call])
 
-    return Detailed(
+    return View(
         "arena",
         {},
         lambda: contest,
@@ -105,10 +89,6 @@ def arena(
         _rows,
         command,
         words,
-        label="where it chose wrongly",
-        names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling),
-        tell=tell,
-        first=TRACEBACK if contest.own.error else "",
     )
 
 
