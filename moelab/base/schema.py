@@ -244,8 +244,8 @@ def checked(
     if low is not None and tensor.numel():
         least, most = float(tensor.min()), float(tensor.max())  # NaN where one is
         if not (low <= least and most <= high):
-            said = "finite" if (low, high) == (-LARGEST, LARGEST) else f"from {low:g} to {high:g}"
             raise ValueError(
-                f"the values of {name} are from {least:g} to {most:g}; they must be {said}"
+                f"the values of {name} are from {least:g} to {most:g}; they must be finite, "
+                f"from {low:g} to {high:g}"
             )
     return tensor

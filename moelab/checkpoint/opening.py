@@ -69,7 +69,11 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
     """The model of a checkpoint on the CPU; `external` : without its experts' weights."""
     stored = checkpoint.store is not None
     wanted = checkpoint.dtype(dtype)
-    tokenizer = _tokenizer_or_warning(checkpoint.folder)
+    try:
+        tokenizer = load_tokenizer(checkpoint.folder)
+    except (ValueError, OSError) as error:  # token ids will do
+        warnings.warn(f"the model is opened without a tokenizer: {error}", stacklevel=3)
+        tokenizer = None
     if stored:
         check_weights(checkpoint.store)
     model = _filled(checkpoint, wanted, without_experts=external or stored)
@@ -153,14 +157,6 @@ def require_tokenizer(source: str | Path | Checkpoint | None) -> None:
             f"{folder} has no tokenizer, so no prompt can be given to it: put tokenizer.json and "
             f"tokenizer_config.json there"
         )
-
-
-def _tokenizer_or_warning(folder: Path) -> Any:
-    try:
-        return load_tokenizer(folder)
-    except (ValueError, OSError) as error:  # token ids will do
-        warnings.warn(f"the model is opened without a tokenizer: {error}", stacklevel=4)
-        return None
 
 
 def load_tokenizer(folder: Path) -> Any:

@@ -48,6 +48,11 @@ class Tally:
     def padded_fraction(self) -> float:
         return 1 - self.executed / self.slots if self.slots else 0.0
 
+    def add(self, routed: int, executed: int, slots: int) -> None:
+        self.routed += routed
+        self.executed += executed
+        self.slots += slots
+
 
 class Executor(ABC):
     """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`."""
@@ -65,9 +70,7 @@ class Executor(ABC):
         """[T, H]; must `count` what it did."""
 
     def count(self, routed: int, executed: int, slots: int) -> None:
-        self.tally.routed += routed
-        self.tally.executed += executed
-        self.tally.slots += slots
+        self.tally.add(routed, executed, slots)
 
 
 class Exact(Executor):
@@ -119,10 +122,7 @@ def dispatch(ids: Tensor, E: int) -> Dispatch:
     T, K = ids.shape
     flat = ids.reshape(-1)
     if len(flat) and (flat.min() < 0 or flat.max() > E):
-        raise ValueError(
-            f"there are experts' ids from {int(flat.min())} to {int(flat.max())}; with {E} experts they "
-            f"must be 0 to {E - 1}, or {E} for no expert"
-        )
+        raise ValueError(f"experts' ids are {flat.aminmax()}; they must be 0 to {E}, {E} for none")
     order = torch.argsort(flat, stable=True)  # token-major, so ties stay in token order
     counts = torch.bincount(flat, minlength=E + 1)[:E]
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

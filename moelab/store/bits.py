@@ -20,13 +20,13 @@ import torch
 from moelab.kernels.compile import kernel
 
 
-def split(words: np.ndarray, exponents: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """(exponents, sign-mantissa), uint8 [N] each, of weights uint16 [N]; `exponents` is written
-    into if it is given."""
-    exponents = np.empty(len(words), np.uint8) if exponents is None else exponents
-    sign_mantissa = np.empty(len(words), np.uint8)
-    _split(words, exponents, sign_mantissa)
-    return exponents, sign_mantissa
+def split(words: np.ndarray) -> list[np.ndarray]:
+    """The byte planes, uint8 [N] each, of weights' bits [N], uint16 or wider: of the rotated weights
+    the top byte first, which of bf16 is the exponent."""
+    width = words.itemsize
+    rotated = (words << 1) | (words >> (8 * width - 1))
+    columns = rotated.view(np.uint8).reshape(-1, width)
+    return [np.ascontiguousarray(columns[:, i]) for i in reversed(range(width))]
 
 
 def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
@@ -63,14 +63,6 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
             "the output buffer is read-only; pass a bytearray, an array or a tensor that can be written"
         )
     return found
-
-
-@kernel
-def _split(words, exponents, sign_mantissa):
-    for i in range(len(words)):
-        x = words[i]
-        exponents[i] = np.uint8(x >> 7)
-        sign_mantissa[i] = np.uint8((x << 1) | (x >> 15))
 
 
 @kernel

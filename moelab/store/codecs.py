@@ -149,15 +149,7 @@ def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
     data = as_bytes(weights)
     width = weights.itemsize if weights.is_floating_point() else 1
-    if width == 1:
-        return [data]
-    if width == 2:
-        words = data.view(np.uint16)
-        return list(bits.split(words, room("exponents", len(words))))
-    words = data.view(f"u{width}")
-    rotated = (words << 1) | (words >> (8 * width - 1))
-    columns = rotated.view(np.uint8).reshape(-1, width)
-    return [np.ascontiguousarray(columns[:, i]) for i in reversed(range(width))]
+    return [data] if width == 1 else bits.split(data.view(f"u{width}"))
 
 
 def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plane:
