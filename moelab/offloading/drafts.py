@@ -13,6 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from statistics import fmean, median
@@ -123,6 +124,7 @@ class PromptLookup:
         """Nothing is learnt."""
 
 
+@dataclass(eq=False)
 class Drafting:
     """What transformers' assisted generation asks for candidates, and tells what became of them.
 
@@ -134,47 +136,43 @@ class Drafting:
     longest : tokens of the whole text, at most.
     """
 
+    inner: Any
+    asked: int | None
+    gate: DraftGate | None
+    cache: Any
+    accepted: Callable[[int], None]
+    longest: int
     requires_model_outputs = False
+    _prompt = True  # not yet computed
+    _start = None  # of the pass before, in seconds, if it is to be counted
 
-    def __init__(
-        self,
-        inner: Any,
-        asked: int | None,
-        gate: DraftGate | None,
-        cache: Any,
-        accepted: Callable[[int], None],
-        longest: int,
-    ) -> None:
-        self._inner, self._asked, self._gate = inner, asked, gate
-        self._cache, self._accepted, self._longest = cache, accepted, longest
+    def __post_init__(self) -> None:
         self._guesses: deque[tuple[int, list[int]]] = deque()  # where, which tokens
-        self._prompt = True  # not yet computed
-        self._start: float | None = None  # of the pass before, if it is to be counted
 
     def get_candidates(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """ids [1, S] → (ids with n drafts [1, S + n], their logits [1, n, V] if they have any)."""
         now, S = time.perf_counter(), ids.shape[1]
-        if self._gate is not None and self._start is not None:
-            self._gate.verified(*self._drafted, now - self._start)
+        if self.gate is not None and self._start is not None:
+            self.gate.verified(*self._drafted, now - self._start)
         self._start = None if self._prompt else now
         found, logits = ids, None
-        if self._asked is None:
-            found, logits = self._inner.get_candidates(ids)
-        elif most := max(min(self._asked, self._longest - S - 1), 0):
+        if self.asked is None:
+            found, logits = self.inner.get_candidates(ids)
+        elif most := max(min(self.asked, self.longest - S - 1), 0):
             found, logits = self._drafts(ids, most)
-        self._cache.drafts = found.shape[1] - S
+        self.cache.drafts = found.shape[1] - S
         return found, logits
 
     def _drafts(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        gate, S = self._gate, ids.shape[1]
+        gate, S = self.gate, ids.shape[1]
         if (
             gate is not None and not gate.free and not self._prompt
         ):  # which an assistant computes, too
             most = gate.choose(most)
         if not most:
             return ids, None
-        self._inner.num_assistant_tokens = most
-        found, logits = self._inner.get_candidates(ids)
+        self.inner.num_assistant_tokens = most
+        found, logits = self.inner.get_candidates(ids)
         if gate is not None and found.shape[1] > S:
             self._guesses.append((S, found[0, S:].tolist()))
             if gate.free:
@@ -183,16 +181,16 @@ class Drafting:
 
     def update_candidate_strategy(self, ids: Tensor, scores: Tensor, right: int) -> None:
         """So many drafts were right; ids [1, S] end with them and one token more."""
-        drafts, self._cache.drafts = self._cache.drafts, 0
-        self._accepted(int(right))
+        drafts, self.cache.drafts = self.cache.drafts, 0
+        self.accepted(int(right))
         if drafts:
-            self._inner.update_candidate_strategy(ids, scores, right)
+            self.inner.update_candidate_strategy(ids, scores, right)
         self._drafted, self._prompt = (drafts, int(right)), False
         while self._guesses and self._guesses[0][0] + COUNTS[-1] <= ids.shape[1]:
             at, guess = self._guesses.popleft()
             pairs = zip(guess, ids[0, at : at + len(guess)].tolist())
             right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self._gate.guessed(right, len(guess))
+            self.gate.guessed(right, len(guess))
 
 
 #: drafts that the generation of this thread was asked for

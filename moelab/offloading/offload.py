@@ -63,9 +63,6 @@ class Offloading:
         DEFAULT_POLICY, "who is evicted: a name or a policy", "memory", names="cache"
     )
     scope: str = option("model", "one cache for the model, or one for each layer", "memory")
-    margin: float | None = option(
-        None, "ranks by which an expert must lead to evict another (`cache.residency`)", "memory"
-    )
     plan: Any = option(
         None,
         "what of a compressed store is kept in which state: pools, a plan of `zipmoe.planning`, a "
@@ -253,7 +250,7 @@ class Memory:
 
     def residency(self) -> Residency:
         how = self.how
-        return Residency(self.L, self.E, self.pools, how.cache, how.scope, how.margin)
+        return Residency(self.L, self.E, self.pools, how.cache, how.scope)
 
     def reader(self) -> Reader:
         how = self.how
@@ -272,7 +269,6 @@ class Memory:
             self.pools,
             how.cache,
             how.scope,
-            how.margin,
             how.workers,
             self.staging,
             ahead,

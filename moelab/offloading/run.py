@@ -34,7 +34,7 @@ ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 class EngineSettings:
     """How an engine is set up: with the steps of a run, all that a simulation of it needs.
 
-    pools, policy, scope, margin : of its `Residency`.
+    pools, policy, scope : of its `Residency`.
     staging, ahead : loads in flight beyond what is kept, and of those prefetched.
     experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
@@ -46,7 +46,6 @@ class EngineSettings:
     pools: Pools
     policy: Any
     scope: str
-    margin: float | None
     workers: int
     staging: int
     ahead: int

@@ -286,4 +286,4 @@ def _resident_settings(model: Any) -> EngineSettings:
     pools = Pools(F=model.spec.L * model.spec.E)
     experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
     dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
-    return EngineSettings(spec, pools, DEFAULT_POLICY, "model", None, 1, spec.K, 0, (), dense_bytes)
+    return EngineSettings(spec, pools, DEFAULT_POLICY, "model", 1, spec.K, 0, (), dense_bytes)

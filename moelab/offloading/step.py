@@ -6,6 +6,7 @@ so both decide the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from moelab.base.specs import ExpertKey, State
@@ -15,6 +16,7 @@ from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
 
 
+@dataclass(eq=False)
 class StepController:
     """Decides the steps of one model, layer by layer.
 
@@ -25,20 +27,12 @@ class StepController:
     log : records every step and every prediction.
     """
 
-    def __init__(
-        self,
-        residency: Residency,
-        queue: LoadQueue,
-        gate: PrefetchGate,
-        order: Callable[[Sequence[Request]], Order],
-        log: EngineRun | None = None,
-    ) -> None:
-        self.residency = residency
-        self.queue = queue
-        self.gate = gate
-        self.order = order
-        self.log = log
-        self.announced: tuple[int, list[int]] | None = None  # layer to come, experts
+    residency: Residency
+    queue: LoadQueue
+    gate: PrefetchGate
+    order: Callable[[Sequence[Request]], Order]
+    log: EngineRun | None = None
+    announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
     def begin_forward(self, phase: str) -> None:
         """A forward pass begins, "prefill" or "decode"."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,19 +58,6 @@ class PassCosts:
     def speedup(self, drafted: Passes, plain: Passes) -> float:
         """Tokens a second with drafts over those without."""
         return drafted.tokens * self.seconds(plain) / (plain.tokens * self.seconds(drafted))
-
-
-def texts(trace: Any) -> list[np.ndarray]:
-    """Ids [T, L, K] of each sequence of a `RoutingTrace`."""
-    sequence = trace.sequence.numpy()
-    order = sequence.argsort(kind="stable")
-    return np.split(trace.ids.numpy()[order], np.diff(sequence[order]).nonzero()[0] + 1)
-
-
-def union(trace: Any, drafts: int) -> float:
-    """Distinct experts of a layer over 1 + `drafts` consecutive tokens of a text, mean."""
-    found = [layers for _, layers in verified(texts(trace), trace.spec.E, drafts)]
-    return fmean(len(experts) for layers in found for experts in layers)
 
 
 def passes(

@@ -218,20 +218,12 @@ def machine_of(
     if device is not None:
         device = device if isinstance(device, DeviceSpec) else load_device(device)
         return _on_device(device, run)
-    if not run.settings.experts_bytes:
+    where = run.settings.device if run.settings.experts_bytes else "a model in memory"
+    if where != "cpu" or not len(run.timeline):
         raise ValueError(
-            "this run's model was in memory, so nothing was read and no delay is known: give "
-            "device=, or record a run of open_model(…, memory=…)"
-        )
-    if not len(run.timeline):
-        raise ValueError(
-            "nothing was measured here, as of a trace, so no delay is known: give device=, one of "
-            'moelab.names("device") or a card of your own'
-        )
-    if run.settings.device != "cpu":
-        raise ValueError(
-            f"this run's experts were computed on {run.settings.device}, and only a CPU's delays "
-            f'are measured: give device=, one of moelab.names("device") or a card of your own'
+            f"no delay is known of a run of {where} with {len(run.timeline)} events, and only a CPU's "
+            'delays are measured: give device=, one of moelab.names("device") or a card of your own, or '
+            "record a run of open_model(…, memory=…)"
         )
     return fitted(run, reads)
 

@@ -84,7 +84,6 @@ def run_of(
         pools or Pools(F=kept(spec, memory)),
         cache,
         "model",
-        None,
         1,
         STAGING,
         0,
@@ -139,8 +138,8 @@ def guesses(trace: RoutingTrace, name: str, ahead: int = 1) -> list[dict[int, li
 def as_opened(settings: EngineSettings) -> Residency:
     """The cache of an engine before its first token: empty or, where all experts fit, full."""
     spec = settings.spec
-    policy = deepcopy(settings.policy), settings.scope, settings.margin
-    residency = Residency(spec.L, spec.E, settings.pools, *policy)
+    policy = deepcopy(settings.policy)
+    residency = Residency(spec.L, spec.E, settings.pools, policy, settings.scope)
     residency.fill()
     return residency
 

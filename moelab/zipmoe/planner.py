@@ -116,7 +116,6 @@ def auto_pools(
         staging=memory.staging,
         policy=how.cache,
         scope=how.scope,
-        margin=how.margin,
         warm=len(steps) * WARM // (WARM + TIMED),
     )[0].pools
 
@@ -131,14 +130,13 @@ def best_pools(
     staging: int,
     policy: Any = DEFAULT_POLICY,
     scope: str = "model",
-    margin: float | None = None,
     warm: int = WARM,
     most: int = 10,
 ) -> list[Tried]:
     """The `most` best plans and the caches of one state on the same tokens, fastest first.
 
     shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
-    room : bytes for the pools.    policy, scope, margin : of the `Residency`.
+    room : bytes for the pools.    policy, scope : of the `Residency`.
 
     Where chunks are not kept apart (raw, bf12, few bits) there is only one: all FULL.
     """
@@ -146,7 +144,7 @@ def best_pools(
     pools = _candidates(shares, room, sizes, machine, scope, most)
 
     def tried(one: Pools) -> Tried:
-        residency = Residency(L, E, one, deepcopy(policy), scope, margin)
+        residency = Residency(L, E, one, deepcopy(policy), scope)
         for step in flat(steps[:warm]):
             residency.begin(*step)
         run = simulate(

@@ -12,12 +12,15 @@ from __future__ import annotations
 import warnings
 from contextlib import suppress
 from hashlib import sha256
+from statistics import fmean
+
+import numpy as np
 
 from moelab.advice.model import find_model
 from moelab.base.arguments import number, whole
 from moelab.base.files import absolute
 from moelab.base.records import Records
-from moelab.simulation.drafts import COUNTS, PassCosts, passes, texts, union
+from moelab.simulation.drafts import ACCEPTANCES, COUNTS, PassCosts, passes, verified
 from moelab.trace import RoutingTrace, load
 
 
@@ -59,7 +62,19 @@ CARDS = {
     "qwen1.5": "Qwen1.5-MoE-A2.7B",
 }
 SHARES = 0.25, 1.0
-ACCEPTANCES = 0.5, 0.7, 0.9, 1.0
+
+
+def texts(trace: RoutingTrace) -> list[np.ndarray]:
+    """Ids [T, L, K] of each sequence of a trace."""
+    sequence = trace.sequence.numpy()
+    order = sequence.argsort(kind="stable")
+    return np.split(trace.ids.numpy()[order], np.diff(sequence[order]).nonzero()[0] + 1)
+
+
+def union(trace: RoutingTrace, drafts: int) -> float:
+    """Distinct experts of a layer over 1 + `drafts` consecutive tokens of a text, mean."""
+    found = [layers for _, layers in verified(texts(trace), trace.spec.E, drafts)]
+    return fmean(len(experts) for layers in found for experts in layers)
 
 
 def costs_of(card: str, memory: float, disk: float) -> PassCosts:

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.cards import load_model
-from moelab.simulation.drafts import PassCosts, advised, passes, texts, union, verified
+from moelab.simulation.drafts import PassCosts, advised, passes, verified
 from moelab.simulation.routing import families
 from moelab.trace import RoutingTrace
+from notebooks.studies.draft_passes import texts, union
 
 
 @st.composite

@@ -22,7 +22,7 @@ def run_of(*passes, parts=(8, 0)):
     """A run of (tokens, {expert: tokens}, events as (resource, kind, expert, start, end)) after one
     another, 100 s each; reads are of 8 bytes, the experts of so many in their two parts."""
     every = (((parts,) * 8),) * 2
-    settings = EngineSettings(SPEC, Pools(), "lru", "model", None, 2, 1, 0, every, 0)
+    settings = EngineSettings(SPEC, Pools(), "lru", "model", 2, 1, 0, every, 0)
     made = EngineRun(settings, Residency(1, 8, Pools()))
     for i, (tokens, experts, events) in enumerate(passes):
         made.begin_forward()

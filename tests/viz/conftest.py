@@ -33,7 +33,7 @@ def a_run(steps, E, K=1, kept=0):
     """A prompt and a decode step for each further step, of two or three layers of E experts."""
     L = len(steps[0])
     spec = MoESpec("tiny", "tiny", L, tuple(range(L)), E, K, H=16, I=8)
-    settings = EngineSettings(spec, Pools(F=kept), "lru", "model", None, 1, K, 0, (), 1000)
+    settings = EngineSettings(spec, Pools(F=kept), "lru", "model", 1, K, 0, (), 1000)
     run = EngineRun(settings, as_opened(settings))
     run.steps = steps
     phases = ["prefill"] + ["decode"] * (len(steps) - 1)

@@ -45,9 +45,7 @@ def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
     )
     spec = MoESpec("tiny", "tiny", L, tuple(range(L)), E, 2, H=16, I=8)
     run = EngineRun(
-        EngineSettings(
-            spec, Pools(F=kept), "lru", "model", None, 1, 4, 4, (((1000, 0),) * E,) * L, 0
-        ),
+        EngineSettings(spec, Pools(F=kept), "lru", "model", 1, 4, 4, (((1000, 0),) * E,) * L, 0),
         Residency(L, E, Pools(F=kept), "lru"),
     )
     run.steps, run.forwards = steps, done.forwards
