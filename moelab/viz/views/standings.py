@@ -52,7 +52,7 @@ def words(contest: Contest) -> tuple[str, str]:
     best = contest.standings[0]
     kind = "simulated" if contest.lower else "exact counts"
     if own.error:
-        said = f"{own.name} raised {own.error.strip().splitlines()[-1]}; the traceback is below."
+        said = f"{own.name} raised {own.error.strip().splitlines()[-1]}; its traceback can be chosen below."
     else:
         far = max(100 * (1 - contest.share(own, trace)) for trace in contest.ceiling)
         said = (
@@ -108,7 +108,6 @@ def arena(
         label="where it chose wrongly",
         names=lambda contest: [TRACEBACK] * bool(contest.own.error) + list(contest.ceiling),
         tell=tell,
-        first=TRACEBACK if contest.own.error else "",
     )
 
 

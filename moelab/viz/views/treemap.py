@@ -150,7 +150,6 @@ def model_map(model: str | Path | None = None) -> Detailed:
     card = find_model(model) if like("model", model) and not Path(model).exists() else None
     path = Path(card.spec.name) if card else locate(model)[1]
     parts = parts_of(card) if card else survey.parts(path)
-    most = survey.sample_size(len(parts))
     colours = [BOUND, *(f"{ERROR}{name}" for name in names("format"))]
 
     @cache
@@ -158,19 +157,19 @@ def model_map(model: str | Path | None = None) -> Detailed:
         form = colour.removeprefix(ERROR)
         every = progress(parts, colour, unit="tensor")
         if colour == BOUND:
-            return [survey.bound(part, most) for part in every]
-        return [survey.error(part, form, most) for part in every]
+            return [survey.bound(part) for part in every]
+        return [survey.error(part, form) for part in every]
 
     def words(data: Shown) -> tuple[str, str]:
-        sampled = sum(part.stored.nbytes > most for part in parts)
+        sampled = sum(part.stored.nbytes > survey.SAMPLE for part in parts)
         kind = "exact"
         if card:
             kind = f"by its card: experts' bytes are exact, others the {card.how}"
         elif sampled:
-            kind = f"exact, but {sampled:,} tensors by samples of {most / 1e6:.2g} MB"
+            kind = f"exact, but {sampled:,} tensors by samples of {survey.SAMPLE / 1e6:.2g} MB"
         return _words(data, len(parts), kind)
 
-    small = sum(min(part.stored.nbytes, most) for part in parts) <= SOON
+    small = sum(min(part.stored.nbytes, survey.SAMPLE) for part in parts) <= SOON
     return Detailed(
         "model_map",
         {"colour": menu("colour", BOUND, colours)},
