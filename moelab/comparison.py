@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
 from moelab.base.files import absolute, read_json, results_root
 from moelab.base.records import Record, Value
 from moelab.base.registry import require
-from moelab.base.schema import Amount, Count, Must
+from moelab.base.schema import Amount, Count
 from moelab.base.table import format_value
 
 #: exact: a count or a bit-for-bit check; measured: on this machine; simulated: our policies on a
@@ -33,31 +33,16 @@ class KeptMetric(TypedDict):
     tolerance: NotRequired[Amount]
 
 
-class KeptFigure(TypedDict):
-    """The file that keeps a figure, beside metrics.json."""
-
-    file: Annotated[str, Must(re.compile(r"figures/[\w-]+\.json").fullmatch, "figures/NAME.json")]
-    caption: NotRequired[str]
-
-
-class Environment(TypedDict):
-    git: str | None
-    versions: dict[str, str]
-    device: str
-    cpu: str
-    cores: int | None
-
-
 class MetricsFile(TypedDict):
     """metrics.json, or the baseline of a notebook."""
 
     params: dict[str, Any]
     seed: int
     metrics: dict[str, KeptMetric]
-    env: NotRequired[Environment]
+    env: NotRequired[dict[str, Any]]
     seconds: NotRequired[Amount]
     peak_bytes: NotRequired[Count]
-    figures: NotRequired[dict[str, KeptFigure]]
+    figures: NotRequired[dict[str, dict[str, str]]]
     takeaways: NotRequired[list[dict[str, Any]]]
     tables: NotRequired[dict[str, list[list[Any]]]]
 

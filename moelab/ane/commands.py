@@ -24,7 +24,7 @@ from typing import Any
 
 from moelab import cards
 from moelab.base import registry
-from moelab.base.arguments import number, output, several, whole
+from moelab.base.arguments import number, output, whole
 from moelab.base.specs import MoESpec
 from moelab.base.table import format_value
 
@@ -93,11 +93,7 @@ def plan(args: argparse.Namespace) -> int:
     name = None if args.model == "small" else args.model
     spec, model_id = _spec(name, "calibration" in args)
     made = _plan(spec, model_id, args)
-    if args.layers is not None and max(args.layers) >= spec.L:
-        raise ValueError(
-            f"--layers names {max(args.layers)}; {spec.name} has the MoE layers 0 to {spec.L - 1}"
-        )
-    print(made.describe(args.layers))
+    print(made.describe())
     if args.save is not None:
         print(made.save(args.save))
     return 0
@@ -269,7 +265,6 @@ COMMANDS = (
         PLANNING | COUNTS,
         {
             "weights": WEIGHTS,
-            "layers": (several(whole()), "N,N", None, "MoE layers to print, as 0,1,47; else all"),
             "save": (output, "FILE", None, "write the plan as JSON"),
         },
         {},

@@ -59,14 +59,10 @@ def table(checkups: Sequence[Checkup]) -> str:
     rows = []
     for c in checkups:
         devices = c.probe.devices
-        cost = [p.cost for p in c.probe.placements if p.device == "ane" and p.cost is not None]
         rows.append(
             {
                 "package": c.package,
                 "operations on the ANE": f"{devices['ane']} of {devices.total()}",
-                "of the estimated work": f"{100 * sum(cost):.0f} %" if cost else "–",
-                "load, s": f"{c.probe.load_s:.2f}",
-                "first predict, ms": f"{1e3 * c.probe.predict_s:.1f}",
                 "difference": f"{c.difference:.1e}",
                 "verdict": "; ".join(c.complaints) or "well",
             }

@@ -173,12 +173,10 @@ class ANEPlan:
         with naming(path, "plan", "`moelab ane plan`"):
             return cls.from_dict(parse_json(absolute(path).read_bytes()))
 
-    def describe(self, layers: Sequence[int] | None = None) -> str:
-        """A table of the layers (all, or those named by their MoE index), a summary and the
-        problems, as text."""
+    def describe(self) -> str:
+        """A table of the MoE layers, a summary and the problems, as text."""
         rows = []
-        for number in range(len(self.layers)) if layers is None else layers:
-            layer = self.layers[number]
+        for number, layer in enumerate(self.layers):
             graphs, capacity = layer.on("ane"), layer.tiers.capacity
             tiers = (f"{capacity.count(level)}×{level}" for level in layer.tiers.levels)
             rows.append(

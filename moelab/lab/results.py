@@ -159,21 +159,19 @@ class Run:
         self.tables[title] = [head, *([format_value(cell) for cell in row] for row in rows)]
         say(f"**{title}**\n\n{markdown_table(head, rows)}")
 
-    def answered(self, metrics: Iterable[str] = ()) -> list[Any]:
-        """The sources' claims that this notebook's metrics, or these of them, answer: rows of
-        `moelab.claims`."""
+    def answered(self) -> list[Any]:
+        """The sources' claims that this notebook's metrics answer: rows of `moelab.claims`."""
         from moelab import claims
 
         own = [of for of in claims.ledger() if of.metric[:1] == (self.notebook,)]
-        own = [of for of in own if not metrics or {*metrics}.issuperset(of.metric[1:])]
         return claims.rows(own, own={self.notebook: self.metrics}) if own else []
 
-    def verdicts(self, metrics: Iterable[str] = ()) -> None:
+    def verdicts(self) -> None:
         """Show them beside what was found."""
         from moelab import claims
         from moelab.viz.notebook import say, table
 
-        if rows := self.answered(metrics):
+        if rows := self.answered():
             say(
                 f"**{claims.summary(rows)}** Rules are those of `moelab.claims`, numbers of "
                 "this run's parameters."

@@ -198,19 +198,6 @@ def finish(figure: Figure, x: str = "", y: str = "", legend: str = "", **layout:
     return figure.update_layout(**layout)
 
 
-def by_row(figure: Figure, rows: Sequence[str], x: str) -> Figure:
-    """The figure of ratios in named rows, the first at the top, with a line at 1."""
-    figure.add_vline(x=1, line=EDGE)
-    figure.update_yaxes(
-        type="category",
-        categoryorder="array",
-        categoryarray=[*rows][::-1],
-        range=[-0.8, len(rows) - 0.2],  # plotly leaves a share of the height, however high
-        tickfont={"size": 11},
-    )
-    return finish(figure, x, legend="", height=140 + 20 * max(len(rows), 4))
-
-
 def lines(
     groups: Mapping[str, Any],
     y: str,
@@ -334,7 +321,8 @@ def bars(
     if not shown:
         figure.update_yaxes(title=f"{y}, {kind}" if kind and y else y, col=1)
     if layout.get("barmode") == "stack":
-        figure.update_traces(offsetgroup=None)
+        for trace in figure.traces:
+            del trace["offsetgroup"]
     title = kind + (f"<br>dashed: {line[1]}" if line else "")
     finish(figure, legend=title, showlegend=shown)
     if line and not shown:  # what it is stands in the margin, where no bar is

@@ -64,10 +64,6 @@ class Figure:
     add_heatmap = partialmethod(add, "heatmap")
     add_treemap = partialmethod(add, "treemap")
 
-    def update_traces(self, **properties: Any) -> Figure:
-        self.traces = [merged(trace, properties) for trace in self.traces]
-        return self
-
     def update_layout(self, **properties: Any) -> Figure:
         self.frame = merged(self.frame, properties)
         return self
@@ -91,10 +87,6 @@ class Figure:
         self.frame.setdefault("annotations", []).append(merged({}, properties))
         return self
 
-    def add_shape(self, **properties: Any) -> Figure:
-        self.frame.setdefault("shapes", []).append(merged({}, properties))
-        return self
-
     def _across(
         self, axis: str, row: int | None = None, col: int | None = None, **look: Any
     ) -> Figure:
@@ -112,7 +104,7 @@ class Figure:
         ends = {f"{axis}0": value, f"{axis}1": value, f"{other}0": 0, f"{other}1": 1}
         for n in self._panels(row, col):
             of = {f"{axis}ref": f"{axis}{n}", f"{other}ref": f"{other}{n} domain"}
-            self.add_shape(type="line", **ends, **of, **line)
+            self.frame.setdefault("shapes", []).append({"type": "line", **ends, **of, **line})
             if note:
                 self.add_annotation(showarrow=False, **at, **of, **note)
         return self

@@ -2,7 +2,7 @@
 format would lose.
 
 A tensor is looked at by whole rows from its middle, so that a checkpoint of any size is
-surveyed within a few hundred megabytes of reading per thousand tensors, and never more than one
+surveyed within half a gigabyte of reading per thousand tensors, and never more than one
 sample is in memory. Tensors that fit their sample are counted whole. Stacked experts [E, …] are
 told apart."""
 
@@ -20,10 +20,8 @@ from moelab.store.fewbit import find_format
 from moelab.store.headers import DTYPES, Stored, read_folder, read_header
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
-#: bytes of a tensor that are read at most, and of all tensors together where there are many
-SAMPLE = 4 << 20
-TOTAL = 4 << 30
-LEAST = 64 << 10
+#: bytes of a tensor that are read at most
+SAMPLE = 512 << 10
 LAYER = re.compile(r"(.*?\.\d+)\.(.+)$")
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")
 
@@ -70,11 +68,6 @@ def parts(checkpoint: str | Path) -> list[Part]:
     return sorted(found, key=lambda part: part.place)
 
 
-def sample_size(tensors: int) -> int:
-    """Bytes of each tensor that a survey of so many reads."""
-    return max(LEAST, min(SAMPLE, TOTAL // max(1, tensors)))
-
-
 def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     """Rows [r, n] from the middle of a tensor, about `most` bytes of it, or all of them."""
     dtype = DTYPES[stored.dtype]
@@ -89,26 +82,26 @@ def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
     return torch.from_numpy(read).view(dtype).view(-1, row // dtype.itemsize)
 
 
-def bound(part: Part, most: int = SAMPLE) -> float | None:
+def bound(part: Part) -> float | None:
     """Compressed size over size with only the exponents coded (`moelab.zipmoe.entropy`); None for
     integers."""
     if part.stored.dtype not in FORMATS or not part.stored.nbytes:
         return None
-    return describe(histogram(part, most), part.stored.dtype).bound
+    return describe(histogram(part), part.stored.dtype).bound
 
 
-def histogram(part: Part, most: int = SAMPLE) -> np.ndarray:
+def histogram(part: Part) -> np.ndarray:
     """Of the bit patterns, int64 [65536]."""
-    return joint_counts(sample(part.stored, most), part.stored.dtype)
+    return joint_counts(sample(part.stored), part.stored.dtype)
 
 
-def error(part: Part, form: str, most: int = SAMPLE) -> float | None:
+def error(part: Part, form: str) -> float | None:
     """‖w − w'‖ ÷ ‖w‖ of weights w that become w' in a few-bit format; None where it leaves a tensor
     as it is."""
     stored = part.stored
     if stored.dtype not in ("BF16", "F16", "F32") or len(stored.shape) < 2 or not stored.nbytes:
         return None
-    w = sample(stored, most)
+    w = sample(stored)
     if (blob := find_format(form).compress(w)) is None:
         return None
     made = torch.empty_like(w)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from base64 import b64encode
-from collections import Counter
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -78,28 +77,7 @@ def _template() -> Record:
         "legend": {"bgcolor": "rgba(255,255,255,0.8)"},
         "margin": {"l": 64, "r": 24, "t": 48, "b": 56},
     }
-    lines = [
-        {"line": {"dash": dash, "width": 2}, "marker": {"symbol": symbol, "size": 7}}
-        for dash, symbol in zip(DASHES, MARKERS)
-    ]
-    # overlay: otherwise the bar's own colour is left out and the white pattern lies on white
-    bars = [
-        {
-            "marker": {
-                "pattern": {"shape": shape, "fillmode": "overlay", "fgcolor": "white", "size": 6}
-            }
-        }
-        for shape in PATTERNS
-    ]
-    return {
-        "layout": layout,
-        "data": {
-            "scatter": lines,
-            "bar": bars,
-            "histogram": bars,
-            "heatmap": [{"colorscale": SCALE}],
-        },
-    }
+    return {"layout": layout, "data": {"heatmap": [{"colorscale": SCALE}]}}
 
 
 TEMPLATE = json.loads(json.dumps(_template()))  # no tuples
@@ -109,11 +87,7 @@ def to_json(fig: Any) -> Record:
     """A figure, ours or plotly's, in moelab's look as plain JSON, {"data": …, "layout": …}; what it
     sets itself stays."""
     found = json.loads(fig.to_json(), parse_constant=lambda _: None)
-    kinds = Counter(trace.get("type", "scatter") for trace in found["data"])
-    looks = {
-        kind: TEMPLATE["data"].get(kind, [])[:n] for kind, n in kinds.items()
-    }  # a figure carries what it uses
-    found["layout"]["template"] = TEMPLATE | {"data": looks}
+    found["layout"]["template"] = TEMPLATE
     return found
 
 

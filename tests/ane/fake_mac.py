@@ -89,9 +89,6 @@ class Plan:
         falls = kind in behaviour.split(",")
         return cp.MLComputePlanDeviceUsage(cpu if falls else ane, [cpu] if falls else [cpu, ane])
 
-    def get_estimated_cost_for_mlprogram_operation(self, operation):
-        return cp.MLComputePlanCost(0.01)
-
 
 class Monitor:
     """ZeusMonitor on a Mac: every window took 600 mJ."""

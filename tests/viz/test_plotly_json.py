@@ -40,8 +40,7 @@ def draw(figure, at):
     figure.add_vline(x=1, layer="below", annotation_text="here", **at)
     figure.add_vline(x=2, line=DASHED | {"dash": "dot"})
     figure.add_annotation(x=1, y=0, text="note", font_size=3)
-    figure.add_shape(type="rect", x0=0, x1=1, y0=0, y1=1, yref="y domain", line_width=0)
-    figure.update_annotations(font_color="#333").update_traces(opacity=0.5)
+    figure.update_annotations(font_color="#333")
     return figure.update_layout(
         margin_l=3, legend={"title": {"text": "kind"}}, legend_x=1, title="all", height=300
     )

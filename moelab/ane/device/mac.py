@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,7 +83,6 @@ class OpPlacement(NamedTuple):
     type: str
     name: str
     device: str  # "ane", "cpu" or "gpu"; "unknown" where the plan does not say
-    cost: float | None  # share of the estimated work, no time; None where the plan does not say
 
 
 def placements(runner: CoreMLRunner) -> list[OpPlacement]:
@@ -101,14 +99,12 @@ def placements(runner: CoreMLRunner) -> list[OpPlacement]:
         if kind == "const" or kind.startswith("constexpr"):
             continue
         usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
-        cost = plan.get_estimated_cost_for_mlprogram_operation(op)
         device = type(usage.preferred_compute_device).__name__ if usage else ""
         found.append(
             OpPlacement(
                 kind,
                 op.outputs[0].name if op.outputs else "",
                 DEVICES.get(device, "unknown"),
-                None if cost is None else float(cost.weight),
             )
         )
     return found
@@ -118,8 +114,6 @@ class PackageProbe(NamedTuple):
     """What a package did in a process of its own."""
 
     error: str = ""  # what went wrong, in words
-    load_s: float = 0.0  # compilation included
-    predict_s: float = 0.0  # of the first prediction
     placements: Sequence[OpPlacement] = ()
     outputs: Mapping[str, np.ndarray] | None = None
 
@@ -160,10 +154,9 @@ def probe(
                 else f"failed with status {done.returncode}"
             )
             return PackageProbe(f"{how}: {last}")
-        load_s, predict_s, placed = json.loads(done.stdout.strip().splitlines()[-1])
+        placed = json.loads(done.stdout.strip().splitlines()[-1])
         with np.load(taken) as outputs:
-            placed = [OpPlacement(*one) for one in placed]
-            return PackageProbe("", load_s, predict_s, placed, dict(outputs))
+            return PackageProbe("", [OpPlacement(*one) for one in placed], dict(outputs))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -171,13 +164,9 @@ def main(arguments: Sequence[str]) -> None:
     package, given, taken = arguments
     with np.load(given) as file:
         inputs = dict(file)
-    start = time.perf_counter()
     runner = CoreMLRunner(package)
-    loaded = time.perf_counter()
-    outputs = runner(inputs)
-    predicted = time.perf_counter()
-    np.savez(taken, **{name: value.numpy() for name, value in outputs.items()})
-    print(json.dumps([loaded - start, predicted - loaded, placements(runner)]))
+    np.savez(taken, **{name: value.numpy() for name, value in runner(inputs).items()})
+    print(json.dumps(placements(runner)))
 
 
 def sample_inputs(function: Function) -> dict[str, np.ndarray]:

@@ -85,9 +85,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="*",
-        help="a checkpoint folder, a store, a hub id, a routing trace or, for budget and model_map, "
-        "a card's name (default: the small model); of arena MODULE:CLASS, and a trace; of "
-        "claims a source",
+        help="a checkpoint folder, a store, a hub id, a routing trace or, for budget, a card's name "
+        "(default: the small model); of arena MODULE:CLASS, and a trace; of claims a source",
     )
     parser.add_argument(
         "--memory",
@@ -154,8 +153,10 @@ def _view(args: argparse.Namespace) -> Any:
     if args.view == "arena":
         traces = [load(path, args.model) for path in args.what[1:]]
         return turned(make(_class(what), *traces), args.parameter)
-    if args.view not in OF_A_MODEL or (args.view == "budget" and card):
-        return turned(make(*([card] if card else args.what)), args.parameter)
+    if args.view not in OF_A_MODEL:
+        return turned(make(*args.what), args.parameter)
+    if args.view == "budget" and card:
+        return turned(make(card), args.parameter)
     if what and Path(what).is_file() and Path(what).suffix in READERS:
         if args.prefetch:
             raise ValueError("--prefetch is of a model: a trace has no weights that predict")

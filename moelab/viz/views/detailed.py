@@ -6,7 +6,6 @@ of the picture carry the names in `customdata`."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ class Detailed(View):
     """A view with a menu of things below it.
 
     label : what the things are. names : data → their names. tell : (data, name) → `Detail`.
-    first : the one that is looked at to begin with; "" for none.
     """
 
     def __init__(
@@ -38,26 +36,17 @@ class Detailed(View):
         label: str,
         names: Callable[[Any], Sequence[str]],
         tell: Callable[[Any, str], Detail],
-        first: str = "",
         **how: Any,
     ) -> None:
         self._label = label
         self._names = names
         self._of = tell
-        self._first = first
         super().__init__(*args, **how, below=Detailed._build)
 
     def detail(self, name: str) -> Detail:
         """What is told of the thing of that name; ValueError: there is none."""
         require(self._label, name, self._names(self.data))
         return self._of(self.data, name)
-
-    def _ipython_display_(self) -> None:
-        super()._ipython_display_()
-        if self._first and os.environ.get("MOELAB_HEADLESS"):
-            from IPython.display import HTML, display
-
-            display(HTML(self.detail(self._first).html))
 
     # ---- in Jupyter
 
@@ -97,5 +86,5 @@ class Detailed(View):
         super()._tell()
         names = self._menu.options = list(self._names(self.data))
         if self._menu.value not in names:
-            self._menu.value = self._first if self._first in names else ""
+            self._menu.value = ""
         self._look()

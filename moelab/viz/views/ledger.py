@@ -13,7 +13,7 @@ import numpy as np
 
 from moelab import claims as ledger
 from moelab.base.records import Record
-from moelab.viz.charts import by_row, hover, point_look
+from moelab.viz.charts import EDGE, finish, hover, point_look
 from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
@@ -59,7 +59,16 @@ def draw(rows: Sequence[ledger.Row]) -> Figure:
     ticks = [0.1, 0.2, 0.5, 1, 2, 5, 10]
     names = ["≤ 0.1", *map(str, ticks[1:-1]), "≥ 10"]
     figure.update_xaxes(type="log", range=[-1.05, 1.05], tickvals=ticks, ticktext=names)
-    return by_row(figure, [*map(name_of, there)], "found here ÷ what the source says")
+    figure.add_vline(x=1, line=EDGE)
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=[*map(name_of, there)][::-1],
+        range=[-0.8, len(there) - 0.2],  # plotly leaves a share of the height, however high
+        tickfont={"size": 11},
+    )
+    height = 140 + 20 * max(len(there), 4)
+    return finish(figure, "found here ÷ what the source says", height=height)
 
 
 def tell(row: ledger.Row) -> Detail:

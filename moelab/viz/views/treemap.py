@@ -2,7 +2,6 @@
 would do.
 
     views.model_map("Qwen/Qwen3-30B-A3B")
-    views.model_map("Qwen3-30B-A3B")            a card: bytes of its geometry, without weights
 
 Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
 checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
@@ -17,13 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moelab.advice.model import Model, find_model
 from moelab.base.progress import progress
 from moelab.base.records import Rows
-from moelab.base.registry import like, names
+from moelab.base.registry import names
 from moelab.base.table import format_value
 from moelab.checkpoint.checkpoint import locate
-from moelab.store.headers import Stored
 from moelab.viz import survey
 from moelab.viz.charts import finish
 from moelab.viz.figures import microscope
@@ -53,19 +50,6 @@ class Node(NamedTuple):
 
 
 Shown = tuple[list[Node], str]  # rectangles, and what colours them
-
-
-def parts_of(card: Model) -> list[survey.Part]:
-    """All other weights of a card, and its experts, as bytes that no file holds, so that they have
-    no colour."""
-    others, expert = (
-        Stored(Path(), "U8", (nbytes,), 0) for nbytes in (card.others, card.spec.expert_bytes)
-    )
-    return [survey.Part("other weights", "", None, others)] + [
-        survey.Part(f"layers.{layer}.experts.{e}.weights", f"layers.{layer}", e, expert)
-        for layer in card.spec.moe_layers
-        for e in range(card.spec.E)
-    ]
 
 
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
@@ -143,14 +127,11 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
 def model_map(model: str | Path | None = None) -> Detailed:
     """The checkpoint of a model as a map.
 
-    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model;
-        or a card's name, of whose parts only the bytes are known.
+    model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
 
     Raises FileNotFoundError, ValueError: no safetensors files, or a damaged one."""
-    card = find_model(model) if like("model", model) and not Path(model).exists() else None
-    path = Path(card.spec.name) if card else locate(model)[1]
-    parts = parts_of(card) if card else survey.parts(path)
-    most = survey.sample_size(len(parts))
+    path = locate(model)[1]
+    parts = survey.parts(path)
     colours = [BOUND, *(f"{ERROR}{name}" for name in names("format"))]
 
     @cache
@@ -158,19 +139,17 @@ def model_map(model: str | Path | None = None) -> Detailed:
         form = colour.removeprefix(ERROR)
         every = progress(parts, colour, unit="tensor")
         if colour == BOUND:
-            return [survey.bound(part, most) for part in every]
-        return [survey.error(part, form, most) for part in every]
+            return [survey.bound(part) for part in every]
+        return [survey.error(part, form) for part in every]
 
     def words(data: Shown) -> tuple[str, str]:
-        sampled = sum(part.stored.nbytes > most for part in parts)
+        sampled = sum(part.stored.nbytes > survey.SAMPLE for part in parts)
         kind = "exact"
-        if card:
-            kind = f"by its card: experts' bytes are exact, others the {card.how}"
-        elif sampled:
-            kind = f"exact, but {sampled:,} tensors by samples of {most / 1e6:.2g} MB"
+        if sampled:
+            kind = f"exact, but {sampled:,} tensors by samples of {survey.SAMPLE / 1e6:.2g} MB"
         return _words(data, len(parts), kind)
 
-    small = sum(min(part.stored.nbytes, most) for part in parts) <= SOON
+    small = sum(min(part.stored.nbytes, survey.SAMPLE) for part in parts) <= SOON
     return Detailed(
         "model_map",
         {"colour": menu("colour", BOUND, colours)},

@@ -60,7 +60,7 @@ def fakes(monkeypatch, on_mac):
     def probed(package, inputs, timeout=300.0):
         runner = mac.CoreMLRunner(package)
         outputs = {name: value.numpy() for name, value in runner(inputs).items()}
-        return mac.PackageProbe("", 0.5, 0.01, mac.placements(runner), outputs)
+        return mac.PackageProbe("", mac.placements(runner), outputs)
 
     monkeypatch.setattr(doctor, "probe", probed)
 
@@ -85,13 +85,12 @@ def test_a_probe_runs_in_a_process_of_its_own(converted, monkeypatch):
         v.name: v.shape for v in function.inputs
     }
     found = mac.probe(path, inputs, command=COMMAND)
-    assert found.error == "" and found.load_s > 0 and found.predict_s > 0
+    assert found.error == ""
     counts = function.counts()
     assert found.devices == {
         "cpu": counts["softmax"] + counts["matmul"],
         "ane": counts.total() - counts["softmax"] - counts["matmul"],
     }
-    assert all(p.cost == 0.01 for p in found.placements)
     expected = Evaluator(path, mode="fp16")(inputs)
     assert all(
         np.array_equal(found.outputs[name], value.numpy()) for name, value in expected.items()
