@@ -324,10 +324,12 @@ def git(*words: str) -> str | None:
 
 def _device() -> str:
     """The accelerator that torch sees, if the run has loaded torch at all."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "Apple GPU (mps)" if torch is not None and torch.backends.mps.is_available() else "cpu"
+    if torch := sys.modules.get("torch"):
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+        if torch.backends.mps.is_available():
+            return "Apple GPU (mps)"
+    return "cpu"
 
 
 def _cpu() -> str:
