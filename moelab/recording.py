@@ -86,11 +86,11 @@ def record(
 def token_ids(prompts: Sequence[Any], tokenizer: Any) -> list[list[int]]:
     """Texts, `moelab.prompts` or lists of ids as lists of ids; ValueError for none, or an
     empty one."""
-    if isinstance(prompts, str):
-        raise ValueError("prompts is one string; give a list of prompts, [prompt] for one")
+    if isinstance(prompts, str) or not len(prompts):
+        raise ValueError(
+            "prompts is one string or empty; give a list, e.g. moelab.prompts('needle', 8)"
+        )
     prompts = [getattr(p, "text", p) for p in prompts]
-    if not prompts:
-        raise ValueError("prompts is empty: give at least one, e.g. moelab.prompts('needle', 8)")
     if any(isinstance(p, str) for p in prompts) and tokenizer is None:
         raise ValueError("these prompts are texts and the model has no tokenizer: give token ids")
     prompts = [tokenizer(p)["input_ids"] if isinstance(p, str) else p for p in prompts]

@@ -43,11 +43,6 @@ class Advice:
         return self.asked.model
 
     @property
-    def memory(self) -> int:
-        """Bytes that the process may take."""
-        return self.asked.memory
-
-    @property
     def best(self) -> Way:
         """The fastest that loses no more than was allowed."""
         return next(way for way in self.ways if way.within(self.asked.loss))
@@ -130,7 +125,7 @@ class Advice:
 {size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), KV cache \
 {size(asked.kv)}, process {size(RESERVE)}
 {device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; \
-{size(self.memory)} may be used
+{size(asked.memory)} may be used
 
 Do: {form} ({way.loses}{unknown}), {where}; {", ".join(how)}.
 Gives: {duration(way.tpot)}{way.range} a token ({plain(asked.batch / way.tpot)} tokens/s), \

@@ -39,12 +39,18 @@ HUB = "huggingface.co"
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
     """(what, what was found) of this machine; `folder` is on the disk that is measured."""
     for what, find in {
-        "system": _system,
+        "system": lambda: (
+            f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
+        ),
         "cores": lambda: f"{os.cpu_count()}; {_features()}",
         "memory": _memory,
         "disk": lambda: _disk(Path(folder).absolute()),
         "CUDA": _cuda,
-        "Neural Engine": _ane,
+        "Neural Engine": lambda: (
+            "Core ML can run models here"
+            if sys.platform == "darwin"
+            else "none: this is no Mac; models can be converted and checked, not run"
+        ),
         "hub": _hub,
         "cache": _cache,
     }.items():
@@ -60,10 +66,6 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
             yield package, f"not installed: without it, {purpose} will not run"
 
 
-def _system() -> str:
-    return f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
-
-
 def _memory() -> str:
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return f"{size(total)}, {size(available())} available; read at {size(memory_rate())}/s"
@@ -73,14 +75,6 @@ def _disk(folder: Path) -> str:
     rate, busy, how = disk_rates(folder)
     ahead = f"; read-ahead {kb} KB" if (kb := read_ahead(folder)) else ""
     return f"{size(rate)}/s, {size(busy)}/s when busy ({how}); {size(shutil.disk_usage(folder).free)} free{ahead}"
-
-
-def _ane() -> str:
-    return (
-        "Core ML can run models here"
-        if sys.platform == "darwin"
-        else "none: this is no Mac; models can be converted and checked, not run"
-    )
 
 
 def _cache() -> str:

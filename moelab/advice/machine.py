@@ -4,8 +4,8 @@ torch, which takes seconds to load.
 Memory and arithmetic are bounds to compare with, the best of many tries, as others only disturb
 them. Of the disk it is the middle, and what it delivers in its slowest tenth, when it is busy: it
 is read as the engine reads, several experts at a time. The measurement of a quiet machine is kept,
-so that the next advice has the same rates. One that others disturbed is made again the next time:
-the better rates of memory and arithmetic stay, and the disk of the less disturbed one."""
+so that the next advice has the same rates. One that others disturbed is made again the next time,
+and the less disturbed one is kept."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ SECONDS, ROUNDS = 0.5, 8
 DISTURBED = 0.25
 #: the part of reads by which a busy disk is judged
 SLOW = 0.1
-#: figures that others only make worse
-FASTEST = "memory_bandwidth_gbs", "fp32_tflops"
 
 
 def machine() -> str:
@@ -80,13 +78,8 @@ def here(folder: str | Path | None = None) -> DeviceSpec:
     if old is None or old["others_cores"] > DISTURBED:
         new, others = watched(lambda: measured(folder))
         new.figures["others_cores"] = _figure(others, "cores", "what others used meanwhile")
-        if old:  # others make nothing faster
-            quiet = min(new, old, key=lambda one: one["others_cores"])
-            best = {name: max(new[name], old[name]) for name in FASTEST}
-            figures = {name: replace(quiet.figures[name], value=of) for name, of in best.items()}
-            new = replace(quiet, figures=quiet.figures | figures)
-        write_json(file, {"format": FORMAT, **asdict(new)})
-        old = new
+        old = min(new, old or new, key=lambda one: one["others_cores"])
+        write_json(file, {"format": FORMAT, **asdict(old)})
     free = _figure(available() / 1e9, "GB", "available now")
     return replace(old, figures=old.figures | {"memory_gb": free})
 

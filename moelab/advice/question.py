@@ -68,14 +68,11 @@ class Question:
         written = 0 if form == AS_IS else count * expert + self.model.others
         return Way(form, loss, count * expert, budget, self.fixed + budget, written=written)
 
-    def fitting(self) -> list[tuple[int, Way]]:
-        """(Bytes of an expert, the way) of each form that fits."""
-        sizes = {form: self.model.expert_bytes(form) for form in self.model.forms()}
-        ways = [
-            (expert, self.way(form, self.model.loss(form), expert))
-            for form, expert in sizes.items()
-        ]
-        return [(expert, way) for expert, way in ways if way]
+    def fitting(self) -> list[Way]:
+        """A way of each form that fits."""
+        model = self.model
+        ways = (self.way(of, model.loss(of), model.expert_bytes(of)) for of in model.forms())
+        return [way for way in ways if way]
 
     def arithmetic(self, faster: float = 1.0) -> list[Way]:
         """The forms that fit, the fastest first; of equally fast ones, the lossless first.
@@ -84,8 +81,9 @@ class Question:
         spec = self.model.spec
         fast, rates, slow = self._rates(faster)
         ways = []
-        for expert, way in self.fitting():
-            count = spec.L * spec.E
+        count = spec.L * spec.E
+        for way in self.fitting():
+            expert = way.experts // count
             kept = count if way.resident else max(way.budget // expert - STAGING, 0)
             hit = self.assumed.found(kept / count)
             tpot, limit = self._token(expert, hit.middle, rates)

@@ -83,11 +83,6 @@ def sample_spec(spec: MoESpec) -> MoESpec:
     )
 
 
-def attention_bytes(sample: MoESpec) -> int:
-    """Of a layer of a sample, about."""
-    return 4 * sample.H * sample.head_dim * (sample.heads + sample.kv_heads)
-
-
 def measured(model: Model, forms: Sequence[str]) -> dict[str, Profile]:
     """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few
     seconds each; of one that was disturbed and is measured again, the less disturbed."""
@@ -162,8 +157,12 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         sampled = sample_spec(model.spec)
         (base, token), (head, head_token) = machine.other, machine.head
         head += max(spec.vocab - sampled.vocab, 0) * spec.H * 2 / rate
-        attention = spec.num_layers * attention_bytes(sampled)
-        more = max(model.dense - attention - spec.vocab * spec.H * 2, 0) / spec.L / rate
+        attention = 4 * spec.H * sampled.head_dim * (sampled.heads + sampled.kv_heads)
+        more = (
+            max(model.dense - spec.num_layers * attention - spec.vocab * spec.H * 2, 0)
+            / spec.L
+            / rate
+        )
         # a dense layer's attention is its successor's
         layers = spec.num_layers / spec.L
         rest = (before_experts(found, sampled) * layers + more) * spec.L + head + head_token

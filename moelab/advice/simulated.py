@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 from moelab.advice import verify as real
 from moelab.advice.answer import Advice, conclude
@@ -179,12 +178,6 @@ def as_looked(asked: Question) -> Way | None:
     return way and replace(way, prefetch=PREFETCH)
 
 
-def look_file(asked: Question, kept: Kept, **slow: float) -> Any:
-    """The file that keeps what was measured of the model."""
-    parts = kept.identity, asked.model.stored or "checkpoint", asked.batch, *slow.values()
-    return cache_folder("advice") / f"{'-'.join(map(str, parts))}.look.json"
-
-
 def looked(asked: Question, kept: Kept, **slow: float) -> Look:
     """What the model does here, run once as it is: its tokens' routing, its profile, what was
     measured; all of that is kept, but what others disturbed is measured again once the machine is
@@ -194,7 +187,8 @@ def looked(asked: Question, kept: Kept, **slow: float) -> Look:
 
     Raises RuntimeError, OSError: it cannot be run."""
     model = asked.model
-    file = look_file(asked, kept, **slow)
+    parts = kept.identity, model.stored or "checkpoint", asked.batch, *slow.values()
+    file = cache_folder("advice") / f"{'-'.join(map(str, parts))}.look.json"
     found = None
     with suppress(FileNotFoundError, ValueError):
         found = load_json(file, FORMAT, "look at a model", "`moelab advise`", Record)

@@ -109,9 +109,9 @@ class Look(NamedTuple):
     ran: Record
 
 
-def predicted(steps: Steps, E: int, recall: float = RECALL, seed: int = 0) -> Predictions:
+def predicted(steps: Steps, E: int, recall: float = RECALL) -> Predictions:
     """Predictions that find such a share of each step's experts; others are random."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [
         [
             (layer, [e if rng.random() < recall else int(rng.integers(E)) for e in experts])

@@ -183,8 +183,8 @@ def stored(model: Model, form: str, seconds: float = math.inf) -> str:
     return str(kept_store(model.folder, **how, seconds=seconds).folder)
 
 
-def verify(asked: Question, ways: Sequence[Way], kept: Kept, rounds: int = 2) -> list[str]:
-    """Run ways for real, in turn, and keep what is measured; Ctrl-C or the end of `SECONDS` stops,
+def verify(asked: Question, ways: Sequence[Way], kept: Kept) -> list[str]:
+    """Run ways for real, twice in turn, and keep what is measured; Ctrl-C or the end of `SECONDS` stops,
     and what there is stays, half a conversion, too.
 
     ways : simulated, not corrected; a lossless one among them where a loss is allowed, as then that
@@ -194,7 +194,7 @@ def verify(asked: Question, ways: Sequence[Way], kept: Kept, rounds: int = 2) ->
     """
     failed: dict[str, str] = {}
     windows: dict[str, list[float]] = {}
-    queue = sorted(ways, key=lambda way: not way.lossless) + [*ways] * (rounds - 1)
+    queue = sorted(ways, key=lambda way: not way.lossless) + [*ways]
     end = time.monotonic() + SECONDS
     longest = 0.0
     try:

@@ -114,19 +114,14 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         if (parameter := how.get("dest", option)) not in known:
             raise ValueError(f"{module.__file__}: OPTIONS has {option}, but run() no {parameter}")
         default = known[parameter].default
-        default = list(default) if isinstance(default, tuple) else default
-        shown = (
-            ",".join(map(str, default))
-            if isinstance(default, list)
-            else ""
-            if default is None
-            else str(default)
-        )
+        shown = str(default)
+        if isinstance(default, tuple):
+            default, shown = list(default), ",".join(map(str, default))
         parser.add_argument(
             f"--{option.replace('_', '-')}",
             default=default,
             **how,
-            help=purpose + f" (default: {shown})" * (shown not in ("", "False")),
+            help=purpose + f" (default: {shown})" * (shown not in ("", "False", "None")),
         )
     parser.add_argument(
         "--output",

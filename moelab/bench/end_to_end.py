@@ -254,16 +254,15 @@ def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list
 
     checkpoint = Checkpoint.at(model)
     opening.require_tokenizer(checkpoint)
-    opened = opening.open_checkpoint(checkpoint, experts="external")
     text = "\n".join(
         prompt.text for prompt in prompts("prose", 2 + count // 64, tokens=128, seed=seed)
     )
-    ids = opened.tokenizer(text)["input_ids"]
+    ids = opening.load_tokenizer(checkpoint.folder)(text)["input_ids"]
     if len(ids) < count:
         raise ValueError(
             f"{count} tokens are needed, and the text has {len(ids)}; ask for shorter prompts"
         )
-    return checkpoint.folder, opened.spec, ids[:count]
+    return checkpoint.folder, checkpoint.spec, ids[:count]
 
 
 def _arm(text: str) -> str:

@@ -30,7 +30,6 @@ from moelab.base.records import Record, Records
 from moelab.base.specs import MoESpec
 from moelab.bench import measure, peers
 from moelab.bench.implant import TOKENS, drawn, tokens_of
-from moelab.bench.lru_baseline import lay_out
 from moelab.bench.machine import disk
 from moelab.bench.memory_limit import drop_cached
 from moelab.store import fewbit
@@ -96,8 +95,6 @@ class Experiment:
                 convert(model, self.folder / name, **how)
             for budget in () if self.here else (0.5, 1.0):
                 self.report(self.moelab(name, budget, executor="fast"), decode=1)
-        if external and not (self.folder / "experts.bin").exists():
-            lay_out(model, self.folder / "experts.bin")
         for kind, name in GGUF.items() if external and not self.here else ():
             file = self.folder / name
             if not file.exists():
@@ -191,15 +188,14 @@ class Experiment:
     def others(self, budget: int, limit: int, kinds: Iterable[str] = GGUF) -> dict[str, Arm]:
         """Other engines with a budget for experts within a memory limit, llama.cpp with as much for
         weights as they have; it runs Qwen3-MoE only."""
-        stride = json.loads((self.folder / "experts.json").read_text())["stride"]
         layer = self.spec.experts_bytes / self.spec.L
-        slots = {"experts": str(self.folder / "experts.bin"), "slots": budget // stride}
+        raw = {"store": str(self.folder / "raw"), "budget": budget}
         slim = int(limit - PROCESS + LLAMA)
         layers = max(0, int((limit - self.dense_bytes - ACCELERATE) // layer))
         kept = {"layers": layers, "offload": str(self.folder / "offload")}
         external = kinds if self.spec.model_type == "qwen3_moe" and not self.here else ()
         return {
-            "LRU baseline": ("lru baseline", slots, limit),
+            "LRU baseline": ("lru baseline", raw, limit),
             **{f"llama.cpp {kind} mmap": self.llama(kind, slim) for kind in external},
             "transformers mmap": ("mapped", {}, limit),
             "accelerate disk": ("accelerate", kept, limit),
@@ -312,17 +308,13 @@ def beside_limits(found: list[Record], figures: Record, ahead: bool) -> Record:
     reads overlap with everything, not with a layer's own computing alone."""
     ran = [report["metrics"] for report in found]
     least = median(report["overlapped_s" if ahead else "on_demand_s"] for report in found)
-    last = found[-1]
-    taken = fmean(figures["each token s"])  # a mean, as the limit is
     return {
-        "mean TPOT s": taken,
+        "mean TPOT s": fmean(figures["each token s"]),  # a mean, as the limit is
         "MB a token": mean(ran, "read_bytes_per_token", 1e6),
         "TPOT limit s": least,
-        "TPOT ÷ limit": measure.multiple(taken, least),
         "stall ms": mean(ran, "stall_per_step", 1e-3),
-        "stored fraction": last["stored_fraction"],
-        "other weights GB": last["others_bytes"] / 1e9,
-        "least GB": sum(last[key] for key in ("budget_bytes", "others_bytes", "kv_bytes")) / 1e9,
+        "stored fraction": found[-1]["stored_fraction"],
+        "other weights GB": found[-1]["others_bytes"] / 1e9,
     }
 
 

@@ -1,8 +1,4 @@
-"""Interleaved timing, processes of their own, and shares of measured limits.
-
-A limit is measured like what it bounds (same threads, rounds and caches), but its best sample
-counts instead of the median. A share above 1 + `TOLERANCE` means that the limit was measured
-wrongly; words then stand for the number."""
+"""Interleaved timing, and processes of their own."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from typing import Any, TypeVar
 from moelab.base.progress import progress
 from moelab.bench.memory_limit import memory_limit
 
-TOLERANCE = 0.05
 T = TypeVar("T")
 
 
@@ -65,15 +60,3 @@ def in_process(
         killed = "killed; it took more than its memory?"
         raise RuntimeError(killed if done.returncode == -signal.SIGKILL else last)
     return json.loads(done.stdout.strip().splitlines()[-1]) | {"limit": group.reason}
-
-
-def share(reached: float) -> float | str:
-    """The share of a limit that is reached, or, above 1 + `TOLERANCE`, words that say that the
-    limit is invalid."""
-    return reached if reached <= 1 + TOLERANCE else f"limit invalid: beaten, {reached:.2f} of it"
-
-
-def multiple(taken: float, least: float) -> float | str:
-    """How many times the least time possible something takes; words where it takes less."""
-    found = share(least / taken)
-    return found if isinstance(found, str) else taken / least

@@ -165,8 +165,8 @@ class Transformers(BenchmarkedEngine):
 
 class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "predictor"; "ungated": it
-    prefetches in every token, not where that has been seen to pay; "compressed": the budget is
-    divided into staging, which must be given, and experts kept compressed."""
+    prefetches in every token, not where that has been seen to pay; "compressed": all experts in
+    memory are kept compressed."""
 
     def __init__(self, options: Record) -> None:
         from moelab import open_model
@@ -174,7 +174,7 @@ class Moelab(Transformers):
         self.options = options
         given = dict(options.get("options", {}))
         if options.get("compressed"):
-            given["plan"] = compressed_pool(options["store"], options["budget"], given["staging"])
+            given["plan"] = compressed_pool
         model = open_model(
             options["store"], memory=options["budget"], prefetch=options.get("predictor"), **given
         )
@@ -194,7 +194,6 @@ class Moelab(Transformers):
         """What the run took, its limits and its memory, and what the simulator needs to play it
         again; the model is closed."""
         from moelab.bench import limits
-        from moelab.offloading.budget import kv_bytes
 
         this = self.offloading
         metrics = this.metrics()
@@ -205,15 +204,12 @@ class Moelab(Transformers):
         rate = delivered(this.timeline, forwards)
         hits = sum(metrics.hits.values()) - self.before[0]
         misses = metrics.misses - self.before[1]
-        tokens = len(self.options["tokens"]) * self.cache.get_seq_length()
         steps = [
             [[layer, list(experts.items())] for layer, experts in forward] for forward in this.steps
         ]
         this.close()
         return {
-            "budget_bytes": this.budget,
             "others_bytes": this.store.weights_bytes,
-            "kv_bytes": kv_bytes(this.store.spec, tokens),
             "stored_fraction": this.store.table()[-1]["fraction"],
             "decode_hit_rate": hits / max(hits + misses, 1),
             "metrics": asdict(metrics),
@@ -241,21 +237,12 @@ def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> float:
     return best or math.inf
 
 
-def compressed_pool(store: str, budget: float, staging: int) -> Any:
-    """As many experts kept compressed as fit into bytes, or a share of what all experts take
-    decoded."""
+def compressed_pool(_: Any, memory: Any, delays: Any) -> Any:
+    """A plan: as many experts kept compressed as fit."""
     from moelab.cache.pools import Pools
-    from moelab.offloading.slots import Sizes
-    from moelab.store.layout import ExpertStore
 
-    opened = ExpertStore(store)
-    sizes = Sizes.of(opened)
-    experts = sum(len(layer.experts) for layer in opened.layers)
-    everything = (
-        experts * sizes.full + staging * sizes.in_flight
-    )  # what `offload` takes the share of
-    room = budget if isinstance(budget, int) else budget * everything
-    return Pools(C=min(experts, int(room - staging * sizes.in_flight) // (sizes.e + sizes.sm)))
+    sizes = memory.sizes
+    return Pools(C=min(memory.L * memory.E, memory.kept // (sizes.e + sizes.sm)))
 
 
 class Mapped(Transformers):

@@ -42,8 +42,9 @@ PACKAGES = (
     *("moelab", "torch", "transformers", "numpy", "numba"),
     *("zstandard", "lz4", "coremltools", "plotly"),
 )
-#: words in a metric's name that say of which kind it is, beside `KINDS` themselves
+#: words in a name that say of which kind its values are
 WORDS = {"predicted": "simulated", "limit": "modelled", "bound": "modelled", "eq": "modelled"}
+WORDS |= zip(KINDS, KINDS)
 #: a machine is quiet below these: processes that want to run, a core; a small computation's 90 %
 #: quantile over its 10 %; cores that others, the kernel's reads among them, keep busy meanwhile
 LOAD = 0.5
@@ -171,8 +172,7 @@ def provenance(parameters: Mapping[str, Any]) -> Record:
     """When, with what and on what something is measured."""
     import psutil
 
-    return {
-        **environment(),
+    return environment() | {
         "memory GB": round(psutil.virtual_memory().total / 1e9, 1),
         "parameters": json.loads(json.dumps(parameters, default=str)),
     }
@@ -232,12 +232,8 @@ def unit_of(metric: str) -> str:
 
 def kind_of(metric: str, section: str) -> str | None:
     """The least sure of the kinds that a metric's name has in it, or else its section's."""
-    for name, known in (
-        (metric, dict(zip(KINDS, KINDS)) | WORDS),
-        (section, dict(zip(KINDS, KINDS))),
-    ):
-        found = [known[word] for word in re.findall(r"\w+", name) if word in known]
-        if found:
+    for name in (metric, section):
+        if found := [WORDS[word] for word in re.findall(r"\w+", name) if word in WORDS]:
             return max(found, key=KINDS.index)
     return None
 
@@ -328,10 +324,12 @@ def git(*words: str) -> str | None:
 
 def _device() -> str:
     """The accelerator that torch sees, if the run has loaded torch at all."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return "Apple GPU (mps)" if torch is not None and torch.backends.mps.is_available() else "cpu"
+    if torch := sys.modules.get("torch"):
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+        if torch.backends.mps.is_available():
+            return "Apple GPU (mps)"
+    return "cpu"
 
 
 def _cpu() -> str:

@@ -34,9 +34,7 @@ def tables() -> dict[str, Record]:
     return tomllib.loads((CHECKOUT / "docs" / "tables.toml").read_text(encoding="utf-8"))
 
 
-@cache
-def _sections(path: Path) -> Any:
-    return sections_of(path)
+_sections = cache(sections_of)
 
 
 def _rows(table: Record) -> dict[str, list[str]]:

@@ -179,6 +179,8 @@ def paired(base: np.ndarray, values: np.ndarray) -> Record:
     """One mode's scores against another's, over the same windows or prompts [n]: "difference",
     "difference error" and "interval"; of right answers, if both are bool, "lost", "gained" and "p",
     of other scores "relative" and "relative error" (per cent of the baseline's mean)."""
+    from scipy.stats import binomtest  # takes a moment to import
+
     base, values = np.asarray(base), np.asarray(values)
     change = values.astype(float) - base
     row: Record = _mean("difference", "difference error", change)
@@ -188,21 +190,14 @@ def paired(base: np.ndarray, values: np.ndarray) -> Record:
         mean = (gained - lost) / (n + 2)
         half = 1.96 * math.sqrt(((lost + gained + 1) / (n + 2) - mean**2) / (n + 2))
         row["interval"] = [max(mean - half, -1.0), min(mean + half, 1.0)]
-        return row | {"lost": lost, "gained": gained, "p": mcnemar(lost, gained)}
+        p = float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
+        return row | {"lost": lost, "gained": gained, "p": p}
     row["interval"] = list(interval(change)[1:])
     if base.mean() > 0:
         ratio = values.mean() / base.mean()
         row["relative"] = 100 * (ratio - 1)
         row["relative error"] = 100 * standard_error(values - ratio * base) / base.mean()
     return row
-
-
-def mcnemar(lost: int, gained: int) -> float:
-    """Exact two-sided p value of McNemar's test: of a split so uneven if both directions were
-    equally likely."""
-    from scipy.stats import binomtest  # takes a moment to import
-
-    return float(binomtest(lost, lost + gained).pvalue) if lost + gained else 1.0
 
 
 def _mean(name: str, error: str, values: np.ndarray) -> Numbers:

@@ -26,7 +26,7 @@ from typing import Any
 import moelab
 from moelab.base import registry
 from moelab.base.arguments import output, whole
-from moelab.base.files import results_root, writable, write_json
+from moelab.base.files import results_root, write_json
 from moelab.base.library import token_count
 from moelab.base.records import Record
 from moelab.evaluation import accuracy, questions
@@ -115,8 +115,6 @@ def _add_ways(add: Callable[..., Any]) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    if args.output is not None:
-        writable(args.output)
     tasks = list(dict.fromkeys(filter(None, args.tasks.split(","))))
     own = [name for name in tasks if name in accuracy.TASKS]
     others = [name for name in tasks if name not in own]

@@ -48,13 +48,11 @@ SUMMANDS = range(10, 40)
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt, the right continuation ("" for none), and the alternatives of a multiple-choice
-    question."""
+    """A prompt, and the right continuation, "" for none."""
 
     source: str
     text: str
     answer: str = ""
-    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -189,7 +187,7 @@ def _asked(source: str, rng: random.Random, tokens: int, split: str, count: Coun
     else:
         pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
         text = "".join(piece for piece, _ in pieces)
-    return Prompt(source, text, answer, (" yes", " no") if source == "yesno" else ())
+    return Prompt(source, text, answer)
 
 
 def _solved(source: str, rng: random.Random, tokens: int, split: str, count: Count) -> Prompt:

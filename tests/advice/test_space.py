@@ -142,7 +142,7 @@ def test_an_advice_by_a_card(monkeypatch):
     }
     spec = found.model.spec
     for way in found.ways:  # the least that memory allows
-        assert way.tpot > spec.K / spec.E * way.experts / 400e9 and way.memory <= found.memory
+        assert way.tpot > spec.K / spec.E * way.experts / 400e9 and way.memory <= found.asked.memory
     assert [way.tpot for way in found.ways] == sorted(way.tpot for way in found.ways)
     assert found.best.lossless and found.best.between is not None
     assert "simulated" in str(found) and any("huffman" in note for note in found.notes)

@@ -16,7 +16,6 @@ from moelab.bench import (
     engine,
     external_engines,
     grid,
-    lru_baseline,
     machine,
     memory_limit,
     peers,
@@ -25,6 +24,7 @@ from moelab.bench.end_to_end import BASE, together
 from moelab.bench.grid import Experiment, divergence
 from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
+from moelab.store.layout import ExpertStore, run
 from notebooks.studies import scale
 
 SPEC = MoESpec(
@@ -39,7 +39,6 @@ def place(tmp_path_factory):
     model = synthesize(folder / "model", SPEC)
     for codec in ("huffman", "bf12", "raw"):
         convert(model, folder / codec, codec)
-    lru_baseline.lay_out(model, folder / "experts.bin")
     return folder
 
 
@@ -51,9 +50,13 @@ def options(place, **more):
         "prompt": PROMPT,
         "store": str(place / "huffman"),
         "budget": 0.5,
-        "experts": str(place / "experts.bin"),
-        "slots": 8,
     } | more
+
+
+def cached(place, slots):
+    """The options of the LRU baseline with memory for so many experts."""
+    raw = ExpertStore(place / "raw")
+    return options(place, store=str(raw.folder), budget=slots * run(raw.entries(0, 0), "both")[1])
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +83,6 @@ def test_eager_is_what_transformers_computes(place, eager):
     "name, more",
     [
         ("mapped", {}),
-        ("lru baseline", {}),
-        ("lru baseline", {"slots": 11}),
         ("moelab", {}),
         ("moelab", {"budget": 1.0}),
         ("moelab", {"predictor": "auto"}),
@@ -94,14 +95,15 @@ def test_engines_agree_with_eager_bit_for_bit(place, eager, name, more, tmp_path
     report = peers.run(name, options(place, **more))
     assert report["digest"] == eager["digest"] and report["best"] == eager["best"]
     assert report["digest"] != peers.run("mapped", options(place, tokens=[[1] * 8]))["digest"]
-    if name in ("moelab", "lru baseline"):
+    if name == "moelab":
         assert 0 <= report["decode_hit_rate"] <= 1
 
 
-def test_the_lru_baseline_is_an_lru_of_experts(place):
+def test_the_lru_baseline_is_an_lru_of_experts(place, eager):
     """Its hits are those of a list that is searched and reordered, on the same steps."""
     steps = peers.run("moelab", options(place))["replay"]["steps"]
-    report = peers.run("lru baseline", options(place, slots=9))
+    report = peers.run("lru baseline", cached(place, 9))
+    assert report["digest"] == eager["digest"] and report["best"] == eager["best"]
     kept, hits, total = [], 0, 0
     for number, forward in enumerate(steps):
         for layer, experts in forward:
@@ -116,7 +118,7 @@ def test_the_lru_baseline_is_an_lru_of_experts(place):
 
 def test_what_an_engine_refuses_is_its_last_word(place, eager):
     with pytest.raises(ValueError, match="7 slots; it needs one for each of a layer's 8 experts"):
-        peers.run("lru baseline", options(place, slots=7))
+        peers.run("lru baseline", cached(place, 7))
     made = grid.Experiment(SPEC, place, PROMPT, DECODE, 1, tokens=options(place)["tokens"])
     assert made.report(("mapped", {}, 10**10))["digest"] == eager["digest"]
     assert made.report(("nobody", {}, None))["result"] == "failed: KeyError: 'nobody'"

@@ -83,7 +83,9 @@ def test_mcnemar_by_enumerating_every_outcome(lost, gained):
     changed = lost + gained
     outcomes = [sum(coins) for coins in product((0, 1), repeat=changed)]
     as_uneven = sum(abs(2 * heads - changed) >= abs(lost - gained) for heads in outcomes)
-    assert accuracy.mcnemar(lost, gained) == pytest.approx(as_uneven / 2**changed)
+    base = np.array([True] * lost + [False] * gained + [True, False])
+    values = np.array([False] * lost + [True] * gained + [True, False])
+    assert accuracy.paired(base, values)["p"] == pytest.approx(as_uneven / 2**changed)
 
 
 @settings(max_examples=30)
