@@ -181,14 +181,12 @@ def next_use(results: Mapping[str, Any]) -> Figure:
     """Hits of `next-use` over the default's with a quarter of the experts in memory, beside what the
     optimum leaves to gain, of traces that it was not chosen on; `results` of bench policies."""
     rows = results["25% of the experts, about 600 tokens"]
-    of = {
-        label: {
-            name: 100 * (row[policy] - row[DEFAULT_POLICY])
-            for name, row in rows.items()
-            if "used" not in name
-        }
-        for label, policy in {"next-use (ours)": "next-use", "Belady's rule": "belady"}.items()
-    }
+
+    def gained(policy: str) -> dict[str, float]:
+        unseen = (name for name in rows if "used" not in name)
+        return {name: 100 * (rows[name][policy] - rows[name][DEFAULT_POLICY]) for name in unseen}
+
+    of = {"next-use (ours)": gained("next-use"), "Belady's rule": gained("belady")}
     return bars(of, "points over LRFU's hits", kind="exact", height=390)
 
 
