@@ -12,6 +12,7 @@ from typing import Any
 
 from moelab.base.files import atomic, read_json, results_root
 from moelab.bench.results import bench_file, sections_of
+from moelab.cache.policies import DEFAULT_POLICY
 from moelab.comparison import MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
