@@ -83,7 +83,7 @@ def find_model(model: str | Path | None) -> Model:
     if not is_here and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
     if not is_here and text.count("/") == 1:
-        home = from_hub(text, ["config.json"])
+        home = from_hub(text, ["config.json", "hf_quant_config.json"])
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if is_here else text)
         found = Model(
@@ -138,9 +138,12 @@ def _most(config: Any) -> int | None:
 def _read_config(file: Path, name: str) -> tuple[MoESpec, Any]:
     """Geometry and config, by the file's own words; what it leaves to transformers' defaults, by
     transformers."""
-    with suppress(ValueError, AttributeError, TypeError):
-        config = json.loads(file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields))
-        return spec_from_config(config, name), config
+    if not file.with_name("hf_quant_config.json").exists():  # which `load_config` reads, too
+        with suppress(ValueError, AttributeError, TypeError):
+            config = json.loads(
+                file.read_text(), object_hook=lambda fields: SimpleNamespace(**fields)
+            )
+            return spec_from_config(config, name), config
     from moelab.checkpoint.config import load_config
 
     config = load_config(file.parent)

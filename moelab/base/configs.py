@@ -146,6 +146,13 @@ REFUSED = {
 
 #: where configs say how they are quantised: transformers', and what MLX writes
 QUANTISATION = ("quantization_config", "quantization")
+#: field of a quantization_config without a quant_method → the software that writes it so
+UNNAMED = {
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "quant_algo": "modelopt",
+    "bits": "MLX",
+}
 
 
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
@@ -264,12 +271,14 @@ def _switch_layers(config: Any) -> list[int]:
 
 
 def quantisation(config: Any) -> str | None:
-    """What a config says that weights are quantised with, by transformers' name of the method
-    ("fp8", …); None for not at all."""
+    """What a config says that weights are quantised with: transformers' name of the method ("fp8",
+    …) and, where it says one, the algorithm ("modelopt NVFP4"); or the software that gives it no
+    name; None for not at all."""
     if not (said := _quantised(config)):
         return None
-    method = said.get("quant_method") or "an unnamed method"
-    return getattr(method, "value", method)
+    unnamed = (name for key, name in UNNAMED.items() if said.get(key))
+    method = said.get("quant_method") or next(unnamed, "an unnamed method")
+    return f"{getattr(method, 'value', method)} {said.get('quant_algo') or ''}".strip()
 
 
 def _quantised(config: Any) -> dict[str, Any]:
@@ -319,7 +328,11 @@ def geometric_bytes(spec: MoESpec, config: Any = None) -> int:
         keys = config.qk_nope_head_dim
         turned = config.qk_rope_head_dim
         queries = getattr(config, "q_lora_rank", None)
-        attention = H * (queries or 0) + (queries or H) * spec.heads * (keys + turned)
+        attention = (
+            H * queries + queries * spec.heads * (keys + turned)
+            if queries
+            else H * spec.heads * (keys + turned)
+        )
         attention += H * (rank + turned) + spec.heads * (
             rank * (keys + spec.head_dim) + spec.head_dim * H
         )

@@ -101,8 +101,8 @@ def blamed(
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN and
-    infinities; and for nesting deeper than Python's recursion limit."""
+    """Parse JSON in UTF-8. ValueError also for what `json` accepts: duplicate keys, NaN, infinities
+    and unpaired surrogates; and for nesting deeper than Python's recursion limit."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(found := dict(pairs)) < len(pairs):
@@ -112,10 +112,14 @@ def parse_json(text: str | bytes) -> Any:
     def number(word: str) -> None:
         raise ValueError(f"{word} is no number of JSON")
 
+    text = text.decode("utf-8-sig") if isinstance(text, bytes) else text
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=number)
+        found = json.loads(text, object_pairs_hook=unique, parse_constant=number)
+        if "\\ud" in text.lower():  # escaped, which half of a character can be by itself
+            json.dumps(found, ensure_ascii=False).encode()
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    return found
 
 
 def typed(value: Any, annotation: Any, at: str = "it") -> Any:

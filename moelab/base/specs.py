@@ -108,10 +108,12 @@ class MoESpec:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        wide = self.H != 0 or self.I != 0
-        least = {"E": 1, "K": 1, "num_layers": 1, "H": wide, "I": wide}
-        for field, value in vars(self).items():
-            if isinstance(value, int) and value < (low := int(least.get(field, 0))):
+        unknown = self.H == self.I == 0
+        least = dict.fromkeys(("E", "K", "num_layers"), 1)
+        least |= dict.fromkeys(("H", "I"), 0 if unknown else 1)
+        least |= dict.fromkeys(("shared_I", "dense_I", "vocab", "heads", "kv_heads", "head_dim"), 0)
+        for field, low in least.items():
+            if (value := getattr(self, field)) < low:
                 raise ValueError(f"{self.name}: {field} is {value}; it must be at least {low}")
         rising = sorted({n for n in self.moe_layers if 0 <= n < self.num_layers})
         if [*self.moe_layers] != rising:

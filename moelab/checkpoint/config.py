@@ -43,6 +43,11 @@ def load_config(folder: Path) -> Any:
                 config.quantization_config = (
                     vars(inner).pop("quantization_config", None) or inner.quantization
                 )
+    beside = folder / "hf_quant_config.json"  # of modelopt, which the config need not mention
+    if beside.is_file() and not quantisation(config):
+        with blamed(beside, "it says no quantization"):
+            said = dict(read_json(beside)["quantization"])
+        config.quantization_config = {"quant_method": "modelopt"} | said
     return config
 
 

@@ -31,7 +31,7 @@ from moelab.models.seam import MoELayer
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Codec
 from moelab.store.headers import WEIGHT_MAP, raw_header
-from moelab.store.layout import SOURCE_LAYOUT, ExpertStore, StoreError
+from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
@@ -120,7 +120,7 @@ def _other_files(
     headers = {
         file.name: [file.stat().st_size, raw_header(file).decode()] for file in checkpoint.files
     }
-    return list(checkpoint.small_files()), {"files": headers}
+    return list(checkpoint.small_files()), {"files": headers, "checksum": CHECKSUM}
 
 
 def _write_experts(

@@ -148,6 +148,7 @@ def emitted(result: types.Type = types.void) -> Callable:
             return result(*taken), code
 
         typed.__name__ = function.__name__
+        typed.__doc__ = function.__doc__
         typed.__signature__ = own.replace(
             parameters=[inspect.Parameter("typing", 1), *own.parameters.values()]
         )

@@ -115,6 +115,9 @@ def _add_products(kind: Kind, sums: list[_Sum], values: list[list[Value]], weigh
 
 
 def _store_sums(to: Value, found: list[Value]) -> None:
+    if len(found) == 4:
+        to.store(_four_sums(*found))
+        return
     for r, vector in enumerate(found):
         name = f"vector.reduce.fadd.v{WIDTH}f32"
         zero = vector.of(0.0, F32)
@@ -243,3 +246,21 @@ prefetch = emitted()(_fetch)
 
 def _from_bf16(address: Value, i: Value) -> Value:
     return (address.load(I16, i).to(I32, "zext") << 16).to(F32)
+
+
+def _four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:
+    """The sums of four vectors, as a vector of four: transposed by halves, with an addition for
+    each half."""
+    lanes = range(0, WIDTH, 4)
+    ones = [i for lane in lanes for i in (lane, lane + WIDTH, lane + 1, lane + 1 + WIDTH)]
+    twos = [i for lane in lanes for i in (lane, lane + 1, lane + WIDTH, lane + 1 + WIDTH)]
+
+    def folded(u: Value, v: Value, order: list[int]) -> Value:
+        return u.shuffled(order, v) + u.shuffled([i + 2 for i in order], v)
+
+    total = folded(folded(a, b, ones), folded(c, d, ones), twos)  # of each four lanes: a b c d
+    width = WIDTH
+    while width > 4:
+        width //= 2
+        total = total.shuffled(list(range(width))) + total.shuffled(list(range(width, 2 * width)))
+    return total

@@ -5,6 +5,7 @@ Shapes: x [T, H], ids [T, K] (E means "no expert"), weights [T, K] → [T, H].""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -326,7 +327,7 @@ def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
     if (
         T == 1 and len(chosen := {expert: k for k, expert in enumerate(ids[0].tolist())}) == K
     ):  # a decode step
-        places = torch.arange(K, device=ids.device).split(1)
+        places = _places(K, ids.device)
         return [
             (expert, places[chosen[expert]], places[0]) for expert in sorted(chosen) if expert != E
         ]
@@ -339,3 +340,11 @@ def assignments(ids: Tensor, E: int) -> list[tuple[int, Tensor, Tensor]]:
         for expert, (n, choice, token) in enumerate(parts)
         if n and expert != E
     ]
+
+
+@cache
+def _places(n: int, device: torch.device) -> tuple[Tensor, ...]:
+    """0 … n − 1, a tensor [1] each; all callers have the same ones, so nobody may write into
+    them."""
+    with torch.inference_mode(False):  # or no gradient could pass what they index
+        return torch.arange(n, device=device).split(1)

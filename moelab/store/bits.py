@@ -19,6 +19,9 @@ import torch
 
 from moelab.kernels.compile import kernel
 
+#: the name of the byte layout, recorded in every store
+LAYOUT = "rotated"
+
 
 def split(words: np.ndarray) -> list[np.ndarray]:
     """The byte planes, uint8 [N] each, of weights' bits [N], uint16 or wider: of the rotated weights

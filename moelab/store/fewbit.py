@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from math import inf, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,15 @@ from moelab.base.registry import Entry, require
 from moelab.kernels.products import KINDS, PACKED
 from moelab.kernels.threads import TEAM, in_threads
 from moelab.kernels.vectors import BLOCK as PART
-from moelab.kernels.vectors import MXFP4, WIDTH
+from moelab.kernels.vectors import WIDTH
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
-from moelab.store.fewbit_kernels import widening
+from moelab.store.fewbit_kernels import round_groups, widening
 from moelab.store.headers import DTYPES, Shape, Tensors
 
 GROUP = 32
 BLOCK = 128
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
@@ -56,11 +57,10 @@ def nibbles(codes: Tensor) -> Tensor:
     return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
 
 
-_VALUES = torch.tensor(MXFP4.values) / MXFP4.factor
 #: byte → the values of its low and its high half: [256, 2]
-_E2M1 = _VALUES[nibbles(torch.arange(256, dtype=torch.uint8)).int()].view(256, 2)
-#: between the values; at every other one a tie goes up, to an even code
-_MIDDLE = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+_E2M1 = torch.tensor(E2M1 + tuple(-value for value in E2M1))[
+    nibbles(torch.arange(256, dtype=torch.uint8)).int()
+].view(256, 2)
 
 
 class FewBits(Codec):
@@ -104,14 +104,13 @@ class Format(FewBits):
 
     code, scale : their dtypes.
     group : codes' entries for 32 weights, or 0 for blocks of 128 × 128.
-    quantize : finite weights, fp32 [R, n] → codes, scales; dequantize : back, as many entries.
+    dequantize : codes, scales → fp32 weights of as many entries.
     transposed : whether the blob is that of the transpose; the name then ends in ".T".
     """
 
     code: torch.dtype
     group: int
     scale: torch.dtype
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
     dequantize: Callable[[Tensor, Tensor], Tensor]
     transposed: bool = False
 
@@ -149,7 +148,7 @@ class Format(FewBits):
         if not fits or not w.abs().max().isfinite():
             return None
         rows = w.detach().reshape(-1, w.shape[-1]).float().contiguous()
-        return joined(*self.quantize(rows))
+        return joined(*(_quantize_groups(self, rows) if self.group else _quantize_fp8(rows)))
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
@@ -205,59 +204,32 @@ def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
     return codes.to(torch.float8_e4m3fn), scales
 
 
-def _quantize_int8(w: Tensor) -> tuple[Tensor, Tensor]:
-    groups = w.unflatten(1, (-1, GROUP))
-    scales = (groups.abs().amax(-1) / 127).bfloat16()
-    return _rounded(groups, scales).clamp_(-127, 127).to(torch.int8), scales
-
-
-def _quantize_int4(w: Tensor) -> tuple[Tensor, Tensor]:
-    groups = w.unflatten(1, (-1, GROUP))
-    least = groups.amin(-1)
-    most = groups.amax(-1)
-    scales = (torch.where(most > -least, most, least) / -8).bfloat16()
-    return _halves(_rounded(groups, scales).clamp_(-8, 7) + 8), scales
-
-
-def _quantize_mxfp4(w: Tensor) -> tuple[Tensor, Tensor]:
-    groups = w.unflatten(1, (-1, GROUP))
-    exponents = groups.abs().amax(-1).view(torch.int32) >> 23  # fp32's own
-    scales = (exponents - 2).clamp(min=0)
-    scaled = groups.abs() * (254 - scales << 23).view(torch.float32)[..., None]
-    codes = groups.signbit().to(torch.uint8) << 3
-    for k, middle in enumerate(_MIDDLE):
-        codes += scaled >= middle if k % 2 else scaled > middle
-    return _halves(codes), scales.to(torch.uint8)
-
-
-def _rounded(groups: Tensor, scales: Tensor) -> Tensor:
-    """Whole numbers, 0 under a scale of 0."""
-    wide = scales.float()[..., None]
-    return (groups / wide.masked_fill(wide == 0, inf)).round_()
-
-
-def _halves(codes: Tensor) -> Tensor:
-    """Two codes in a byte."""
-    pairs = codes.to(torch.uint8).view(torch.int16)
-    return (pairs | pairs >> 4).to(torch.uint8)
+def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of groups of 32 finite weights, fp32 [R, n]."""
+    shape = len(w), w.shape[1] // GROUP
+    codes = torch.empty(*shape, form.group, dtype=form.code)
+    scales = torch.empty(shape, dtype=form.scale)
+    to = codes.data_ptr(), scales.data_ptr()
+    round_groups(PACKED[form.kind].tag, w.data_ptr(), w.numel(), *to)
+    return codes, scales
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
 FORMATS: dict[str, Entry] = {
     "int8": Entry(
-        Format("int8", torch.int8, 32, torch.bfloat16, _quantize_int8, _dequantize_int8),
+        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
         "8.5 bits a weight: nearly lossless",
     ),
     "fp8": Entry(
-        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _quantize_fp8, _dequantize_fp8),
+        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
         "8 bits, as DeepSeek-V3 and Qwen3 are published",
     ),
     "mxfp4": Entry(
-        Format("mxfp4", torch.uint8, 16, torch.uint8, _quantize_mxfp4, dequantize_mxfp4),
+        Format("mxfp4", torch.uint8, 16, torch.uint8, dequantize_mxfp4),
         "4.25 bits, as GPT-OSS is published",
     ),
     "int4": Entry(
-        Format("int4", torch.uint8, 16, torch.bfloat16, _quantize_int4, _dequantize_int4),
+        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
         "4.5 bits: the most accurate of the four-bit formats",
     ),
 }

@@ -215,10 +215,10 @@ def _weight_map(index: Path) -> dict[str, str]:
     return found
 
 
-def header_bytes(tensors: Record, least: int = 0) -> bytes:
+def header_bytes(tensors: Record, about: dict[str, str] | None = None, least: int = 0) -> bytes:
     """The header, with its size before it, at least so many bytes, of tensors that follow each other:
     key → (dtype, shape, …)."""
-    entries: Record = {"__metadata__": {"format": "pt"}}
+    entries: Record = {"__metadata__": about or {"format": "pt"}}
     at = 0
     for key, (dtype, shape, *_) in tensors.items():
         end = at + nbytes(dtype, shape)

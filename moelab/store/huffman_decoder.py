@@ -16,16 +16,25 @@ from moelab.kernels.emit import I64, Value, address, emitted, kept
 from moelab.store.memory import load, load_byte, store_byte, trailing_zeros
 
 STREAMS = 6
+LEADS = 3
 MAX_BITS = 12  # longest code: the table has 4096 entries, 32 KB
+WORDS = 256 * (1 + LEADS)  # word s is byte s, word 256·j + s is the j-th lead and byte s
 HEADER = 16
-CODED_HEADER = HEADER + 8 * STREAMS
+CODED_HEADER = 24 + 8 * STREAMS
 _WINDOW, _AT, _OUT = 0, 1, 2  # what is held of a stream, see `_opened`
 _U = np.uint64
 
 
 @kernel
+def segment(n, i):
+    """Where the bytes of stream i begin."""
+    return n * i // STREAMS
+
+
+@kernel
 def canonical(lengths, longest):
-    """The bytes that have a code in the order of their codes, by length and then number."""
+    """The words that have a code in the order of their codes, by length and then number, and how
+    many they are."""
     order = np.empty(len(lengths), np.int64)
     n = 0
     for length in range(1, longest + 1):
@@ -33,37 +42,51 @@ def canonical(lengths, longest):
             if lengths[s] == length:
                 order[n] = s
                 n += 1
-    return order[:n]
+    return order, n
 
 
 @kernel
-def _decoding_table(lengths, longest):
+def _decoding_table(lengths, leads, longest):
     """Tables for windows of 0 … `longest` bits, that of w bits at [2^w : 2^(w+1)]: uint64
     [2^(longest+1)].
 
     An entry tells what the window starts with: bits used (byte 0), number of symbols, at most 6
     (byte 1), the symbols, the last in byte 7, the one before it in byte 6 … Each table is made of
-    shorter ones: after a code of b bits comes the table of w − b bits. Where that is too full, the
-    entry stops at its first symbol."""
+    shorter ones: after a word of b bits comes the table of w − b bits. Where that is too full, the
+    entry stops at its first word."""
     table = np.zeros(2 << longest, np.uint64)
-    order = canonical(lengths, longest)
+    order, n = canonical(lengths, longest)
     for width in range(1, longest + 1):
         at = 1 << width
-        for s in order:
-            if lengths[s] > width:
+        for j in range(n):
+            if lengths[order[j]] > width:
                 break
-            alone = _U(s) << _U(56) | _U(0x100) | _U(lengths[s])
-            rest = 1 << (width - lengths[s])
+            alone = _entry(order[j], lengths, leads)
+            size = alone >> _U(8) & _U(255)
+            full = (_U(7) - size) << _U(8)
+            rest = 1 << (width - lengths[order[j]])
             shorter, entries = (
                 table[rest : 2 * rest],
                 table[at : at + rest],
             )  # two slices: LLVM vectorises the loop
             for i in range(len(entries)):
                 more = shorter[i]
-                joined = (more >> _U(8) & _U(0xFFFFFFFFFFFF0000)) + (more & _U(0xFFFF)) + alone
-                entries[i] = joined if (more & _U(0xFF00)) < _U(0x600) else alone
+                joined = (
+                    (more >> (_U(8) * size) & _U(0xFFFFFFFFFFFF0000)) + (more & _U(0xFFFF)) + alone
+                )
+                entries[i] = joined if (more & _U(0xFF00)) < full else alone
             at += rest
     return table
+
+
+@kernel
+def _entry(word, lengths, leads):
+    """The table's entry of one word."""
+    entry = _U(word & 255) << _U(56) | _U(0x100) | _U(lengths[word])
+    if word < 256:
+        return entry
+    lead = _U(leads[(word >> 8) - 1])
+    return entry + (lead << _U(48)) + _U(0x100)
 
 
 @emitted()
@@ -97,66 +120,83 @@ def _rounds(rounds, state, table, shift):
 
 
 @kernel
-def _code_lengths(at, first, last, longest):
-    """The bytes' lengths from their 4 bits each at an address, and whether they are a code: every
-    window starts with exactly one (Kraft)."""
+def _code_lengths(at, first, last, k, longest):
+    """The words' lengths from their 4 bits each at an address, and whether they are a code: every
+    window starts with exactly one word (Kraft)."""
+    span = last - first + 1
     room = 0
-    lengths = np.zeros(256, np.int64)
-    for i in range(last - first + 1):
-        length = np.int64(load_byte(at + (i >> 1)) >> _U(4 * (i & 1)) & _U(15))
+    lengths = np.zeros(256 * (k + 1), np.int64)
+    for i in range(span * (k + 1)):
+        two = load_byte(at + (i >> 1))
+        length = np.int64(two >> _U(4 * (i & 1)) & _U(15))
         if length > longest:
             return lengths, False
         if length > 0:
-            lengths[first + i] = length
+            lengths[256 * (i // span) + first + i % span] = length
             room += 1 << (longest - length)
     return lengths, room == 1 << longest
 
 
 @kernel
-def decode(source, size, target, n, first, last, longest):
-    """Decode a coded blob of `size` bytes at `source` into the `n` bytes at `target`; whether it is
-    undamaged."""
-    at = source + CODED_HEADER + ((last - first + 2) >> 1)
-    if first > last or longest < 1 or longest > MAX_BITS or at > source + size:
+def decode(source, size, target, n, first, last, longest, k):
+    """Decode a coded blob of `size` bytes, with k leads, at `source` into the `n` bytes at
+    `target`; whether it is undamaged."""
+    if k > LEADS or first > last or longest < 1 or longest > MAX_BITS:
         return False
-    lengths, whole = _code_lengths(source + CODED_HEADER, first, last, longest)
+    at = source + CODED_HEADER + (((last - first + 1) * (k + 1) + 1) >> 1)
+    if at > source + size:
+        return False
+    leads = np.zeros(LEADS, np.int64)
+    for j in range(k):
+        leads[j] = np.int64(load_byte(source + CODED_HEADER - 8 + j))
+    lengths, whole = _code_lengths(source + CODED_HEADER, first, last, k, longest)
     if not whole:
         return False
-    table = _decoding_table(lengths, longest)
+    table = _decoding_table(lengths, leads, longest)
+    return _decode_streams(source, at, size, target, n, k, longest, leads, table)
+
+
+@kernel
+def _decode_streams(source, at, size, target, n, k, longest, leads, table):
+    """Decode the streams from `at` on; whether they are undamaged."""
     state = np.empty((STREAMS, 3), np.int64)
     start = np.empty(STREAMS, np.int64)
     for i in range(STREAMS):
-        length = load(source + HEADER + 8 * i)
-        if length < _U(1) or length > _U(source + size - at):
+        word = load(source + HEADER + 8 * i)
+        length = word & _U((1 << 56) - 1)
+        lead = np.int64(word >> _U(56))
+        if length < _U(1) or length > _U(source + size - at) or lead > k:
             return False
         start[i] = at
         at += np.int64(length)
+        out = target + segment(n, i + 1)
+        if lead > 0:
+            if out == target + segment(n, i):
+                return False
+            out -= 1
+            store_byte(out, _U(leads[lead - 1]))
         window = _first_window(at - 8)  # at or above `source`: the header is longer
         if window == _U(0):
             return False
         state[i, _WINDOW] = np.int64(window)
-        state[i, _AT], state[i, _OUT] = at - 8, target + n * (i + 1) // STREAMS
-    return at == source + size and _decode_streams(start, state, target, n, longest, table)
-
-
-@kernel
-def _decode_streams(start, state, target, n, longest, table):
-    """Decode the streams; whether they are undamaged."""
+        state[i, _AT], state[i, _OUT] = at - 8, out
+    if at != source + size:
+        return False
     entries = address(table) + (8 << longest)
     shift = 64 - longest
     while True:
         # a round uses at most 8 + 48 bits (7 bytes) of a stream, and writes at most 24 bytes and 2
         # undefined ones below
-        rounds = n
+        rounds = size
         for i in range(STREAMS):
-            unset = state[i, _OUT] - target - n * i // STREAMS
+            unset = state[i, _OUT] - target - segment(n, i)
             rounds = min(rounds, (state[i, _AT] - start[i]) // 7, (unset - 2) // 24)
         if rounds <= 0:
             break
         _rounds(rounds, address(state), entries, shift)
     for i in range(STREAMS):
         left = (state[i, _AT] - start[i]) * 8 + 64 - trailing_zeros(state[i, _WINDOW])
-        base = target + n * i // STREAMS
+        base = target + segment(n, i)
         if not _finish(address(table), longest, start[i], left, base, state[i, _OUT]):
             return False
     kept(table)
@@ -182,7 +222,7 @@ def _finish(tables, longest, start, left, base, out):
     """Decode the last `left` bits of the stream at `start` to the bytes base … out; whether they
     end together.
 
-    A window has no more bits than are left, so only codes that end within them are looked up. The
+    A window has no more bits than are left, so only words that end within them are looked up. The
     load may begin below `start`, never below the blob."""
     while out > base and left > 0:
         at = (left + 7) >> 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from moelab.base.table import percent, text_table
-from moelab.store.layout import SOURCE_LAYOUT, ExpertStore
+from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore
 
 
 def describe(store: ExpertStore) -> str:
@@ -16,7 +16,7 @@ def describe(store: ExpertStore) -> str:
     lines = [
         f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
         f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
-        f"exponent shards a tensor",
+        f"exponent shards a tensor, checksums {CHECKSUM}",
         f"rounded to {store.quantized}, so its source cannot be restored"
         if store.quantized
         else "restored, it is the files that it was made from"

@@ -17,7 +17,9 @@ both. Every chunk begins on a multiple of 4096 bytes of its file, for direct I/O
 `pad.…` fill the gaps, since a safetensors file may have none.
 
 Nothing in an index is trusted: every number is an integer within bounds, every name a plain one,
-every chunk lies where the order of the file puts it, without gaps. A forger can still write a whole store of other weights, which is a store of another model.
+every chunk lies where the order of the file puts it, without gaps. Its SHA-256
+is in the header of weights.safetensors too, so that neither file can be exchanged alone. A forger
+can still write a whole store of other weights, which is a store of another model.
 
 Shapes: an expert's tensors are the model's own, without the leading axis E.
 """
@@ -41,12 +43,13 @@ from moelab.base.records import Record
 from moelab.base.schema import blamed, typed
 from moelab.base.specs import MoESpec
 from moelab.store import fewbit
-from moelab.store.bits import as_bytes
+from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import RAW, Codec
 from moelab.store.codecs import find_codec, read_codec
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
-FORMAT = "moelab-store 3"
+FORMAT = "moelab-store"
+VERSION = 2
 ALIGN = 4096  # what direct I/O wants of offsets, lengths and addresses
 INDEX = "index.json"
 WEIGHTS = "weights.safetensors"
@@ -60,6 +63,9 @@ AGAIN = "copy the store again, or convert the model again"
 
 class StoreError(ValueError):
     """A store that is damaged, incomplete or not the one that was asked for."""
+
+
+CHECKSUM = "xxh3"
 
 
 def checksum(data: Any) -> str:
@@ -224,6 +230,7 @@ def layer_file(layer: int) -> str:
 
 def layer_header(layer: Layer) -> bytes:
     """The safetensors header of a layer's chunks and the padding between them."""
+    about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
     parts: Record = {}
     for expert, entries in enumerate(layer.experts):
         for name, chunk in in_file(entries):
@@ -231,13 +238,20 @@ def layer_header(layer: Layer) -> bytes:
             parts[key] = "U8", [chunk.length]
             if padding := aligned(chunk.length) - chunk.length:
                 parts["pad." + key] = "U8", [padding]
-    return header_bytes(parts, layer.header)
+    return header_bytes(parts, {"moelab.layer": json.dumps(about)}, layer.header)
 
 
-def seal(fields: Record) -> bytes:
-    """An index: JSON whose last member is the SHA-256 of all bytes before it."""
+def weights_header(weights: dict[str, list], digest: str) -> bytes:
+    """The safetensors header of the other weights, key → [dtype, shape, …]; `digest` is that of the
+    index."""
+    return header_bytes(weights, {"format": "pt", "moelab.index": digest})
+
+
+def seal(fields: Record) -> tuple[bytes, str]:
+    """(bytes of an index, digest): JSON whose last member is the SHA-256 of all bytes before it."""
     text = json.dumps(fields, separators=(",", ":"))[:-1]
-    return f'{text},"sha256":"{sha256(text.encode()).hexdigest()}"}}'.encode()
+    digest = sha256(text.encode()).hexdigest()
+    return f'{text},"sha256":"{digest}"}}'.encode(), digest
 
 
 def unseal(raw: bytes) -> Record:
@@ -383,17 +397,18 @@ class ExpertStore(ExpertFiles):
 
     def _read(self, index: bytes) -> None:
         fields = unseal(index)
-        found = fields["format"]
-        _need(found == FORMAT, f"it is a {found}; this moelab reads a {FORMAT}")
+        found = [fields[name] for name in ("format", "version", "layout", "checksum")]
+        readable = [FORMAT, VERSION, LAYOUT, CHECKSUM]
+        _need(found == readable, f"it is in {found}; this moelab reads {readable}")
         self.spec = typed(fields["spec"], MoESpec)
         self.identity = fields["identity"]
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), "an impossible identity")
-        self.quantized: str | None = fields["quantized"]
+        self.quantized: str | None = fields.get("quantized") or None
         if self.quantized:
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"
         self.codec = fields["codec"]
-        self.shards = int(fields["shards"])
+        self.shards = int(fields["K"])
         find_codec(self.codec)
         self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
         self._paths = [self.folder / layer.file for layer in self.layers]
@@ -402,13 +417,13 @@ class ExpertStore(ExpertFiles):
             len(experts) == self.spec.L and {*experts} == {self.spec.E},
             f"its layers are not {self.spec.L} of {self.spec.E} experts, as of {self.spec.name}",
         )
-        self._set_weights(fields["weights"])
+        self._set_weights(fields["weights"], fields["sha256"])
         files = fields["files"].items()
         self.files = {plain_name(name): (int(size), check) for name, (size, check) in files}
 
-    def _set_weights(self, weights: Record) -> None:
+    def _set_weights(self, weights: Record, digest: str) -> None:
         shapes = {key: _dtype_and_shape(*of[:2]) for key, of in weights.items()}
-        self._weights_header = header_bytes(shapes)
+        self._weights_header = weights_header(shapes, digest)
         self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         at = len(self._weights_header)
         for key, (dtype, shape) in shapes.items():

@@ -41,6 +41,7 @@ from moelab.store.layout import (
     run,
 )
 
+KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
 
 
@@ -242,23 +243,31 @@ class Reader:
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
         try:
-            return os.preadv(self._open(path), views, offset)
+            with self._open(path) as fd:
+                return os.preadv(fd, views, offset)
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         self.mode = "buffered"
         return self._request(path, views, offset)
 
-    def _open(self, path: Path) -> int:
-        """A file to read from, which stays open."""
+    @contextlib.contextmanager
+    def _open(self, path: Path) -> Iterator[int]:
+        """A file to read from, which stays open if fewer than `KEPT` do."""
         with self._lock:
             key = self.mode, path
             if (fd := self._files.get(key)) is None:
                 fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if self.mode == "direct" else 0))
                 if self.mode == "uncached":
                     fcntl.fcntl(fd, fcntl.F_NOCACHE, 1)
-                self._files[key] = fd
-            return fd
+                if len(self._files) < KEPT:
+                    self._files[key] = fd
+            kept = key in self._files
+        try:
+            yield fd
+        finally:
+            if not kept:
+                os.close(fd)
 
     def check(self, chunks: Chunks, only: str | None = None) -> None:
         """Raise StoreError unless the chunks, or those of the tensor `only`, match their

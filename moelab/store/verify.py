@@ -28,7 +28,7 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     """
     store = store if isinstance(store, ExpertStore) else ExpertStore(store)
     check_weights(store)
-    found = {"experts": 0, "bytes": store.weights_bytes}
+    found = {"experts": 0, "chunks": 0, "bytes": store.weights_bytes}
     for chunks, _ in checked_experts(store, "verifying"):
         if not intact(chunks.entries, chunks.data, chunks.offset):
             raise StoreError(
@@ -36,6 +36,7 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
                 f"{chunks.expert} is something else than zeros; {AGAIN}"
             )
         found["experts"] += 1
+        found["chunks"] += sum(len(c) for entry in chunks.entries.values() for _, c in entry.planes)
         found["bytes"] += len(chunks.data)
     return found
 
@@ -97,7 +98,7 @@ def main(args: argparse.Namespace) -> int:
         print(f"moelab: {error}")
         return 1
     print(
-        f"{args.store} is whole: {found['experts']:,} experts and all other weights, "
+        f"{args.store} is whole: {found['experts']:,} experts in {found['chunks']:,} chunks and all other weights, "
         f"{found['bytes'] / 1e9:,.2f} GB"
     )
     return 0

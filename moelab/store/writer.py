@@ -27,14 +27,16 @@ from moelab.base.progress import progress
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.store import codecs
-from moelab.store.bits import as_bytes
+from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import Codec
-from moelab.store.headers import NAMES, WEIGHT_MAP, Stored, header_bytes
+from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
 from moelab.store.layout import (
+    CHECKSUM,
     FORMAT,
     INDEX,
     PIECE,
     SOURCE_LAYOUT,
+    VERSION,
     WEIGHTS,
     Layer,
     aligned,
@@ -45,6 +47,7 @@ from moelab.store.layout import (
     plain_name,
     read_entries,
     seal,
+    weights_header,
 )
 
 COMMIT = 64 << 20  # bytes of a layer's file between two syncs
@@ -93,12 +96,15 @@ class StoreWriter:
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         head = {
             "format": FORMAT,
+            "version": VERSION,
             "spec": asdict(spec),
             "identity": identity,
             "codec": codec,
-            "shards": shards,
+            "K": shards,
+            "layout": LAYOUT,
+            "checksum": CHECKSUM,
             "layers": layers,
-            "quantized": quantized,
+            **({"quantized": quantized} if quantized else {}),
         }
         self.head = json.loads(json.dumps(head))  # as it will be read back: lists for tuples
         self.records: list[Record] = []
@@ -132,8 +138,9 @@ class StoreWriter:
         differ = {key for key in begun | head if begun.get(key) != head.get(key)}
         there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
         if there and differ - {"content"}:
+            names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {', '.join(sorted(differ))}; "
+                f"{self.folder} is an unfinished store with another {names}; "
                 f"finish it with the source and the options that it was begun with, or remove it"
             )
         if not differ:
@@ -215,7 +222,7 @@ class StoreWriter:
             del tensor
         self._wait()
         record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
-        begin = self._end if expert else self._room_for_header(layer, packed)
+        begin = self._end if expert else self._room_for_header(layer, packed, shapes)
         self._writing = self._thread.submit(
             self._write_expert, record | {"sources": sources}, packed, begin
         )
@@ -229,11 +236,14 @@ class StoreWriter:
             self._writing = None
             done.result()
 
-    def _room_for_header(self, layer: int, packed: dict[str, codecs.PackedTensor]) -> int:
+    def _room_for_header(
+        self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
+    ) -> int:
         """Bytes that are enough for the header of a layer's file, from its first expert."""
         n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p)
         longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
-        return aligned(1000 + 2 * self.layers[layer][1] * n_chunks * longest)
+        about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
+        return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
 
     def _write_expert(
         self, record: Record, packed: dict[str, codecs.PackedTensor], begin: int
@@ -306,7 +316,7 @@ class StoreWriter:
             for name, content in contents.items():
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
-            index = seal(
+            index, digest = seal(
                 {
                     **self.head,
                     "layers": self._write_headers(),
@@ -314,6 +324,7 @@ class StoreWriter:
                     "files": table,
                 }
             )
+            _write(self.folder / WEIGHTS, weights_header(_shapes(weights), digest), "r+b")
             _write(self.folder / INDEX, index)
 
     def _write_headers(self) -> list[Record]:
@@ -340,12 +351,11 @@ class StoreWriter:
         return layers
 
     def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
-        """Copy the other weights behind their header; returns key → dtype, shape, checksums of its
-        pieces."""
+        """Copy the other weights behind room for their header; returns key → dtype, shape,
+        checksums of its pieces."""
         written = {}
         with open(self.folder / WEIGHTS, "wb") as out:
-            shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
-            out.write(header_bytes(shapes))
+            out.write(bytes(len(weights_header(_shapes(weights), "0" * 64))))
             for key, tensor in weights.items():
                 checks = []
                 for begin in range(0, tensor.nbytes, PIECE):
@@ -386,6 +396,10 @@ class StoreWriter:
                 f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
                 f"right and run the same command again, and it goes on from there",
             ) from error
+
+
+def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:
+    return {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
 
 
 def _write(path: Path, content: bytes, mode: str = "wb") -> None:

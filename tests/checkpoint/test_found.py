@@ -225,13 +225,10 @@ def mlx(key: str, w: torch.Tensor) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     "words, made, said",
     [
-        ("modelopt", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
-        ("an unnamed method", mlx, {"group_size": 64, "bits": 4}),
-        (
-            "an unnamed method",
-            mlx,
-            {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}},
-        ),
+        ("modelopt NVFP4", nvfp4, {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        ("MLX", mlx, {"group_size": 64, "bits": 4}),
+        ("MLX", mlx, {"quantization": {"group_size": 32, "bits": 4, "mode": "mxfp4"}}),
+        ("bitsandbytes", mlx, {"load_in_4bit": True}),
         ("exl3", mlx, {"quant_method": "exl3"}),
     ],
 )

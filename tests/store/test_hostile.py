@@ -57,9 +57,15 @@ def fields_of(folder):
     return fields
 
 
-def reseal(folder, fields):
-    """Write an index as an attacker would: sealed anew."""
-    (folder / INDEX).write_bytes(seal(fields))
+def reseal(folder, fields, thorough=True):
+    """Write an index as an attacker would: sealed anew, and with the new digest in the weights'
+    header, too."""
+    raw, digest = seal(fields)
+    old = json.loads((folder / INDEX).read_bytes())["sha256"]
+    (folder / INDEX).write_bytes(raw)
+    if thorough:
+        weights = (folder / WEIGHTS).read_bytes()
+        (folder / WEIGHTS).write_bytes(weights.replace(old.encode(), digest.encode(), 1))
 
 
 def bits(folder):
@@ -164,10 +170,10 @@ def damage(folder, rng):
     files = sorted(folder.iterdir())
     kind, path = rng.randrange(7), rng.choice(files)
     if kind < 3:
-        fields = fields_of(folder)
+        fields, thorough = fields_of(folder), rng.random() < 0.5
         mutate(fields, rng)
-        reseal(folder, fields)
-        return True
+        reseal(folder, fields, thorough)
+        return thorough
     raw = bytearray(path.read_bytes())
     if kind == 3:
         at = rng.randrange(min(len(raw), rng.choice((64, 4096, len(raw)))))

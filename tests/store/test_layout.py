@@ -21,7 +21,7 @@ def reseal(folder, tmp_path, change):
     fields = unseal((copy / INDEX).read_bytes())
     fields.pop("sha256")
     change(fields)
-    (copy / INDEX).write_bytes(seal(fields))
+    (copy / INDEX).write_bytes(seal(fields)[0])
     return copy
 
 
@@ -60,7 +60,7 @@ def test_any_changed_byte_of_the_index_is_seen(folder):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda f: f.update(format="moelab-store 99"), "99.*this moelab reads"),
+        (lambda f: f.update(version=99), "99, .*this moelab reads"),
         (lambda f: f.pop("spec"), "no index of an expert store"),
         (lambda f: f["files"].update({"gone.json": [3, "0" * 16]}), "lacks gone.json"),
     ],
