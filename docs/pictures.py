@@ -135,6 +135,33 @@ def dropping(results: Mapping[str, Any]) -> Figure:
     return intervals(found, "points (95 %)", height=320)
 
 
+def static_sets(results: Mapping[str, Any]) -> Figure:
+    """Hit rate of a set of experts that were popular in other texts less LRU's, with a quarter of
+    the experts in memory, of recorded traces; `results` of bench referee."""
+    name = "static, other texts, less LRU"
+    found = {
+        trace: tuple(row[f"{name} {end}".strip()] for end in ("", "from", "to"))
+        for trace, row in results["static sets, 25%"].items()
+        if "," in trace and f"{name} from" in row  # a recorded one
+    }
+    return intervals(found, "points of hit rate (95 % over texts)", kind="exact", height=320)
+
+
+def planned(results: Mapping[str, Any]) -> Figure:
+    """A token's time by what memory holds, on fitted routing and on independent draws; `results` of
+    bench referee."""
+    labels = {
+        "uncompressed, LRU": "uncompressed, LRU",
+        "only C, LRU": "kept compressed, LRU",
+        "planned, ZipMoE's rule": "planned pools, ZipMoE's rule",
+    }
+    of = {
+        label: {routing: row[f"{way} ms"] for routing, row in results["planned pools"].items()}
+        for way, label in labels.items()
+    }
+    return bars(of, "ms of a token (simulated)", kind="simulated", text=".0f", height=340)
+
+
 def scale(results: Mapping[str, Any]) -> Figure:
     """A model larger than the machine, in each form: its size and what the process took, beside the
     machine's memory; a token's mean time beside its limit; `results` of bench scale. Arms that
@@ -193,6 +220,8 @@ FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "findings/balancing": (notebook("07_ndp_scheduling"), balancing),
     "findings/estimators": (bench("recall_and_misses"), estimators),
     "findings/dropping": (bench("ane_accuracy"), dropping),
+    "findings/static_sets": (bench("referee"), static_sets),
+    "findings/planned": (bench("referee"), planned),
     "bench/scale": (bench("scale"), scale),
 }
 

@@ -69,7 +69,7 @@ DIRECTIONS = {
         "speculate",
         "api",
     },
-    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static"},
+    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static", "simulation"},
     "ndp": {"trace", "experts", "parallel"},
 }
 TECHNIQUES = set(DIRECTIONS)

@@ -33,7 +33,6 @@ from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
 from moelab.speculate.estimator import Estimator
-from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
 from tests.depth import depth
 from tests.models import tiny
@@ -84,20 +83,6 @@ def as_calibration(path, model):
     for phase, tokens in zip(counts.tolist(), found.tokens):
         assert all(sum(layer) <= tokens * spec.K for layer in phase)
     assert repr(found)
-
-
-def vectors_file(path, model):
-    spec = spec_of(model)
-    d, shared = torch.randn(spec.L, spec.E, spec.H), torch.randn(spec.L, spec.H)
-    counts = torch.ones(spec.L, spec.E, dtype=torch.long)
-    DefaultVectors(d, shared, counts, False, identity(model)).save(path)
-
-
-def as_vectors(path, model):
-    found = DefaultVectors.load(path, model)
-    finite([*found.d.flatten().tolist(), *found.shared.flatten().tolist()])
-    made = found.layer_default(0, torch.zeros(1, 2, dtype=torch.long), torch.ones(1, 2))
-    assert made.shape == found.shared[:1].shape
 
 
 def estimator_file(path, model):
@@ -180,7 +165,6 @@ def as_ledger(path, model):
 TENSORS = {
     "trace": (trace_file, as_trace),
     "calibration": (calibration_file, as_calibration),
-    "vectors": (vectors_file, as_vectors),
     "estimator": (estimator_file, as_estimator),
 }
 OBJECTS = {

@@ -25,7 +25,7 @@ from typing import Any
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
 from moelab.advice.disk import fitting
-from moelab.advice.machine import DISTURBED, here
+from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
@@ -56,18 +56,15 @@ def advise(
     model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which
         config.json is enough, or a store; None is the small model.
     memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included.
-    context : tokens of a sequence, of which all but few are the prompt; None is 4,096, or as many
-        as the model takes.
+    context : tokens of a sequence, most of them the prompt; None is 4,096, or what the model takes.
     batch : sequences at a time.
     loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or
         not. A form whose loss nobody has measured is advised with "any" only; `verify` measures
         those of the best.
     device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
-    trace : the routing of your text: a file that `moelab.trace.load` reads, or a `RoutingTrace`.
-        Without one, the model's own tokens say it, if it is here and simulated, or else routing is
-        drawn as fitted to real traces: this model's, or that of the most alike and a range over all.
-    calibration : file of `moelab calibrate`, whose counts say how popular experts are, token by
-        token.
+    trace : the routing of your text: a file that `moelab.trace.load` reads, or a `RoutingTrace`;
+        else what the model does here, if it is simulated, or routing as `moelab.advice.assumed`.
+    calibration : file of `moelab calibrate`, whose counts say how popular experts are.
     simulate : play the ways in the simulator; None: if the weights and the device are here.
     verify : run the best ones for real, minutes; what is measured is kept.
 
@@ -113,12 +110,7 @@ def modelled(asked: Question) -> Advice:
             found = [fitting(asked.model, of, asked.loss)[0] for of in found]
         return [next((way for way in of if way.within(asked.loss)), None) for of in found]
 
-    notes = []
-    if (others := asked.device.figures.get("others_cores")) and others.value > DISTURBED:
-        notes.append(
-            f"While this machine was measured, others kept {others.value:.1f} of its cores busy: "
-            "times are too long, and the range wider. Ask again when it is quiet; that is kept."
-        )
+    busy = asked.device.figures.get("others_cores")
     ways = asked.arithmetic()
     others = [
         way
@@ -126,7 +118,7 @@ def modelled(asked: Question) -> Advice:
         for way in replace(asked, memory=int(part * asked.memory)).arithmetic()
         if way not in ways
     ]
-    return conclude(asked, ways, changed, dict.fromkeys(others), notes)
+    return conclude(asked, ways, changed, dict.fromkeys(others), told(busy.value if busy else 0))
 
 
 def _memory_of(given: str | float | int, device: DeviceSpec) -> int:

@@ -26,7 +26,7 @@ from moelab.simulation.routing import Routing, families, routing_of
 #: as many tokens that fill the cache
 TEXTS, TOKENS, LAYERS = 5, 64, 4
 #: layers of a trace, which differ
-OF_TRACE = 12
+OF_TRACE = 24
 #: shares of all experts in memory at which hits are counted; between them lies a straight line
 SHARES = (0.05, 0.15, 0.3, 0.5, 0.75)
 #: how far a fit's hit rates may be from its trace's (`moelab.simulation.routing`)

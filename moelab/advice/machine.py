@@ -52,6 +52,22 @@ def machine() -> str:
     return f"{platform.node()}, {platform.machine()}, {os.cpu_count()} cores"
 
 
+def told(others: float) -> list[str]:
+    """What there is to say of a measurement during which others used so many cores."""
+    if others <= DISTURBED:
+        return []
+    return [
+        f"While this machine was measured, others kept {others:.1f} of its cores busy: times are too "
+        "long, and the range wider. Ask again when it is quiet: it is measured anew, and that is kept."
+    ]
+
+
+def freed(others: float) -> float:
+    """How many times as fast a machine may be without others that use so many cores."""
+    cores = os.cpu_count() or 1
+    return cores / max(cores - others, 1)
+
+
 def here(folder: str | Path | None = None) -> DeviceSpec:
     """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
     the system's temporary folder."""

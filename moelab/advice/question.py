@@ -10,10 +10,10 @@ whatever an engine does besides."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 
 from moelab.advice.assumed import LAYERS, TOKENS, Assumed
+from moelab.advice.machine import freed
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
@@ -107,12 +107,11 @@ class Question:
         """The machine's when nobody disturbs it, as measured, and with a busy disk."""
         rates = MachineRates.of(self.device)
         known = {name: of.value for name, of in self.device.figures.items()}
-        cores = os.cpu_count() or 1
-        freed = cores / max(cores - known.get("others_cores", 0), 1)
+        alone = freed(known.get("others_cores", 0))
         busy = known.get("storage_busy_gbs", rates.read / 1e9) * 1e9
         return [
             replace(rates, read=faster * read, memory=more * rates.memory, flops=more * rates.flops)
-            for read, more in ((rates.read, freed), (rates.read, 1), (busy, 1))
+            for read, more in ((rates.read, alone), (rates.read, 1), (busy, 1))
         ]
 
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:

@@ -169,7 +169,7 @@ def costs(found: Profile, model: Model, whole: bool) -> Costs:
         rest = (before_experts(found, sampled) * layers + more) * spec.L + head + head_token
         machine = replace(machine, other=(base * layers + more, token), head=(head, head_token))
     sizes = Sizes(found.full, aligned(e), aligned(sm)) if sm else Sizes(found.full, 0, 0, True)
-    return Costs(machine, sizes, e + sm, rest)
+    return Costs(machine, sizes, e + sm, rest, found.others or 0.0)
 
 
 def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> CostsOf:

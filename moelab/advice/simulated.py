@@ -14,7 +14,8 @@ from typing import Any
 
 from moelab.advice import verify as real
 from moelab.advice.answer import Advice, conclude
-from moelab.advice.kept import Kept, machine
+from moelab.advice.kept import Kept
+from moelab.advice.machine import machine, told
 from moelab.advice.model import AS_IS, Model
 from moelab.advice.question import Question
 from moelab.advice.sample import disturbed, sample_costs
@@ -65,15 +66,12 @@ def simulated(asked: Question, verify: bool) -> Advice:
     else:
         texts = [look.seen]
         asked = replace(asked, assumed=replace(asked.assumed, words="as in what ran here"))
-        if disturbed(look.itself):
-            notes.append(
-                f"While the model was measured, other processes kept {look.itself.others:.1f} "
-                "cores busy: times are too long. Ask again when it is quiet: it is measured anew then."
-            )
     if asked.on_card:
         costs_of = card_costs(asked.device, model)
     else:
         costs_of = sample_costs(model, forms_of(model), look)
+    known = filter(None, map(costs_of, forms_of(model)))
+    notes += told(max((costs.others for costs in known), default=0.0))
     search = Search(asked, costs_of, texts[0], kept)
     if look is not None:
         _keep_look(search, look.ran)

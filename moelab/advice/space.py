@@ -22,6 +22,7 @@ import numpy as np
 
 from moelab.advice.assumed import SHARES, TEXTS, Assumed, counted, hit_rate, steps_of
 from moelab.advice.kept import Kept
+from moelab.advice.machine import freed
 from moelab.advice.model import AS_IS, DECODED, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
@@ -62,12 +63,13 @@ PREFETCH, RECALL = "router", 0.807
 class Costs:
     """What a form costs on a machine; bytes of a slot, bytes of an expert on disk; seconds of a
     token without any experts where all are in memory and nothing is decided (None: as the machine
-    says)."""
+    says); cores that others used while it was measured."""
 
     machine: Machine
     sizes: Sizes
     disk: int
     rest: float | None = None
+    others: float = 0.0
 
 
 #: form → what it costs, None where nobody knows
@@ -256,8 +258,12 @@ class Search:
         return 0.0 if form in LOSSLESS else self.kept.loss(form)
 
     def corrected(self, way: Way) -> Way:
-        """A simulated way by what was measured."""
-        return self.kept.corrected(way, self.asked.batch)
+        """A simulated way by what was measured; it may be faster on a machine without others."""
+        way = self.kept.corrected(way, self.asked.batch)
+        least, most = way.between
+        costs = self.costs_of(way.form)
+        alone = freed(costs.others) if costs and way.kind == "simulated" else 1.0
+        return replace(way, between=(least / alone, most))
 
     def plain(self, form: str, memory: int) -> Way | None:
         """A form in so much memory; None if it does not fit, or nobody knows what it costs."""

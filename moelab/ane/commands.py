@@ -45,14 +45,15 @@ COUNTS = {
     "calibration": (
         Path,
         "FILE",
-        "popularity is assumed",
+        "routing is drawn",
         "of the model, by `moelab calibrate MODEL FILE`",
     ),
-    "skew": (None, "NAME", "typical", "assumed popularity: even, typical or strong"),
 }
 WEIGHTS = (None, "NAME", "fp16", "of the experts: fp16, int8, palette4, palette6 or palette8")
 CHECKPOINT = (Path, "FOLDER", None, "if it is not where it was converted")
 CONVERTED = (Path, "a converted model")
+#: tokens of drawn routing that are counted where there is no calibration
+DRAWN = 4096
 MODEL = "a checkpoint folder, a store or a hub id; 'small' is the shipped model"
 COMPARED = {
     "prompts": (whole(1), "N", 20, "prefills to compare"),
@@ -198,20 +199,19 @@ def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
 def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
     from moelab.ane.coreml.ffn_graph import WEIGHTS
     from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
-    from moelab.ane.popularity import assumed_counts
 
     registry.require("--weights", args.weights, WEIGHTS)
-    if "calibration" in args and "skew" in args:
-        raise ValueError("--calibration counts what --skew assumes; leave out one or the other")
     options = {name: getattr(args, name, default) for name, (*_, default, _) in PLANNING.items()}
     options |= {
         "bytes_per_weight": WEIGHTS[args.weights] / 8,
         "max_graph_bytes": args.max_graph_mb * MB if "max_graph_mb" in args else MAX_GRAPH_BYTES,
     }
     if "calibration" not in args:
-        skew = getattr(args, "skew", "typical")
-        counts, tokens = assumed_counts(spec, options["chunk"], skew=skew)
-        return make_plan(spec, counts, tokens, popularity=f"assumed: {skew}", **options)
+        from moelab.simulation.routing import routing_of
+
+        routing, words = routing_of(spec)
+        drawn = routing.trace(spec, [DRAWN])
+        return make_plan(spec, drawn.counts(), DRAWN, popularity=words, **options)
     from moelab.calibration import Calibration
     from moelab.trace import PREFILL
 

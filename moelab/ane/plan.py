@@ -224,8 +224,8 @@ def make_plan(
 ) -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
-    counts, tokens : [L, E] routings to each expert of so many tokens (`Calibration`,
-        `popularity.assumed_counts`).
+    counts, tokens : [L, E] routings to each expert of so many tokens (of a `Calibration`, or of
+        routing that was drawn: `moelab.simulation.routing`).
     chunk, group_size : B, and G for systems that group.
     levels, rule, slack : of `capacity_tiers`.
     max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.

@@ -174,9 +174,8 @@ def synthesize(
     config = config_of(spec)
     twin = compat.meta_twin(config)
     weights = Weights(twin, seed)
-    texts = {}
-    if routing is not None:
-        texts[TOKENS_FILE] = implant(routing, spec, config, weights)
+    routed = routing is not None
+    texts = {TOKENS_FILE: implant(routing, spec, config, weights)} if routed else {}
     destination.parent.mkdir(parents=True, exist_ok=True)
     near = destination.parent, f"{destination.name}."
     with tempfile.TemporaryDirectory(dir=near[0], prefix=near[1]) as temporary:

@@ -105,8 +105,13 @@ def compare(args: argparse.Namespace) -> int:
 
 def fitted(args: argparse.Namespace) -> int:
     """`fit`."""
-    for name, value in asdict(fit(load(args.traces[0], args.model))).items():
+    trace = load(args.traces[0], args.model)
+    print("[routing]")
+    for name, value in asdict(fit(trace)).items():
         print(f"{name} = {value:.4g}")
+    print(
+        f'kind = "fitted"\nsource = "moelab trace fit, on {len(trace):,} tokens of {args.traces[0].name}"'
+    )
     return 0
 
 

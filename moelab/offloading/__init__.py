@@ -9,6 +9,7 @@
     decoders        what a worker does to a compressed tensor
     slots, link     the memory; copies to a GPU's
     prefetch_gate   in which tokens predictions are followed
+    drafts          how many tokens are guessed ahead and verified in one pass
     threads         how many threads compute beside those that load
 
 Which experts stay is decided in `moelab.cache` (residency, pools, policies). `offload` builds all of

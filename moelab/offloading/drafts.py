@@ -33,14 +33,6 @@ GAIN = 0.03  # by which drafts must be faster
 STAKE, RICH = 4.0, 32.0  # tokens that may be lost by drafts: at first, and of what they have won
 SHARE = 0.005  # of all tokens, which are put to a stake below the first
 ROW = 64  # passes with drafts after which one goes without; without, until all is timed anew
-#: what transformers drafts with; anything else decodes without drafts
-PLAINLY = {
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "use_cache": True,
-    "cache_implementation": None,
-    "penalty_alpha": None,
-}
 
 
 class DraftGate:
@@ -213,20 +205,11 @@ def drafting(model: Any, drafts: int | str, ids: Any, options: dict[str, Any]) -
     """
     if drafts != "auto" and (not isinstance(drafts, int) or drafts < 0):
         raise ValueError(f"drafts is {drafts!r}; it must be a number of tokens from 0 on, or auto")
-    if drafts == "auto" and not can_draft(model, ids, options):
-        drafts = 0
+    if drafts == "auto" and (ids is None or len(ids) != 1 or compat.is_stateful(model)):
+        drafts = 0  # as transformers can verify none
     source = {} if options.get("assistant_model") is not None else {"prompt_lookup_num_tokens": 1}
     token = ASKED.set(drafts)
     try:
         yield options | (source if drafts else {})
     finally:
         ASKED.reset(token)
-
-
-def can_draft(model: Any, ids: Any, options: dict[str, Any]) -> bool:
-    """Whether transformers can verify drafts in a generation: of one sequence, without beams, from
-    a cache that can be cut."""
-    config = options.get("generation_config") or model.generation_config
-    plain = (options.get(name, getattr(config, name, None)) for name in PLAINLY)
-    usual = all(given in (None, wanted) for given, wanted in zip(plain, PLAINLY.values()))
-    return usual and ids is not None and len(ids) == 1 and not compat.is_stateful(model)

@@ -54,16 +54,16 @@ class OpenedModel(InTurn):
     def __exit__(self, *_: object) -> None:
         self.moelab.close()
 
-    def generate(self, inputs: Any = None, *, drafts: int | str = 0, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, drafts: int | str = 0, **kwargs: Any) -> Any:
         """As transformers' own; `cancel` and Ctrl-C end it between two layers.
 
         drafts : tokens that are guessed ahead, of an `assistant_model` or from the text itself, and
             verified in one forward pass, for one sequence: a number, or "auto" for as many as have
             been seen to be faster, or none. Tokens stay what they are without, but for the last
             bits of a pass over several positions, by which a close choice may change."""
-        ids = kwargs.get("input_ids", inputs)
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         with self.moelab.running(), drafting(self, drafts, ids, kwargs) as kwargs:
-            return super().generate(inputs, **kwargs)
+            return super().generate(*args, **kwargs)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
         """As transformers' own; ValueError where the experts are not in memory, since they would be

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from moelab.base.schema import typed
 from moelab.base.specs import MoESpec
 from moelab.cards import MODELS, load_card, load_model
 
@@ -166,7 +167,7 @@ def families() -> dict[str, Routing]:
     cards = {name: load_card(name).get("routing", {}) for name in MODELS}
     about = "kind", "source"
     return {
-        name: Routing(**{what: of[what] for what in of if what not in about})
+        name: typed({what: of[what] for what in of if what not in about}, Routing, name)
         for name, of in cards.items()
         if of
     }
@@ -182,8 +183,8 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
     """The routing whose draws have the statistics of a trace: hit rates of LRU, LFU and Belady,
     reuse at several distances, entropy, what a layer tells of the next.
 
-    Gauss and Newton's steps on the differences in percent, with the same random numbers for all
-    draws. ValueError: fewer than two tokens or layers."""
+    Gauss and Newton's steps on the differences in percent to the power of 1.5, so that the largest
+    count most, with the same random numbers for all draws. ValueError: fewer than two tokens or layers."""
     lengths = trace.sequence.bincount().tolist()
     lengths = [n for n in lengths if n]
     spec = trace.spec
@@ -225,8 +226,8 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
 
 #: of what `_compared` finds: reuse from the second distance on counts less
 WEIGHTS = np.array([1.0] * 13 + [0.3] * (len(LAGS) - 1) + [1.0] * 2)
-#: how strongly a fit holds on to `TYPICAL`, in percent of a statistic for a factor e; and how far
-#: it looks for a slope
+#: how strongly a fit holds on to `TYPICAL`: a factor e counts as one percent of a statistic; and
+#: how far it looks for a slope
 PRIOR = 1.0
 STEP = 0.25
 

@@ -24,10 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.base.files import save_tensors
+from moelab.base.files import load_tensors, save_tensors
 from moelab.base.registry import find
 from moelab.base.schema import Size, checked
-from moelab.speculate.signals import load_for
+from moelab.checkpoint.opening import spec_of
+from moelab.speculate.signals import check_model
 
 FORMAT = "moelab.estimator/2"
 TRAINED = "moelab.speculate.train(…).estimator"
@@ -107,8 +108,15 @@ class Estimator(nn.Module):
         """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if
         it is not readable, another model's, or of a kind that is not registered."""
         about = {"kind": str, "config": dict[str, Size], "model_id": str}
-        estimator = load_for(model, path, FORMAT, "estimator", TRAINED, about, _loaded)
-        return estimator.to(getattr(model, "device", "cpu")).eval()
+        made = f"{TRAINED}.save(path)"
+        found = load_tensors(path, FORMAT, "estimator", made, about, _loaded)
+        check_model(model, found.model_id, f"{path}: estimator", f"{made} makes what fits")
+        if found.shape != (wanted := (spec_of(model).L, spec_of(model).E)):
+            raise ValueError(
+                f"{path} is damaged: it is of {found.shape} layers and experts, the model of {wanted}; "
+                "make it again"
+            )
+        return found.to(getattr(model, "device", "cpu")).eval()
 
 
 def _loaded(

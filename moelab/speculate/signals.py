@@ -13,10 +13,9 @@ and q [T, H]."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab import recording
-from moelab.base.files import load_tensors, save_tensors
 from moelab.base.progress import progress
-from moelab.base.schema import checked
 from moelab.checkpoint.opening import spec_of
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
 from moelab.models.stream import Stream, streams
 
-FORMAT = "moelab.default_vectors/2"
 MEASURED = "moelab.speculate.default_vectors(model, prompts)"
 
 
@@ -68,57 +64,6 @@ class DefaultVectors:
 
     def to(self, device: torch.device | str) -> DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
-
-    def save(self, path: str | Path) -> Path:
-        tensors = {"d": self.d, "shared": self.shared, "counts": self.counts}
-        about = {"model_id": self.model_id, "weighted": self.weighted}
-        return save_tensors(path, FORMAT, tensors, **about)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """L, E."""
-        return tuple(self.counts.shape)
-
-    @classmethod
-    def load(cls, path: str | Path, model: nn.Module) -> DefaultVectors:
-        """Read the default vectors of `model`; ValueError if they are not readable or another
-        model's."""
-        about = {"weighted": bool, "model_id": str}
-        return load_for(model, path, FORMAT, "default vectors", MEASURED, about, cls._loaded)
-
-    @classmethod
-    def _loaded(cls, tensors: dict[str, Tensor], weighted: bool, model_id: str) -> DefaultVectors:
-        d = checked(tensors, "d", ("float32",), (None, None, None))
-        return cls(
-            d,
-            checked(tensors, "shared", ("float32",), d.shape[::2]),
-            checked(tensors, "counts", ("int64",), d.shape[:2], 0),
-            weighted,
-            model_id,
-        )
-
-
-def load_for(
-    model: nn.Module,
-    path: str | Path,
-    form: str,
-    what: str,
-    made: str,
-    about: Mapping[str, Any],
-    build: Callable[..., Any],
-) -> Any:
-    """What `moelab.base.files.load_tensors` reads, which has a `shape` (L, E) and a `model_id`; ValueError
-    unless these are the model's.
-
-    made : the call that makes another, for the errors."""
-    found = load_tensors(path, form, what, f"{made}.save(path)", about, build)
-    check_model(model, found.model_id, f"{path}: {what}", f"{made} makes what fits")
-    if found.shape != (wanted := (spec_of(model).L, spec_of(model).E)):
-        raise ValueError(
-            f"{path} is damaged: it is of {found.shape} layers and experts, the model of {wanted}; make "
-            "it again"
-        )
-    return found
 
 
 def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 
 from moelab.ane.plan import ANEPlan, make_plan
-from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure
 
 from .ane_device import DeviceModel, Prefill
+from .ane_popularity import assumed_counts, assumed_loads
 from .ane_published import ATTENTION_CPU, TABLE_5
 
 #: (prompt, chunk) of Figures 14 to 16

@@ -129,7 +129,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Published:
-    """One row: what was found, on what, and by whom; `unanswered` says why it cannot be computed."""
+    """One row: what was found, on what, and by whom.
+
+    unanswered : why it cannot be computed, although a number of it may be.    rest : what of it is
+        not answered, where most is."""
 
     n: Size
     part: str
@@ -139,10 +142,11 @@ class Published:
     source: str
     kind: str = ""
     unanswered: str = ""
+    rest: str = ""
     answer: tuple[Answer, ...] = ()
 
     def __post_init__(self) -> None:
-        if bool(self.unanswered) == bool(self.answer):
+        if not (self.unanswered or self.answer):
             raise ValueError("a row has answers, or says why it is unanswered")
 
 
@@ -526,7 +530,7 @@ def worst(found: Iterable[Found]) -> str:
 
 def _why(row: Published, found: Sequence[tuple[Answer, list[Found], str]]) -> str:
     """How a row was answered, and why it may be off."""
-    if row.unanswered:
+    if not found:
         return row.unanswered
     said = dict.fromkeys(said for _, _, said in found if said)
     off = dict.fromkeys(
@@ -538,7 +542,8 @@ def _why(row: Published, found: Sequence[tuple[Answer, list[Found], str]]) -> st
     if bands := [(of, one) for of, values, _ in found for one in values if one.band]:
         inside = sum(_inside(of, one) for of, one in bands)
         said[f"{inside} of {len(bands)} within the band over all fits"] = None
-    return "; ".join([f"{close} of {len(every)} numbers", *said, *chosen, *off])
+    open_ = [text for text in (row.unanswered, row.rest) if text]
+    return "; ".join([*open_, f"{close} of {len(every)} numbers", *said, *chosen, *off])
 
 
 def _inside(of: Answer, one: Found) -> bool:
@@ -575,7 +580,8 @@ def run(traces: Folder | None = None, seed: int = 0) -> Record:
     sections: Record = {"conditions": {}, "rows": {}, "values": {}, "summary": {}}
     for row in progress(rows(), "published numbers", unit="row"):
         found = [(of, *answered(of, folder, seed)) for of in row.answer]
-        verdict = worst(one for _, values, _ in found for one in values)
+        every = [one for _, values, _ in found for one in values]
+        verdict = OPEN if row.unanswered else worst(every)
         sections["rows"][str(row.n)] = {
             "model": row.model,
             "setting": row.setting,

@@ -190,8 +190,9 @@ def static_sets(of: Subject, share: float) -> dict[str, Interval]:
     return {name: ratio(*each) for name, each in rows.items()}
 
 
-def policies(of: Subject, share: float) -> dict[str, Interval]:
-    """Hit rates of the default, of the optimum, and of what was found good on small models."""
+def policies(of: Subject, share: float, only: Sequence[str] = ()) -> dict[str, Interval]:
+    """Hit rates of the default, of the optimum, and of what was found good on small models; or of
+    some of them only."""
     held, L = round(share * of.experts), of.texts.L
     future = tokens_of(of.texts.ids, of.texts.E)
     belady = Belady((layer, dict.fromkeys(ids, 1)) for token in future for layer, ids in token)
@@ -203,7 +204,7 @@ def policies(of: Subject, share: float) -> dict[str, Interval]:
         "ZipMoE's rule": Resident(Residency(L, of.texts.E, Pools(F=held), "zipmoe")),
         "Belady": SizedCache(held, lambda _: 1, belady),
     }
-    return {name: ratio(*by_text(of, holder)) for name, holder in holders.items()}
+    return {name: ratio(*by_text(of, holders[name])) for name in only or holders}
 
 
 def union(of: Subject) -> Numbers:

@@ -2,7 +2,8 @@
 
 `moelab.simulation.routing` has eight numbers. They are fitted to every other text of a trace and
 judged on the texts between; of a trace of fewer than ten texts, to every other layer and judged on
-the layers between, which says less: the text is the same. A draw has the lengths of the judged
+the layers between, which says less: the text is the same. `--by texts` divides those, too, by their
+few texts, or the tokens of a single one, whose halves differ much by themselves. A draw has the lengths of the judged
 texts; the mean of several draws is compared, in points of a percent. What the two parts of the
 trace differ by is shown beside it: less than that is luck.
 
@@ -102,14 +103,18 @@ TRACES = {
 OPTIONS = {
     "traces": ({"metavar": "DIR", "required": True}, "where the files of traces are"),
     "only": (several(str), "names of traces"),
+    "by": ({"choices": ("layers", "texts")}, "how a trace of few texts is divided"),
     "cards": ({"metavar": "DIR"}, "cards to write the fits to"),
 }
 KIND = "simulated"
 MEASURES = ("moelab/simulation", "moelab/trace")
 
 
-def run(traces: str = "", only: Sequence[str] = tuple(TRACES), cards: str = "") -> dict[str, Any]:
-    """Sections "held out", its two sides, and "fits"."""
+def run(
+    traces: str = "", only: Sequence[str] = tuple(TRACES), by: str = "layers", cards: str = ""
+) -> dict[str, Any]:
+    """Sections "held out", its two sides, and, of what is on cards, "fits"; of a trace divided
+    `by` texts, its row alone."""
     found: dict[str, Any] = {
         "held out": {},
         "trace (exact)": {},
@@ -119,13 +124,14 @@ def run(traces: str = "", only: Sequence[str] = tuple(TRACES), cards: str = "") 
     for name in progress(only, "fitting", unit="trace"):
         about = TRACES[name]
         trace, digest = read(Path(traces) / about.file, about.task)
-        known, unseen, by = parts(trace)
+        known, unseen, divided = parts(trace, by)
+        name += f", by {by}" * (by != "layers")
         there, drawn = told(unseen), mean_told(fit(known), unseen)
         apart = {what: drawn[what] - there[what] for what in there}
         halves = told(known)
         worst = max(apart, key=lambda what: abs(apart[what]))
         found["held out"][name] = {
-            "divided by": by,
+            "divided by": divided,
             "tokens": len(unseen),
             f"of {len(apart)} within {BAR}": sum(bool(abs(off) <= BAR) for off in apart.values()),
             "worst": worst,
@@ -134,13 +140,13 @@ def run(traces: str = "", only: Sequence[str] = tuple(TRACES), cards: str = "") 
         }
         found["trace (exact)"][name] = there
         found["drawn (simulated)"][name] = drawn
-        if not about.card:
+        if not about.card or by != "layers":
             continue
         whole = fit(trace)
         found["fits"][name] = asdict(whole) | {"tokens": len(trace), "sha256": digest[:16]}
         if cards:
             off = abs(apart[worst])
-            write_card(Path(cards) / f"{about.card}.toml", whole, about, len(trace), by, off)
+            write_card(Path(cards) / f"{about.card}.toml", whole, about, len(trace), divided, off)
     return found
 
 
@@ -153,11 +159,14 @@ def read(path: Path, task: str = "") -> tuple[RoutingTrace, str]:
     return trace, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def parts(trace: RoutingTrace) -> tuple[RoutingTrace, RoutingTrace, str]:
+def parts(trace: RoutingTrace, by: str = "layers") -> tuple[RoutingTrace, RoutingTrace, str]:
     """(to fit, to judge, what was divided)."""
     texts, of = trace.sequence.unique(return_inverse=True)
-    if len(texts) >= TEXTS:
+    if len(texts) >= TEXTS or by == "texts" and len(texts) > 1:
         return trace.select(of % 2 == 0), trace.select(of % 2 == 1), "texts"
+    if by == "texts":
+        first = torch.arange(len(trace)) < len(trace) // 2
+        return trace.select(first), trace.select(~first), "tokens"
     return layers(trace, 0), layers(trace, 1), "layers"
 
 

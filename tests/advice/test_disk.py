@@ -32,7 +32,7 @@ def test_a_store_for_which_the_disk_has_no_room_is_not_advised(free, monkeypatch
     here_once.figures.pop("others_cores")  # they are noted, too
     free(10**15)
     plenty = advise("qwen3-30b-a3b", "18GB")
-    assert plenty.best.form == "bf12" and not plenty.notes
+    assert plenty.best.form == "bf12" and not any("small" in note for note in plenty.notes)
     free(81 * GB)
     scarce = advise("qwen3-30b-a3b", "18GB")
     assert scarce.best.form == AS_IS and {way.form for way in scarce.ways} == {
@@ -43,7 +43,7 @@ def test_a_store_for_which_the_disk_has_no_room_is_not_advised(free, monkeypatch
     assert any("Left out" in note and "bf12 needs" in note for note in scarce.notes)
     free(10 * GB)
     none = advise("Qwen/Qwen3-30B-A3B", "18GB")
-    assert none.best == plenty.best and "too small" in str(none) and len(none.notes) == 1
+    assert none.best == plenty.best and "too small" in str(none)
     free(0)
     assert "too small" not in str(advise("Qwen3-30B-A3B", "18GB", device="jetson-agx-orin-32gb"))
 

@@ -145,7 +145,7 @@ def test_an_advice_by_a_card(monkeypatch):
         assert way.tpot > spec.K / spec.E * way.experts / 400e9 and way.memory <= found.memory
     assert [way.tpot for way in found.ways] == sorted(way.tpot for way in found.ways)
     assert found.best.lossless and found.best.between is not None
-    assert "simulated" in str(found) and "huffman" in found.notes[-1]
+    assert "simulated" in str(found) and any("huffman" in note for note in found.notes)
     few = advise("GPT-OSS-20B", "20GB", device="m2-max", simulate=True, batch=2)
     assert few.best.form == AS_IS and few.asked.batch == 2
     with pytest.raises(ValueError, match="only a model whose weights are here"):

@@ -323,3 +323,18 @@ def test_two_techniques_together_are_compared_with_each_alone():
     rows["huffman"]["each token s"] = [2.0, 4.5, 5, 5, 5, 10]  # one token in six is faster
     (once,) = together({"x": rows}).values()
     assert once == found | {"to": 1.0, "beats each": False}
+
+
+def test_a_folder_keeps_its_routing(tmp_path):
+    """Fitted routing is that of a sequence, uniform routing that of random tokens; neither is taken
+    for the other."""
+
+    def bench(folder, routing):
+        made = Experiment(SPEC, tmp_path / folder, PROMPT, DECODE, 1, routing=routing, here=True)
+        made.prepare([])
+        return made
+
+    assert bench("fitted", "fitted").tokens != bench("uniform", "uniform").tokens
+    for folder, routing in (("fitted", "uniform"), ("uniform", "fitted")):
+        with pytest.raises(ValueError, match="give another folder"):
+            bench(folder, routing)

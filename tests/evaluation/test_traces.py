@@ -65,5 +65,6 @@ def test_counts_become_a_calibration(name, tmp_path, capsys):
 def test_a_fit_is_shown_as_a_card_has_it(tmp_path, capsys):
     path = routed((40, 30), E=8).save(tmp_path / "t.safetensors")
     code, out, _ = run(capsys, "fit", path)
-    shown = tomllib.loads(out)
-    assert code == 0 and Routing(**shown).popularity == shown["popularity"]
+    shown = tomllib.loads(out)["routing"]
+    assert code == 0 and shown.pop("kind") == "fitted" and "70 tokens" in shown.pop("source")
+    assert Routing(**shown).popularity == shown["popularity"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import GenerationConfig
 
 import moelab
 from moelab.models.greedy import greedy
@@ -67,6 +68,17 @@ def test_an_assistant_drafts(opened):
         assert len(opened.moelab.forwards) < NEW / 2  # the same model guesses everything
         assert run(opened, assistant_model=assistant, drafts="auto") == plain
         assert run(opened, assistant_model=assistant) == plain
+
+
+def test_options_may_be_a_configuration_and_come_by_place(opened):
+    plain = run(opened)
+    config = GenerationConfig(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False)
+    for places in ([IDS, config], [IDS]):
+        options = {} if places[1:] else {"generation_config": config}
+        opened.moelab.reset()
+        out = opened.generate(*places, attention_mask=torch.ones_like(IDS), drafts=4, **options)
+        assert out[0, IDS.shape[1] :].tolist() == plain
+        assert any(one.drafts for one in opened.moelab.forwards)
 
 
 def test_sampled_tokens_may_be_drafted(opened):

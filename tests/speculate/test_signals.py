@@ -9,7 +9,7 @@ import moelab
 from moelab.models import discover, eager, plugged
 from moelab.models.stream import streams
 from moelab.recording import record
-from moelab.speculate.signals import DefaultVectors, default_vectors, quasi_hidden
+from moelab.speculate.signals import default_vectors, quasi_hidden
 from tests.models import tiny
 from tests.speculate.conftest import PROMPTS, neighbours, passed
 
@@ -111,15 +111,7 @@ def test_measuring_changes_nothing(tiny_model):
         assert discover(model)[0].seam.executor is wrong
 
 
-def test_saved_and_loaded_and_refused(tiny_model, tmp_path):
+def test_prompts_are_needed(tiny_model):
     model = tiny_model("llama4_text")
-    vectors = default_vectors(model, PROMPTS)
-    path = vectors.save(tmp_path / "folder" / "vectors.safetensors")
-    loaded = DefaultVectors.load(path, model)
-    for name in ("d", "shared", "counts"):
-        assert torch.equal(getattr(loaded, name), getattr(vectors, name))
-    assert loaded.weighted is True and loaded.model_id == vectors.model_id
-    with pytest.raises(ValueError, match="of another model"):
-        DefaultVectors.load(path, tiny_model("mixtral"))
     with pytest.raises(ValueError, match="prompts is empty"):
         default_vectors(model, [])

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.ane.plan import make_plan
-from moelab.ane.popularity import assumed_counts, assumed_loads
 from moelab.ane.systems import SYSTEMS
 from moelab.base.papers import paper
 from moelab.base.specs import MoESpec
 from moelab.cards import load_model
 from notebooks.studies.ane_device import DeviceModel
+from notebooks.studies.ane_popularity import assumed_counts, assumed_loads
 from notebooks.studies.ane_published import TABLE_4, TABLE_5
 from notebooks.studies.ane_rates import Rates, fit, leave_one_out, rms
 
