@@ -130,15 +130,12 @@ def once(key: Any, make: Callable[[], Any]) -> Any:
 
 
 def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
-    """A trace with hidden states of every kind of text and of what the model answers; recorded once
-    a model."""
+    """A trace of every kind of text and of what the model answers; recorded once a model."""
     count = token_count(model.tokenizer)
     return {
         source: once(
             (identity(model), source, tokens, each),
-            lambda: record(
-                model, prompts(source, each, tokens=tokens, count=count), DECODED, hidden=True
-            ),
+            lambda: record(model, prompts(source, each, tokens=tokens, count=count), DECODED),
         )
         for source in TEXTS
     }
