@@ -102,13 +102,6 @@ def profile(
     with open_model(source, memory=memory, **options) as lm:
         session = lm.moelab
         draw = torch.Generator().manual_seed(0)
-        reader = session.engine.loader.reader
-
-        def forward(tokens: int) -> None:
-            drop_cached(reader.store.folder)
-            ids = torch.randint(lm.config.vocab_size, (1, tokens), generator=draw)
-            lm(input_ids=ids, past_key_values=cache, use_cache=True)
-
         with torch.inference_mode(), progress(desc="profiling", unit="rounds") as bar:
             from transformers import DynamicCache
 
@@ -117,7 +110,9 @@ def profile(
             while done < MINIMUM or time.perf_counter() - start < seconds:
                 cache = DynamicCache(config=lm.config)
                 for tokens in (PROMPT, *[1] * DECODED):
-                    forward(tokens)
+                    drop_cached(session.store.folder)
+                    ids = torch.randint(lm.config.vocab_size, (1, tokens), generator=draw)
+                    lm(input_ids=ids, past_key_values=cache, use_cache=True)
                 done += 1
                 if not done:  # it has compiled, and touched memory
                     session.reset()
