@@ -91,7 +91,7 @@ class Profile:
 
 
 def profile(
-    source: Any, seconds: float = 10.0, memory: str | int = MEMORY, **options: Any
+    source: Any, seconds: float = 10.0, memory: str | int = MEMORY, seed: int = 0, **options: Any
 ) -> Profile:
     """Measure this machine with a model's experts and its other weights, for about so many seconds
     after a first round that does not count; at least `MINIMUM` rounds are made.
@@ -101,7 +101,7 @@ def profile(
     """
     with open_model(source, memory=memory, **options) as lm:
         session = lm.moelab
-        draw = torch.Generator().manual_seed(0)
+        draw = torch.Generator().manual_seed(seed)
         with torch.inference_mode(), progress(desc="profiling", unit="rounds") as bar:
             from transformers import DynamicCache
 
