@@ -61,25 +61,19 @@ def sample_spec(spec: MoESpec) -> MoESpec:
     bytes_each = 6 * spec.H * I
     layers = min(max(SIZE // (2 * spec.K * bytes_each), 2 if bytes_each < SIZE // 4 else 1), spec.L)
     E = min(spec.E, max(2, SIZE // layers // bytes_each))
-    return replace(
-        spec,
-        name="a sample",
-        model_type="qwen3_moe",
-        num_layers=layers,
-        moe_layers=tuple(range(layers)),
-        E=E,
-        K=min(spec.K, E),
-        I=I,
-        router="softmax",
-        gated=True,
-        bias=False,
-        shared_I=0,
-        dense_I=0,
+    return MoESpec(
+        "a sample",
+        "qwen3_moe",
+        layers,
+        tuple(range(layers)),
+        E,
+        min(spec.K, E),
+        spec.H,
+        I,
         vocab=VOCABULARY,
         heads=spec.heads or 8,
         kv_heads=spec.kv_heads or 8,
         head_dim=max(spec.head_dim, 2) // 2 * 2 or 64,
-        dtype="bfloat16",
     )
 
 

@@ -179,7 +179,7 @@ def stored(model: Model, form: str, seconds: float = math.inf) -> str:
     from moelab.checkpoint.convert import kept_store
     from moelab.store import fewbit
 
-    how = {"quantize": form} if form in fewbit.FORMATS else {"codec": form}
+    how = {"quantize" if form in fewbit.FORMATS else "codec": form}
     return str(kept_store(model.folder, **how, seconds=seconds).folder)
 
 

@@ -21,12 +21,11 @@ from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from moelab.base.arguments import Parser, output
 from moelab.base.files import CHECKOUT, absolute
 from moelab.base.registry import require
-from moelab.base.table import format_value, head_and_rows, text_table
+from moelab.base.table import head_and_rows, text_table
 from moelab.bench.results import bench_file, measuring, write
 
 #: folders of the code that benches of tokens measure: their results are older once it changes
@@ -150,24 +149,11 @@ def main(args: argparse.Namespace) -> int:
         found = module.run(**options)
     for section, figures in found.items():
         print(f"\n{section}")
-        if figures and all(isinstance(row, dict) for row in figures.values()):
-            columns, rows = head_and_rows(figures.values())
-            print(text_table(["", *columns], [[name, *row] for name, row in zip(figures, rows)]))
-            continue
-        for name, value in figures.items():
-            print(f"  {name:<40} {_text(name, value):>14}")
+        rows = {name: of if isinstance(of, dict) else {"": of} for name, of in figures.items()}
+        columns, cells = head_and_rows(rows.values())
+        print(text_table(["", *columns], [[name, *row] for name, row in zip(rows, cells)]))
     if not (busy or about["quiet"]):  # nothing is lost, and nothing good is overwritten
         path = path.with_suffix(".busy.json")
     write(path, Path(args.name).stem, about, found, getattr(module, "KIND", "measured"))
     print(f"\nwrote {path}")
     return 0
-
-
-def _text(name: str, value: Any) -> str:
-    if isinstance(value, list):  # raw samples, in seconds
-        return f"{1e3 * min(value):.2f} … {1e3 * max(value):.2f} ms"
-    if isinstance(value, (int, float)) and name.endswith("bytes"):
-        return f"{value / 1e6:,.0f} MB"
-    return (
-        f"{value:.3f} s" if isinstance(value, float) and "seconds" in name else format_value(value)
-    )

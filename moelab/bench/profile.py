@@ -91,7 +91,7 @@ class Profile:
 
 
 def profile(
-    source: Any, seconds: float = 10.0, memory: str | int = MEMORY, **options: Any
+    source: Any, seconds: float = 10.0, memory: str | int = MEMORY, seed: int = 0, **options: Any
 ) -> Profile:
     """Measure this machine with a model's experts and its other weights, for about so many seconds
     after a first round that does not count; at least `MINIMUM` rounds are made.
@@ -101,14 +101,7 @@ def profile(
     """
     with open_model(source, memory=memory, **options) as lm:
         session = lm.moelab
-        draw = torch.Generator().manual_seed(0)
-        reader = session.engine.loader.reader
-
-        def forward(tokens: int) -> None:
-            drop_cached(reader.store.folder)
-            ids = torch.randint(lm.config.vocab_size, (1, tokens), generator=draw)
-            lm(input_ids=ids, past_key_values=cache, use_cache=True)
-
+        draw = torch.Generator().manual_seed(seed)
         with torch.inference_mode(), progress(desc="profiling", unit="rounds") as bar:
             from transformers import DynamicCache
 
@@ -117,7 +110,9 @@ def profile(
             while done < MINIMUM or time.perf_counter() - start < seconds:
                 cache = DynamicCache(config=lm.config)
                 for tokens in (PROMPT, *[1] * DECODED):
-                    forward(tokens)
+                    drop_cached(session.store.folder)
+                    ids = torch.randint(lm.config.vocab_size, (1, tokens), generator=draw)
+                    lm(input_ids=ids, past_key_values=cache, use_cache=True)
                 done += 1
                 if not done:  # it has compiled, and touched memory
                     session.reset()

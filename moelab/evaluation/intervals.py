@@ -62,6 +62,11 @@ def median(values: Sequence[float] | np.ndarray) -> Interval:
     return float(np.median(ordered)), *ends
 
 
+def named(name: str, of: Interval) -> dict[str, float]:
+    """An interval as three metrics: `name`, `name`_from and `name`_to."""
+    return dict(zip((name, f"{name}_from", f"{name}_to"), of))
+
+
 def typical(seconds: Iterable[float]) -> float:
     """Typical seconds of a token: the mean of the middle half. Unlike the mean, it ignores
     disturbances of the machine; unlike the median, it does not depend on whether the middle token

@@ -25,7 +25,7 @@ from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.end_to_end import SPEC
 from moelab.bench.grid import ROUTING, Experiment, place_of
-from moelab.evaluation.intervals import ratio
+from moelab.evaluation.intervals import named, ratio
 
 EXECUTORS = ("exact", "fast")
 AIM = 1.01  # hint ÷ on demand, at most
@@ -36,8 +36,7 @@ def verdict(demand: Sequence[float], hint: Sequence[float], tokens: int) -> Reco
     whether that is at most `AIM`."""
     of = ratio(hint, demand)
     words = "shown" if of[2] <= AIM else "refuted" if of[1] > AIM else "undecided"
-    name = f"{tokens} tokens"
-    return dict(zip((name, f"{name}_from", f"{name}_to"), of)) | {f"{name}: ≤ {AIM}": words}
+    return named(f"{tokens} tokens", of) | {f"{tokens} tokens: ≤ {AIM}": words}
 
 
 def run(
