@@ -53,7 +53,8 @@ def budget_curve(
         columns=1,
         kind="policies: simulated",
         height=560,
-    )
+        margin_t=64,
+    ).update_annotations(x=0, xanchor="left")
     for trace in figure.traces:
         if trace["name"] == BELADY:
             trace |= {"mode": "lines", "line": {"width": 3, "color": theme.BLACK, "dash": "solid"}}
@@ -64,11 +65,12 @@ def budget_curve(
             y=1,
             yref="paper",
             yanchor="bottom",
-            yshift=13 * (i % 2),  # neighbours may be close
+            yshift=16 + 13 * (i % 2),  # above the title; neighbours may be close
             text=name,
             font=NOTE,
             showarrow=False,
         )
+    figure.update_xaxes(matches="x2", showticklabels=False, row=1)
     return figure.update_yaxes(range=[0, 104], row=2)
 
 
