@@ -44,7 +44,6 @@ stress: $(INSTALLED)
 lab: $(INSTALLED)
 	@$(PYTHON) -m jupyter lab --allow-root --ServerApp.root_dir=. \
 	  --LabApp.default_url=/lab/tree/notebooks/00_start.ipynb \
-	  --FileContentsManager.pre_save_hook=moelab.lab.strip.before_saving \
 	  --FileContentsManager.post_save_hook=moelab.lab.strip.after_saving
 
 clean:

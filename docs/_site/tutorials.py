@@ -6,11 +6,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from plotly.offline import get_plotlyjs
+
 from _site import ROOT, keep, keep_only
 from _site.links import rewritten
 from moelab.base.files import read_json
 from moelab.comparison import MetricsFile, finished_runs
-from moelab.viz.theme import PLOTLY, in_script, plotly_js
+from moelab.viz.theme import PLOTLY, in_script
 
 #: what a reader is shown of an output, the first that there is
 SHOWN = ("text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain")
@@ -112,7 +114,9 @@ def write(_app) -> None:
 
 def _library(app, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
-        (Path(app.outdir) / "_static" / "plotly.min.js").write_text(plotly_js(), encoding="utf-8")
+        (Path(app.outdir) / "_static" / "plotly.min.js").write_text(
+            get_plotlyjs(), encoding="utf-8"
+        )
 
 
 def setup(app) -> None:

@@ -151,7 +151,7 @@ def parity(args: argparse.Namespace) -> int:
     from moelab.ane.backends import ConvertedBackend
     from moelab.ane.coreml.converted import ConvertedModel
 
-    return _compare(ConvertedBackend(ConvertedModel(args.folder), args.mode), args)[0]
+    return _compare(ConvertedBackend(ConvertedModel(args.folder)), args)[0]
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -297,7 +297,7 @@ COMMANDS = (
         "compare whole prefills through the packages with the model",
         {"folder": CONVERTED},
         {},
-        COMPARED | {"mode": (None, "MODE", "double", "of the evaluator, or fp16")},
+        COMPARED,
         {},
     ),
     (

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, ANESystem, Unit, why_no_graph
+from moelab.ane.systems import SYSTEMS, ANESystem, Unit, why_no_graph
 from moelab.base.files import absolute, write_text
 from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
@@ -87,16 +87,12 @@ class ANEPlan:
 
     def require(self, model_id: str, spec: MoESpec) -> None:
         """ValueError unless this is a plan of the model with this identity and geometry."""
-        if self.spec.fingerprint() != spec.fingerprint():
+        planned, given = self.spec.fingerprint(), spec.fingerprint()
+        if planned != given or self.model_id not in ("", model_id):
             raise ValueError(
-                f"the plan is for {self.spec.name} (geometry {self.spec.fingerprint()}), not for "
-                f"{spec.name} (geometry {spec.fingerprint()}): plan this model"
-            )
-        if self.model_id not in ("", model_id):
-            raise ValueError(
-                f"the plan was made from a calibration of {self.spec.name} (identity "
-                f"{self.model_id}), and {spec.name} is another model (identity {model_id}): "
-                "calibrate and plan this one"
+                f"the plan is for {self.spec.name} (geometry {planned}, identity "
+                f"{self.model_id or 'of any'}), and {spec.name} is another model (geometry {given}, "
+                f"identity {model_id}): calibrate and plan this one"
             )
 
     @property
@@ -113,26 +109,6 @@ class ANEPlan:
     def slots(self) -> int:
         """Rows that these graphs compute in a chunk, used or not."""
         return sum(group.slots for group in self.graphs)
-
-    @property
-    def cpu_share(self) -> float:
-        """Share of all experts that are placed on the CPU."""
-        placed = sum(len(g.experts) for layer in self.layers for g in layer.on("cpu"))
-        return placed / (self.spec.L * self.spec.E)
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights that a machine needs at least: experts, the rest in fp16, the embedding
-        once.
-
-        Other attention than grouped-query attention is not counted.
-        """
-        spec = self.spec
-        attention = attention_params(spec) if spec.model_type in GROUPED_QUERY else 0
-        dense = 3 * spec.H * (spec.L * spec.shared_I + (spec.num_layers - spec.L) * spec.dense_I)
-        return sum(group.weight_bytes for layer in self.layers for group in layer.groups) + 2 * (
-            spec.num_layers * attention + dense + spec.vocab * spec.H
-        )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON has it, with its format."""

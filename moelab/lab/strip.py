@@ -5,21 +5,17 @@ beside it.
     (`make` does it)
 
 `make lab` has `after_saving` called too, or `git status` would list every notebook that was run:
-git takes another size for a change, before it asks any filter. And `before_saving`: Lab puts a PNG
-of a million colours beside every figure."""
+git takes another size for a change, before it asks any filter."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from base64 import b64decode, b64encode
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-PLOTLY = "application/vnd.plotly.v1+json"
 #: what Lab writes about the kernel, and changes with its version; cells' ids, which links and
 #: merges need, stay
 DROPPED = tuple(
@@ -33,22 +29,6 @@ DROPPED = tuple(
         "version",
     )
 )
-
-
-def before_saving(model: dict[str, Any], **_: Any) -> None:
-    """Jupyter's hook before a file is saved: of a notebook, the pictures of figures get few
-    colours."""
-    cells = model["content"]["cells"] if model["type"] == "notebook" else []
-    for data in (of.get("data", {}) for cell in cells for of in cell.get("outputs", ())):
-        if PLOTLY in data and "image/png" in data:
-            data["image/png"] = _smaller("".join(data["image/png"]))
-
-
-@lru_cache(maxsize=256)
-def _smaller(png: str) -> str:
-    from moelab.viz.theme import in_few_colours
-
-    return b64encode(in_few_colours(b64decode(png))).decode()
 
 
 def after_saving(model: dict[str, Any], os_path: str, **_: Any) -> Thread | None:

@@ -104,7 +104,7 @@ def panels(
     """
     titles = list(titles)
     columns = min(columns or len(titles), len(titles))
-    grid = _grid(tuple(map(bool, titles)), columns, tuple((k, _tuple(v)) for k, v in how.items()))
+    grid = _grid(tuple(map(bool, titles)), columns, tuple(how.items()))
     figure = Figure((), grid, columns)
     for note, title in zip(figure.frame.get("annotations", ()), filter(None, titles)):
         note["text"] = title
@@ -114,10 +114,6 @@ def panels(
         figure.update_xaxes(title=x, **places[i])
     figure.update_yaxes(title=y, col=1).update_annotations(font_size=13)
     return figure, places
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 @cache
@@ -135,24 +131,6 @@ def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ..
         ).layout.to_plotly_json(),
         {"template": None},
     )
-
-
-def add_lines(
-    figure: Figure, series: Mapping[str, Sequence[Sequence[Any]]], names: Sequence[str], **how: Any
-) -> None:
-    """Add a line a series of points (x, y) or (x, y, low, high); one of `names` has the same look
-    in every panel."""
-    for name, points in series.items():
-        x, y, *ends = zip(*points) if points else ((), ())
-        figure.add_scatter(
-            x=x,
-            y=y,
-            name=name,
-            error_y=interval(y, *ends) if ends else None,
-            **line_look(names.index(name))
-            | {"hovertemplate": hover("%{x:g}: %{y:.3g}", name)}
-            | how,
-        )
 
 
 def add_points(
@@ -227,8 +205,17 @@ def lines(
     )
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
     for place, of in zip(places, groups.values()):
-        given = {name: _pairs(points) for name, points in of.items()}
-        add_lines(figure, given, names, **({"mode": "lines"} if dots else {}), **place)
+        for name, points in of.items():
+            x_of, y_of, *ends = zip(*_pairs(points)) if len(points) else ((), ())
+            figure.add_scatter(
+                x=x_of,
+                y=y_of,
+                name=name,
+                error_y=interval(y_of, *ends) if ends else None,
+                **line_look(names.index(name)) | ({"mode": "lines"} if dots else {}),
+                hovertemplate=hover("%{x:g}: %{y:.3g}", name),
+                **place,
+            )
         if at is not None:
             figure.add_vline(x=at, line=DASHED, **place)
     for name, found in (dots or {}).items():
@@ -461,7 +448,7 @@ def gantt(
     """
     rows = [sorted({e.resource for e in events}, key=_row) for events in runs.values()]
     spans = [(min(e.start for e in events), max(e.end for e in events)) for events in runs.values()]
-    heights = [len(resources) + 1.2 for resources in rows]
+    heights = tuple(len(resources) + 1.2 for resources in rows)
     figure, places = panels(
         [f"{title}: {1e3 * (end - start):.2f} ms" for title, (start, end) in zip(runs, spans)],
         1,

@@ -17,10 +17,10 @@ from moelab.viz.charts import (
     EDGE,
     NOTE,
     Values,
-    add_lines,
     bar_look,
     finish,
     hover,
+    lines,
     panels,
     pattern,
 )
@@ -42,18 +42,22 @@ def budget_curve(
         Belady's rule. marks : {name: bytes}, vertical lines.
     """
     scale, unit = _unit(point[0] for points in curves.values() for point in points)
-    groups = {name: sorted(points) for name, points in curves.items()}
-    if optimum:
-        groups[BELADY] = sorted(optimum)
-    looks = {BELADY: {"mode": "lines", "line": {"width": 3, "color": theme.BLACK, "dash": "solid"}}}
-    x = f"memory for experts ({unit})"
-    figure, places = panels([""] * 2, 1, x, shared_xaxes=True, vertical_spacing=0.04)
-    quantities = (1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)")
-    for panel, (place, factor, title) in zip(places, quantities):
-        figure.update_yaxes(title=title, **panel)
-        for name, points in groups.items():
-            shown = [(point[0] / scale, factor * point[place]) for point in points]
-            add_lines(figure, {name: shown}, [*groups], **looks.get(name, {}), **panel)
+    every = {name: sorted(of) for name, of in {**curves, BELADY: optimum}.items() if of}
+    figure = lines(
+        {
+            title: {n: [(of[0] / scale, factor * of[i]) for of in every[n]] for n in every}
+            for i, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))
+        },
+        "",
+        f"memory for experts ({unit})",
+        columns=1,
+        kind="policies: simulated",
+        height=560,
+        margin_t=64,
+    ).update_annotations(x=0, xanchor="left")
+    for trace in figure.traces:
+        if trace["name"] == BELADY:
+            trace |= {"mode": "lines", "line": {"width": 3, "color": theme.BLACK, "dash": "solid"}}
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         figure.add_annotation(
@@ -61,13 +65,13 @@ def budget_curve(
             y=1,
             yref="paper",
             yanchor="bottom",
-            yshift=13 * (i % 2),  # neighbours may be close
+            yshift=16 + 13 * (i % 2),  # above the title; neighbours may be close
             text=name,
             font=NOTE,
             showarrow=False,
         )
-    figure.update_yaxes(range=[0, 104], row=2)
-    return finish(figure, legend="policies: simulated", height=560)
+    figure.update_xaxes(matches="x2", showticklabels=False, row=1)
+    return figure.update_yaxes(range=[0, 104], row=2)
 
 
 def memory_bar(parts: Values, on_disk: str) -> Figure:
@@ -103,7 +107,7 @@ def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
     first, end = (used[0], used[-1] + 1) if len(used) else (0, len(fields[1]))
     exponents = np.arange(first, end) - len(fields[1]) // 2 + 1
     shown = (("+", "−"), fields[0]), (exponents, fields[1][first:end]), (None, fields[2])
-    figure, places = panels(titles, y="share of weights (%)", column_widths=[0.2, 0.4, 0.4])
+    figure, places = panels(titles, y="share of weights (%)", column_widths=(0.2, 0.4, 0.4))
     names = "sign of the weight", "exponent (power of two)", "mantissa bits"
     for at, (x, values), name in zip(places, shown, names):
         figure.add_bar(

@@ -177,12 +177,5 @@ def in_script(value: Any) -> str:
     return json.dumps(value).translate({ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&"})
 
 
-def plotly_js() -> str:
-    """The source of plotly.js, for a page that works without a network."""
-    from plotly.offline import get_plotlyjs
-
-    return get_plotlyjs()
-
-
 if __name__ == "__main__":
     _write_png(Path(sys.argv[1]))

@@ -85,6 +85,12 @@ def studies(seed: int = 0, skew: str = "typical", runs: Any = RUNS, **how: Any) 
     }
 
 
+def cpu_share(plan: ANEPlan) -> float:
+    """Share of all experts that are placed on the CPU."""
+    placed = sum(len(g.experts) for layer in plan.layers for g in layer.on("cpu"))
+    return placed / (plan.spec.L * plan.spec.E)
+
+
 def ratio(run: Run, metric: str, system: str) -> float:
     """A system's figure over NPUMoE's, in one run."""
     return METRICS[metric](run[system]) / METRICS[metric](run["npumoe"])

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup, attention_params, check_loads
-from moelab.ane.systems import GROUPED_QUERY, SYSTEMS, Unit
+from moelab.ane.systems import ATTENTION_GRAPHS, SYSTEMS, Unit
 from moelab.base.records import Records
 from moelab.base.registry import require
 from moelab.base.specs import MoESpec
@@ -50,6 +50,22 @@ from .ane_rates import (
 
 #: those with multi-head latent attention (MLA), which is another cost
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+
+
+#: those whose attention is grouped-query attention by its weights and operations, so that
+#: a device model can cost it
+GROUPED_QUERY = (*ATTENTION_GRAPHS, "deepseek", "gpt_oss", "llama4_text")
+
+
+def weight_bytes(plan: ANEPlan) -> int:
+    """Bytes of weights that a machine needs at least: experts, the rest in fp16, the embedding once.
+    Other attention than grouped-query attention is not counted."""
+    spec = plan.spec
+    attention = attention_params(spec) if spec.model_type in GROUPED_QUERY else 0
+    dense = 3 * spec.H * (spec.L * spec.shared_I + (spec.num_layers - spec.L) * spec.dense_I)
+    return sum(group.weight_bytes for layer in plan.layers for group in layer.groups) + 2 * (
+        spec.num_layers * attention + dense + spec.vocab * spec.H
+    )
 
 
 @dataclass(frozen=True)
@@ -144,9 +160,10 @@ class DeviceModel:
     def require(self, plan: ANEPlan) -> None:
         """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE
         share."""
-        if plan.weight_bytes > self.memory_bytes:
+        needed = weight_bytes(plan)
+        if needed > self.memory_bytes:
             raise ValueError(
-                f"{plan.spec.name} has at least {plan.weight_bytes / 1e9:,.0f} GB of weights, "
+                f"{plan.spec.name} has at least {needed / 1e9:,.0f} GB of weights, "
                 f"{self.device} {self.memory_bytes / 1e9:,.0f} GB of memory, and what reading "
                 "them from a disk takes is not modelled: plan experts of fewer bytes a "
                 "weight, or a larger machine"

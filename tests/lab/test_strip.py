@@ -4,17 +4,14 @@ import copy
 import shlex
 import subprocess
 import sys
-from base64 import b64decode, b64encode
-from io import BytesIO
 
 import pytest
 
 from moelab.base.files import CHECKOUT
-from moelab.lab.strip import PLOTLY, after_saving, before_saving
+from moelab.lab.strip import after_saving
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbstripout")
-Image = pytest.importorskip("PIL.Image")
 NOTEBOOKS = sorted(CHECKOUT.glob("notebooks/*.ipynb"))
 
 
@@ -45,26 +42,6 @@ def as_lab_saves(text):
 def test_a_notebook_that_was_run_in_lab_is_clean():
     source = NOTEBOOKS[0].read_text(encoding="utf-8")
     assert strip(as_lab_saves(source)) == source == strip(source)
-
-
-def test_pictures_of_figures_are_saved_small():
-    """Those that Lab puts beside plotly's figures; others and what is no notebook stay."""
-    Image.effect_noise((200, 90), 99).convert("RGBA").save(drawn := BytesIO(), "PNG")
-    png = b64encode(drawn.getvalue()).decode()
-    outputs = [
-        {"data": {PLOTLY: {}, "image/png": png}},
-        {"data": {"image/png": png}},
-        {"name": "stdout"},
-    ]
-    model = {"type": "notebook", "content": {"cells": [{"outputs": outputs}, {"source": ""}]}}
-    before_saving(model=model, path="a.ipynb", contents_manager=None)
-    small = b64decode(outputs[0]["data"]["image/png"])
-    assert (
-        small[:24] == b64decode(png)[:24]
-        and small[25] == 3
-        and outputs[1]["data"]["image/png"] == png
-    )
-    before_saving(model={"type": "file", "content": "text"}, path="a.txt", contents_manager=None)
 
 
 @pytest.fixture

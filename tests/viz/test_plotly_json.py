@@ -48,7 +48,7 @@ def draw(figure, at):
 
 @pytest.mark.parametrize("titles", [("a", "b"), ("",)])
 def test_the_same_calls_give_the_same_figure(titles):
-    before, widths = deepcopy(DASHED), [0.3, 0.7][: len(titles)]
+    before, widths = deepcopy(DASHED), (0.3, 0.7)[: len(titles)]
     ours, places = panels(titles, column_widths=widths)
     theirs = make_subplots(
         1, len(titles), subplot_titles=titles if titles[0] else None, column_widths=widths

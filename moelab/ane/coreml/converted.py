@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,5 @@ def checksum(package: Path) -> str:
     for path in sorted(p for p in package.rglob("*") if p.is_file()):
         digest.update(f"{path.relative_to(package).as_posix()}\0{path.stat().st_size}\0".encode())
         with open(path, "rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
+            file_digest(file, lambda: digest)
     return digest.hexdigest()

@@ -8,7 +8,6 @@ applied on the CPU (§4.2 step 6)."""
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -196,23 +195,18 @@ def save_ffn(
 
 
 @contextmanager
-def scratch(path: Path) -> Iterator[Path]:
+def scratch(path: Path) -> Iterator[None]:
     """Within the block temporary files of this process lie in a folder beside `path`, which then is
     removed.
 
     coremltools keeps a copy of each package there until the process ends, and for good if the
     process is killed."""
-    folder = path.with_name(path.name + ".tmp").absolute()
-    with _SCRATCH:
-        before = tempfile.tempdir
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        tempfile.tempdir = str(folder)
+    with _SCRATCH, tempfile.TemporaryDirectory(dir=path.parent, prefix=path.name) as folder:
+        before, tempfile.tempdir = tempfile.tempdir, folder
         try:
-            yield folder
+            yield
         finally:
             tempfile.tempdir = before
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def save_program(
@@ -222,7 +216,7 @@ def save_program(
     in our graphs."""
     require("weights", weights, WEIGHTS)
     ct = coremltools()
-    path = Path(path)
+    path = Path(path).absolute()
     import coremltools.optimize.coreml as cto
 
     with scratch(path), quiet():

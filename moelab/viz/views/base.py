@@ -166,10 +166,6 @@ class View:
         self._put({name: control.value for name, control in controls.items()})
         self.refresh()
 
-    def __repr__(self) -> str:
-        values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
-        return f"<view {self.name}: {values}>"
-
     def _put(self, values: Mapping[str, Any]) -> None:
         values = {name: rounded(value) for name, value in values.items()}
         for name, value in values.items():

@@ -139,14 +139,10 @@ class Budgets(NamedTuple):
     curves: dict[str, list[Point]]
 
     @property
-    def policies(self) -> list[str]:
-        """Those that can be had; Belady's rule where none is chosen."""
-        return [policy for policy in self.at if policy != BELADY] or [BELADY]
-
-    @property
     def best(self) -> str:
-        """The fastest of them."""
-        return min(self.policies, key=lambda policy: self.at[policy].tpot)
+        """The fastest policy that can be had; Belady's rule where none is chosen."""
+        known = [policy for policy in self.at if policy != BELADY] or [BELADY]
+        return min(known, key=lambda policy: self.at[policy].tpot)
 
 
 def budgets(explorer: Explorer, device: str, share: float, policies: Sequence[str]) -> Budgets:

@@ -15,6 +15,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from plotly.offline import get_plotlyjs
+
 from moelab.base.table import format_value, head_and_rows
 from moelab.bench.results import environment
 from moelab.viz import theme
@@ -75,7 +77,7 @@ def of_charts(view: Any) -> str:
             *head_and_rows(view.rows()[:ROWS]), "the numbers of the picture at first"
         ),
     }
-    packed = {"frames": json.dumps(content), "plotly": theme.plotly_js()}
+    packed = {"frames": json.dumps(content), "plotly": get_plotlyjs()}
     return whole(view, packed, (FOLDER / "page.js").read_text(encoding="utf-8"))
 
 

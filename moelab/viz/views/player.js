@@ -43,7 +43,7 @@ function element(kind, parent, properties = {}, style = "") {
 }
 
 function render({ model, el }) {
-  const { shape: [F, L, E], states: packed, words, ms, kind, looks } = model.get("data");
+  const { shape: [F, L, E], states: packed, words, ms, looks } = model.get("data");
   const states = Uint8Array.from(atob(packed), (c) => c.charCodeAt(0));
   const root = element("div", el, { className: "moelab-scrubber", tabIndex: 0 },
     "width:100%;color:var(--jp-ui-font-color1,#222);font-size:14px;outline-offset:-1px");
@@ -107,7 +107,7 @@ function render({ model, el }) {
     const counts = new Array(looks.length).fill(0);
     for (let i = now * L * E; i < (now + 1) * L * E; i++) counts[states[i]]++;
     const parts = looks.map(([what], i) => `${counts[i]} ${what}`).slice(2);
-    const took = ms.length ? `, ${ms[now].toFixed(1)} ms ${kind}` : "";
+    const took = ms.length ? `, ${ms[now].toFixed(1)} ms measured` : "";
     told.textContent = `pass ${now} of ${F - 1}${took}: ${parts.join("; ")}`;
     canvas.setAttribute("aria-label", told.textContent);
   }

@@ -204,7 +204,6 @@ def content(found: Scrub) -> dict[str, Any]:
         "states": b64encode(found.states.tobytes()).decode(),
         "words": found.words,
         "ms": [1e3 * seconds for seconds in found.seconds],
-        "kind": "measured",
         "looks": [*STATES.values()],
     }
 

@@ -74,18 +74,13 @@ class Stage:
         phases = [forward.phase for forward in self.run.forwards]
         self.warm = phases.index("decode")
         self.last = phases.count("decode") - 1
-        self._done = cache(self._play)
+        self.play = cache(self._play)
 
     @property
     def bandwidth(self) -> float:
         """Bytes/s at which the disk was measured to deliver experts."""
         delays = self.machine.delays
         return (delays.e_bytes + delays.sm_bytes) / max(delays.miss_read, 1e-12)
-
-    def play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
-        """The simulation of a setting, bandwidth in bytes/s, once."""
-        predicted = () if way == "none" else (predictor, distance)
-        return self._done(way, bandwidth, *predicted)
 
     def steps(self, way: str, predictor: str, distance: int) -> Any:
         """What is executed: the true experts or, speculating, those predicted where there is a
@@ -100,21 +95,21 @@ class Stage:
             for step, predicted in zip(self.run.steps, self.predictions[predictor, distance][0])
         ]
 
-    def _play(self, way: str, bandwidth: float, *predicted: Any) -> Simulation:
-        """The decode steps in simulated time; the prompt only fills the cache. As much memory as
-        may be read ahead lies beside the cache."""
+    def _play(self, way: str, predictor: str, distance: int, bandwidth: float) -> Simulation:
+        """The decode steps in simulated time, bandwidth in bytes/s; the prompt only fills the
+        cache. As much memory as may be read ahead lies beside the cache."""
         delays = self.machine.delays
         reads = {"e_read": delays.e_bytes, "sm_read": delays.sm_bytes}
         delays = replace(delays, **{part: n / bandwidth for part, n in reads.items()})
         machine = replace(self.machine, delays=delays)
         prefetching, steps, ahead = None, None, 0
-        if predicted:
+        if way != "none":
             ahead = self.settings.ahead or self.settings.spec.K
-            guessed, seconds = self.predictions[predicted]
+            guessed, seconds = self.predictions[predictor, distance]
             machine = replace(machine, predict=seconds)
             guessed = [[*of.items()] for of in guessed[self.warm :]]
-            prefetching = Prefetching(guessed, ahead, predicted[1])
-            steps = self.steps(way, *predicted)
+            prefetching = Prefetching(guessed, ahead, distance)
+            steps = self.steps(way, predictor, distance)
         residency, staging = deepcopy(self.found.before), self.settings.staging + ahead
         how = {"steps": steps, "staging": staging, "prefetching": prefetching}
         return replay(self.found, residency, self.warm, machine, **how)

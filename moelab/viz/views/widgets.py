@@ -13,8 +13,7 @@ from typing import Any
 import anywidget
 import ipywidgets
 import traitlets
-
-from moelab.viz.theme import plotly_js
+from plotly.offline import get_plotlyjs
 
 
 class Library(ipywidgets.Widget):
@@ -42,7 +41,7 @@ _library: list[Library] = []
 def chart(figure: Mapping[str, Any]) -> Chart:
     """A chart that shows a figure."""
     if not _library or _library[0].comm is None:  # none yet, or somebody closed all widgets
-        _library[:] = [Library(code=plotly_js())]
+        _library[:] = [Library(code=get_plotlyjs())]
     return Chart(figure=figure, library=_library[0])
 
 
