@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -22,6 +23,8 @@ from moelab.trace.routing_trace import DECODE, PREFILL, RoutingTrace
 
 #: no checkpoint has as many; ids are int16, and the id E means that no expert ran
 MOST = 2**15 - 1
+#: bytes of a file that is read as a whole, unpacked; experts of all layers
+LARGE, ALL = 1 << 29, 1 << 22
 
 
 @dataclass
@@ -71,6 +74,24 @@ def model_of(model: str | Path | None) -> tuple[MoESpec | None, str]:
         return checkpoint.spec, checkpoint.identity
     spec = spec_from_config(load_config(folder), name=str(model))
     return spec, digest("config", spec.fingerprint())
+
+
+def bounded(path: Path) -> Path:
+    """`path`. ValueError: it has more than is read, unpacked if it is a zip file."""
+    size = path.stat().st_size
+    if size <= LARGE and is_zipfile(path):
+        with ZipFile(path) as parts:
+            size = sum(part.file_size for part in parts.infolist())
+    require_bytes(size)
+    return path
+
+
+def require_bytes(size: int) -> None:
+    if size > LARGE:
+        raise ValueError(
+            f"it has {size:,} bytes, and at most {LARGE:,} are read: record fewer tokens, or split it "
+            "(.npy and .safetensors may have any size)"
+        )
 
 
 def digest(*words: str) -> str:
@@ -123,9 +144,13 @@ def _chosen(found: Columns, spec: MoESpec | None) -> Columns:
     """Ids and weights of what the router's logits choose: the K largest, softmax over all."""
     if found.logits is None:
         raise ValueError("it has neither ids nor logits of routing")
+    if found.logits.ndim != 3 or found.logits.dtype.kind != "f":
+        raise ValueError(
+            f"logits are {found.logits.dtype} {list(found.logits.shape)}; they must be floats [T, L, E]"
+        )
     logits = torch.from_numpy(found.logits).float()
-    if logits.dim() != 3 or not logits.isfinite().all():
-        raise ValueError(f"logits are {list(logits.shape)}; they must be finite [T, L, E]")
+    if not logits.isfinite().all():
+        raise ValueError("logits are not all finite")
     if spec is None:
         raise ValueError(
             "it has logits but no ids, and so many experts a token are not known: give model="
@@ -150,8 +175,11 @@ def _moe_layers(
 ) -> tuple[list[int], tuple[int, ...]]:
     """(which of the ids' layers are MoE, their numbers in the checkpoint)."""
     L = ids.shape[1]
-    if layers is not None and len(layers) != L:
-        raise ValueError(f"it names {len(layers)} layers, and ids have {L}")
+    if layers is not None and (len(layers) != L or max(layers) > MOST):
+        raise ValueError(
+            f"it names {len(layers)} layers, up to {max(layers, default=0)}; ids have {L}, and {MOST} is "
+            "the most"
+        )
     # engines that number all layers alike leave zeros where a layer is dense
     dense = (ids == 0).all((0, 2)) & (ids.shape[2] > 1)
     numbers = tuple(layers if layers is not None else range(L))
@@ -177,6 +205,10 @@ def _moe_layers(
 
 def _check_ids(ids: np.ndarray, spec: MoESpec) -> None:
     E = spec.E
+    if spec.L * E > ALL:
+        raise ValueError(
+            f"it has {spec.L:,} layers of {E:,} experts, and no model has {ALL:,} in all"
+        )
     if E > MOST or ids.min() < 0 or ids.max() > E:
         raise ValueError(
             f"ids are from {ids.min()} to {ids.max()}, with {E} experts a layer (at most {MOST}); they "
@@ -198,9 +230,11 @@ def _weights(weights: Any, ids: np.ndarray) -> np.ndarray | None:
     weights = np.asarray(weights)
     if weights.dtype.kind != "f" or weights.shape != ids.shape:
         raise ValueError(f"weights are {weights.dtype} {weights.shape}; ids are {ids.shape}")
+    with np.errstate(over="ignore"):
+        weights = weights.astype(np.float32)
     if not np.isfinite(weights).all():
         raise ValueError("weights are not all finite")
-    return weights.astype(np.float32)
+    return weights
 
 
 def _per_token(

@@ -17,7 +17,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from moelab.base.schema import Count, Size, parse_json, typed
-from moelab.trace.foreign import Columns, integers
+from moelab.trace.foreign import Columns, bounded, integers
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 SIDECARS = ("hs_", "logit_")
@@ -41,7 +41,7 @@ def read(path: Path) -> Columns:
     """The routing of all steps. Raises ValueError."""
     steps: dict[int, dict[int, np.ndarray]] = {}  # step → layer → ids [tokens, K]
     ignored = set()
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(bounded(path).read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         record = typed(parse_json(line), Record, f"line {number}")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from moelab.base.specs import MoESpec
-from moelab.trace.foreign import digest
+from moelab.trace.foreign import MOST, bounded, digest
 
 #: GGUF's number types → struct's
 SCALARS = {
@@ -39,22 +39,22 @@ TEXT, ARRAY = 8, 9
 F32 = 0
 HEADS = (["layer", "expert"], ["layer", "expert", "count"])
 #: more than any file has, of tensors, fields and letters
-MANY = 1 << 24
+MANY = 1 << 20
 
 
 def has_counts(path: Path) -> bool:
     """Whether a file is one of these, by its name and, of CSV, its head."""
     if path.suffix.lower() != ".csv" or not path.is_file():
         return path.suffix.lower() == ".gguf"
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        return next(csv.reader(file), []) in HEADS
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.readline(80).strip().split(",") in HEADS
 
 
 def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, int, MoESpec, str]:
     """(routings int64 [L, E], tokens, geometry, identity), of a model as `foreign.model_of` knows
     it. Raises ValueError."""
     gguf = path.suffix.lower() == ".gguf"
-    by_layer, tokens = _imatrix(path.read_bytes()) if gguf else (_rows(path), None)
+    by_layer, tokens = _imatrix(bounded(path).read_bytes()) if gguf else (_rows(path), None)
     if not by_layer:
         raise ValueError("it counts no experts of any layer")
     layers = tuple(sorted(by_layer))
@@ -86,7 +86,7 @@ def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, i
 def _rows(path: Path) -> dict[int, list[int]]:
     """Layer → counts of experts 0, 1, …"""
     found: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(bounded(path), encoding="utf-8", newline="") as file:
         rows = csv.reader(file)
         if (head := next(rows, [])) not in HEADS:
             raise ValueError(
@@ -96,7 +96,7 @@ def _rows(path: Path) -> dict[int, list[int]]:
             if row in HEADS:
                 continue
             values = [int(one) for one in row] if all(one.isdecimal() for one in row) else []
-            if len(values) not in (2, 3) or max(values[:2]) >= MANY:
+            if len(values) not in (2, 3) or max(values[:2]) > MOST:
                 raise ValueError(f"line {number} is {','.join(row)[:80]}; it must be whole numbers")
             found[values[0]][values[1]] += values[2] if len(values) > 2 else 1
     return {
@@ -110,10 +110,13 @@ def _imatrix(data: bytes) -> tuple[dict[int, list[int]], int | None]:
     counts, tokens = {}, None
     for name, values in _tensors(data):
         if found := re.fullmatch(
-            r"blk\.(\d+)\.ffn_(?:down|up|gate|gate_up)_exps\.weight\.counts", name
+            r"blk\.(\d{1,4})\.ffn_(?:down|up|gate|gate_up)_exps\.weight\.counts", name
         ):
-            if not (np.isfinite(values).all() and (values == values.round()).all()):
-                raise ValueError(f"{name} has counts that are no whole numbers")
+            whole = (abs(values) < 2**53).all() and (values == values.round()).all()
+            if not whole or len(values) > MOST:
+                raise ValueError(
+                    f"{name} has {len(values)} counts, or some that are no whole numbers"
+                )
             counts.setdefault(int(found[1]), values.astype(np.int64).tolist())
         elif re.fullmatch(r"blk\.\d+\.ffn_gate_inp\.weight\.counts", name):
             tokens = int(values.max())

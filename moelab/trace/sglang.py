@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from moelab.base.schema import typed
-from moelab.trace.foreign import Columns, integers
+from moelab.trace.foreign import Columns, bounded, integers, require_bytes
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 EXTEND, ONE_TOKEN = 1, 2
@@ -28,7 +28,7 @@ EXTEND, ONE_TOKEN = 1, 2
 
 def read(path: Path) -> Columns:
     """The routing of all passes. Raises ValueError."""
-    dump = torch.load(path, map_location="cpu", weights_only=True)
+    dump = torch.load(bounded(path), map_location="cpu", weights_only=True)
     if not isinstance(dump, dict) or not isinstance(dump.get("records"), list):
         raise ValueError(
             "it has no records: record with --expert-distribution-recorder-mode per_token"
@@ -38,8 +38,9 @@ def read(path: Path) -> Columns:
     if not passes:
         raise ValueError("none of its records has tokens")
     columns = {name: [one[name] for one in passes] for name in passes[0]}
+    require_bytes(sum(ids.nbytes for ids in columns["ids"]))  # a view may have more than the file
     ids = np.concatenate(columns.pop("ids"))
-    K = int((ids >= 0).sum(2).max())
+    K = int(np.flatnonzero((ids >= 0).any((0, 1))).max(initial=-1)) + 1
     ids = ids[:, :, :K]
     experts = None
     if (logical := dump.get("last_physical_to_logical_map")) is not None:

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from moelab.base.schema import parse_json
-from moelab.trace.foreign import Columns
+from moelab.base.schema import Count, parse_json, typed
+from moelab.trace.foreign import Columns, bounded
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 
 def read(path: Path) -> Columns:
     """The routing of all choices. Raises ValueError."""
-    found = parse_json(path.read_bytes())
+    found = parse_json(bounded(path).read_bytes())
     responses = found if isinstance(found, list) else [found]
     sequences = [one for response in responses for one in _choices(response)]
     if not sequences:
@@ -62,10 +62,8 @@ def _choices(response: Any) -> list[tuple[np.ndarray, int]]:
 def _prompt_tokens(response: dict[str, Any]) -> int:
     if isinstance(tokens := response.get("prompt_token_ids"), list):
         return len(tokens)
-    usage = response.get("usage") or {}
-    if not isinstance(said := usage.get("prompt_tokens"), int):
-        raise ValueError("it does not say how many tokens the prompt has (usage.prompt_tokens)")
-    return said
+    usage = typed(response.get("usage", {}), dict, "usage")
+    return typed(usage.get("prompt_tokens"), Count, "usage.prompt_tokens")
 
 
 def _array(said: Any) -> np.ndarray | None:
