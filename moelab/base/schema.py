@@ -74,6 +74,7 @@ def naming(path: str | Path, what: str, remedy: str) -> Iterator[None]:
         if isinstance(error, FileNotFoundError) and not Path(path).is_file():
             raise FileNotFoundError(f"no {what} at {path}; {remedy} makes one") from None
         words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        words = " ".join(words.split())[:1000]
         raise ValueError(
             f"{path} is no readable {what}: {words}; {remedy} makes another"
         ) from error

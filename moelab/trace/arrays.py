@@ -13,14 +13,13 @@ never fed back. A .npy file says nothing of phases, so that its tokens count as 
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from moelab.base.files import absolute, atomic
-from moelab.trace.foreign import Columns
+from moelab.trace.foreign import Columns, bounded, integers
 from moelab.trace.routing_trace import FIELDS, FORMAT, RoutingTrace
 
 #: what an array may be called → its column
@@ -34,7 +33,7 @@ NAMES = {
 
 def read(path: Path) -> Columns | RoutingTrace:
     """What is in the file; a trace of our own as it is. Raises ValueError."""
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         from safetensors import safe_open
 
         with safe_open(path, "pt") as file:
@@ -42,9 +41,10 @@ def read(path: Path) -> Columns | RoutingTrace:
                 return RoutingTrace.load(path)
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         return of_arrays({name: as_numpy(tensor) for name, tensor in tensors.items()})
-    with open(path, "rb") as file:
-        loaded = np.load(io.BytesIO(file.read()), allow_pickle=False)
-    return of_arrays({"ids": loaded} if isinstance(loaded, np.ndarray) else dict(loaded))
+    if path.suffix.lower() == ".npy":
+        return Columns(np.lib.format.open_memmap(path, mode="r"))
+    with np.load(bounded(path), allow_pickle=False) as arrays:
+        return of_arrays(dict(arrays))
 
 
 def as_numpy(tensor: Any) -> np.ndarray:
@@ -60,9 +60,9 @@ def of_arrays(arrays: dict[str, np.ndarray]) -> Columns:
             raise ValueError(f"it has {NAMES[name]} twice, also as {name}")
         found[NAMES[name]] = arrays[name]
     if "experts" in found:
-        found["experts"] = int(found["experts"])
+        found["experts"] = int(integers("experts", found["experts"], ()))
     if "layers" in found:
-        found["layers"] = tuple(int(number) for number in found["layers"])
+        found["layers"] = tuple(integers("layers", found["layers"], (None,)).tolist())
     return Columns(**found, ignored=tuple(sorted(arrays.keys() - NAMES.keys())))
 
 

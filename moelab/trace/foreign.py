@@ -12,6 +12,7 @@ from hashlib import sha256
 from math import inf
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile, is_zipfile
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from moelab.trace.routing_trace import DECODE, RoutingTrace
 
 #: no checkpoint has as many; ids are int16, and the id E means that no expert ran
 MOST = 2**15 - 1
+#: bytes of a file that is read as a whole, unpacked; experts of all layers
+LARGE, ALL = 1 << 29, 1 << 22
 
 
 @dataclass
@@ -76,12 +79,36 @@ def model_of(model: str | Path | None) -> tuple[MoESpec | None, str]:
     return spec, digest("config", spec.fingerprint())
 
 
+def bounded(path: Path) -> Path:
+    """`path`. ValueError: it has more than is read, unpacked if it is a zip file."""
+    size = path.stat().st_size
+    if size <= LARGE and is_zipfile(path):
+        with ZipFile(path) as parts:
+            size = sum(part.file_size for part in parts.infolist())
+    require_bytes(size)
+    return path
+
+
+def require_bytes(size: int) -> None:
+    if size > LARGE:
+        raise ValueError(
+            f"it has {size:,} bytes, and at most {LARGE:,} are read: record fewer tokens, or split it "
+            "(.npy and .safetensors may have any size)"
+        )
+
+
 def digest(*words: str) -> str:
     return sha256("\n".join(words).encode()).hexdigest()[:16]
 
 
 def unknown(name: str, layers: tuple[int, ...], E: int, K: int) -> tuple[MoESpec, str]:
-    """(geometry, identity) of a model that is not known but by its routing."""
+    """(geometry, identity) of a model that is not known but by its routing. ValueError: none is as
+    large."""
+    if len(layers) * E > ALL or max(layers[-1], E) > MOST:
+        raise ValueError(
+            f"it has {len(layers)} layers, up to {layers[-1]}, of {E} experts; at most {MOST} are known, "
+            f"and {ALL:,} experts in all"
+        )
     spec = MoESpec(name, "", layers[-1] + 1, layers, E, K, H=0, I=0)
     return spec, digest("unknown", name, spec.fingerprint())
 

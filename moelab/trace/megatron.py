@@ -17,7 +17,7 @@ from typing import NotRequired, TypedDict
 import numpy as np
 
 from moelab.base.schema import Count, Size, parse_json, typed
-from moelab.trace.foreign import Columns, integers
+from moelab.trace.foreign import Columns, bounded, integers
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 
@@ -35,7 +35,7 @@ class Record(TypedDict):
 def read(path: Path) -> Columns:
     """The routing of all steps. Raises ValueError."""
     found: dict[tuple[int, int], np.ndarray] = {}  # (step, layer) → ids [tokens, K]
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(bounded(path).read_text(encoding="utf-8").splitlines(), 1):
         record = typed(parse_json(line), Record, f"line {number}") if line.strip() else None
         if not record or record.get("block", "decoder") != "decoder":
             continue

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from moelab.base.specs import MoESpec
-from moelab.trace.foreign import unknown
+from moelab.trace.foreign import MOST, bounded, unknown
 
 #: GGUF's number types → struct's
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
@@ -31,14 +31,16 @@ def has_counts(path: Path) -> bool:
     """Whether a file is one of these, by its name and, of CSV, its head."""
     if path.suffix.lower() != ".csv" or not path.is_file():
         return path.suffix.lower() == ".gguf"
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        return next(csv.reader(file), []) in HEADS
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.readline(80).strip().split(",") in HEADS
 
 
 def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, int, MoESpec, str]:
     """(routings int64 [L, E], tokens, geometry, identity), of a model as `foreign.model_of` knows
     it. Raises ValueError."""
-    cells, tokens = _imatrix(path.read_bytes()) if path.suffix.lower() == ".gguf" else _rows(path)
+    cells, tokens = (
+        _imatrix(bounded(path).read_bytes()) if path.suffix.lower() == ".gguf" else _rows(path)
+    )
     number, expert, count = cells.T
     if not count.any() or cells.min() < 0:
         raise ValueError("it counts nothing, or less")
@@ -63,7 +65,7 @@ def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, i
 
 def _rows(path: Path) -> tuple[np.ndarray, int]:
     """As `_imatrix`, of CSV; tokens are not known."""
-    with open(path, encoding="utf-8", newline="") as file:
+    with open(bounded(path), encoding="utf-8", newline="") as file:
         rows = [[*row, "1"][:3] for row in csv.reader(file) if row not in HEADS]
     return np.array(rows, np.int64).reshape(-1, 3), 0
 
@@ -74,8 +76,10 @@ def _imatrix(data: bytes) -> tuple[np.ndarray, int]:
     for name, values in _tensors(data):
         experts = r"blk\.(\d+)\.ffn_(?:down|up|gate|gate_up)_exps\.weight\.counts"
         if found := re.fullmatch(experts, name):
-            if (values != values.round()).any():
-                raise ValueError(f"{name} has counts that are no whole numbers")
+            if len(values) > MOST or (values != values.round()).any():
+                raise ValueError(
+                    f"{name} has {len(values)} counts, or some that are no whole numbers"
+                )
             counts.setdefault(int(found[1]), values.astype(np.int64))
         elif re.fullmatch(r"blk\.\d+\.ffn_gate_inp\.weight\.counts", name):
             tokens = int(values.max())

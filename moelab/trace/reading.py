@@ -57,5 +57,5 @@ def load(path: str | Path, model: str | Path | None = None) -> RoutingTrace:
             return of_model(found, spec, model_id) if spec else found
         trace = trace_of(found, path.stem, spec, model_id)
     if found.ignored:
-        warnings.warn(f"{path}: not read: {', '.join(found.ignored)}", stacklevel=2)
+        warnings.warn(f"{path}: not read: {', '.join(found.ignored)[:200]!r}", stacklevel=2)
     return trace

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moelab.trace.foreign import Columns
+from moelab.trace.foreign import Columns, bounded
 
 #: columns of integers that are read; `weight` is a float
 NEEDED = ("turn", "phase", "step", "layer", "slot", "expert")
@@ -26,7 +26,7 @@ KNOWN = (*NEEDED, "weight", "residency", "expert_bytes")
 
 def read(path: Path) -> Columns:
     """The routing of all turns. Raises ValueError."""
-    lines = path.read_text(encoding="utf-8").splitlines()
+    lines = bounded(path).read_text(encoding="utf-8").splitlines()
     rows = csv.reader(line for line in lines if line and not line.startswith("#"))
     head = next(rows, [])
     if missing := {*NEEDED} - {*head}:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.trace.foreign import Columns, integers
+from moelab.trace.foreign import Columns, bounded, integers, require_bytes
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 EXTEND, ONE_TOKEN = 1, 2
@@ -27,16 +27,17 @@ EXTEND, ONE_TOKEN = 1, 2
 
 def read(path: Path) -> Columns:
     """The routing of all passes. Raises ValueError."""
-    dump = torch.load(path, map_location="cpu", weights_only=True)
+    dump = torch.load(bounded(path), map_location="cpu", weights_only=True)
     if not isinstance(dump, dict) or not dump.get("records"):
         raise ValueError(
             "it has no records: record with --expert-distribution-recorder-mode per_token"
         )
     sequences = _Sequences()
     passes = [_pass(record, sequences) for record in dump["records"] if len(record["input_ids"])]
+    require_bytes(sum(one["ids"].nbytes for one in passes))  # a view may have more than the file
     columns = {name: np.concatenate([one[name] for one in passes]) for name in passes[0]}
     ids = columns.pop("ids")
-    ids = ids[:, :, : int((ids >= 0).sum(2).max())]
+    ids = ids[:, :, : int(np.flatnonzero((ids >= 0).any((0, 1))).max(initial=-1)) + 1]
     experts = None
     if (logical := dump.get("last_physical_to_logical_map")) is not None:
         logical = np.asarray(logical)

@@ -19,7 +19,7 @@ from typing import Any, NotRequired, TypedDict
 import numpy as np
 
 from moelab.base.schema import Count, parse_json, typed
-from moelab.trace.foreign import Columns
+from moelab.trace.foreign import Columns, bounded
 from moelab.trace.routing_trace import DECODE, PREFILL
 
 
@@ -36,7 +36,7 @@ class Response(TypedDict):
 
 def read(path: Path) -> Columns:
     """The routing of all choices. Raises ValueError."""
-    found = parse_json(path.read_bytes())
+    found = parse_json(bounded(path).read_bytes())
     sequences, phases = [], []
     for response in typed(found if isinstance(found, list) else [found], list[Response]):
         before = _array(response.get("prompt_routed_experts"))

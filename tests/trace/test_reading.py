@@ -15,9 +15,10 @@ from moelab.base.specs import MoESpec
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_model
 from moelab.trace import RoutingTrace, load, save_arrays
+from moelab.trace.foreign import LARGE
 from moelab.trace.statistics import statistics
 from tests.models import tiny
-from tests.trace.samples import POPULARITY, TRACES, routed
+from tests.trace.samples import POPULARITY, TRACES, routed, sglang
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(not read|pickle protocol)")
 
@@ -86,7 +87,7 @@ def test_what_is_no_routing_is_refused(tmp_path):
         ({"ids": ids, "experts": 2}, "from 0 to 3"),
         ({"ids": ids - 2}, "from -2"),
         ({"ids": ids * 0 + 1}, "twice"),
-        ({"ids": ids + 2**15}, "to 32767"),
+        ({"ids": ids + 2**15}, "32767"),
         ({"ids": ids, "weights": ids * np.nan}, "finite"),
         ({"ids": ids, "weights": ids[:1] * 0.5}, "weights is"),
         ({"ids": ids, "phase": np.array([0, 2])}, "phase"),
@@ -236,3 +237,38 @@ def test_damaged_counts_are_refused_or_right(name, tmp_path):
     spec = MoESpec("x", "", 2, (0, 1), 3, 2, H=0, I=0)
     with pytest.raises(ValueError, match="give model="):
         _ = spec.experts_bytes
+
+
+def test_files_that_grow_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    """A bound on what is read: of a file, of what a zip file unpacks to, of a view that repeats."""
+    ids = np.array([[[0, 1]], [[2, 3]]])
+    for name in ("x.npz", "x.json", "x.jsonl", "x.pt", "x.csv"):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(LARGE + 1)
+    with open(tmp_path / "x.npy", "wb") as file:
+        np.lib.format.write_array_header_1_0(
+            file, {"descr": "<i8", "fortran_order": False, "shape": (2**40, 9, 8)}
+        )
+    monkeypatch.setattr("moelab.trace.foreign.LARGE", 1 << 20)
+    np.savez_compressed(tmp_path / "bomb.npz", ids=ids, other=np.zeros(1 << 20))
+    wide = torch.zeros(1, dtype=torch.int32).expand(2**18, 1, 1)
+    record = {"forward_mode": 1, "input_ids": [1], "positions": [0], "extend_seq_lens": [1]}
+    torch.save({"records": [record | {"topk_ids_of_layer": wide}]}, tmp_path / "y.pt")
+    wide = np.array([[[0, 32000]]]).repeat(200, 1)
+    np.savez_compressed(tmp_path / "wide.npz", ids=wide)
+    for path in sorted(tmp_path.iterdir()):
+        with pytest.raises(ValueError, match=path.name) as error:
+            load(path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_gap_among_a_cells_experts_loses_none(tmp_path):
+    trace = routed((3,), K=2)
+    sglang(tmp_path / "x.pt", trace)
+    dump = torch.load(tmp_path / "x.pt", weights_only=True)
+    for record in dump["records"]:
+        ids = record["topk_ids_of_layer"]
+        ids[1, :, 2] = ids[1, :, 1].clone()
+        ids[1, :, 1] = -1
+    torch.save(dump, tmp_path / "x.pt")
+    assert torch.equal(load(tmp_path / "x.pt").counts(), trace.counts())
