@@ -113,6 +113,26 @@ class Claim:
     contradicted: str = ""
     reason: str = ""
 
+    def __post_init__(self) -> None:
+        answered = self.metric or self.fitted or self.follows
+        said = [x for x in (self.value, self.above, self.below) if x is not None]
+        number = isinstance(self.value, (int, float)) and self.neutral is not None
+        for wrong, problem in (
+            (not (self.id and self.where and self.text), "it has no id, place or text"),
+            (len(said) != 1, "it needs exactly one of value, above and below"),
+            (isinstance(self.value, list) and not _is_range(self.value), "a range is [low, high]"),
+            (self.either_way and not number, "either_way goes with a number and neutral"),
+            (not (answered or self.needs or self.contradicted), "nothing answers it"),
+            (self.needs and answered, "what needs something has no answer"),
+            (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
+            (
+                self.interval and (len(self.interval), len(self.metric)) != (2, 2),
+                "an interval has two ends",
+            ),
+        ):
+            if wrong:
+                raise ValueError(problem)
+
     @property
     def is_order(self) -> bool:
         """Whether it compares instead of giving a value."""
@@ -175,6 +195,10 @@ class Claim:
             NOT_REPRODUCED: self.reason or "as measured here",
         }.get(verdict, "")
         return "; ".join(filter(None, (why, self.instead and f"on {self.instead}")))
+
+
+def _is_range(value: list[Any]) -> bool:
+    return len(value) == 2 and {*map(type, value)} <= {int, float} and value[0] <= value[1]
 
 
 @dataclass(frozen=True)
@@ -252,7 +276,7 @@ def _claims(content: Record) -> list[Claim]:
                 raise ValueError(f"there are two claims {about}")
             if null := of.get("null"):
                 of["predictor"] = _of_others(str(null), values)
-            given = {"source": source} | sources[source] | of
+            given = {"text": "", "id": "", "where": "", "source": source} | sources[source] | of
             found[about] = typed(given, Claim, f"claim {about}")
     return [*found.values()]
 

@@ -104,7 +104,7 @@ def as_plan(path, model):
     plan = ANEPlan.load(path)
     for layer in plan.layers:
         assert sorted(e for group in layer.groups for e in group.experts) == [*range(plan.spec.E)]
-    assert plan.describe() and plan.weight_bytes >= 0
+    assert plan.describe() and plan.slots >= 0
 
 
 def metrics_file(path, model):

@@ -73,31 +73,23 @@ def test_verdicts(how, found, verdict):
     assert claim(**how).verdict(found) == verdict
 
 
-def incomplete(of):
-    """What a claim lacks, in words; "" if nothing."""
-    answered = of.metric or of.fitted or of.follows
-    said = [x for x in (of.value, of.above, of.below) if x is not None]
-    number = isinstance(of.value, (int, float)) and of.neutral is not None
-    ends = of.value if isinstance(of.value, list) else [0, 0]
-    for wrong, problem in (
-        (not (of.id and of.where and of.text), "it has no id, place or text"),
-        (len(said) != 1, "it needs exactly one of value, above and below"),
-        (len(ends) != 2 or not {*map(type, ends)} <= {int, float}, "a range is [low, high]"),
-        (ends[0] > ends[-1], "a range is [low, high]"),
-        (of.either_way and not number, "either_way goes with a number and neutral"),
-        (not (answered or of.needs or of.contradicted), "nothing answers it"),
-        (of.needs and answered, "what needs something has no answer"),
-        (len(of.metric) == 1, "metric names a notebook or a bench and then metrics"),
-        (of.interval and (len(of.interval), len(of.metric)) != (2, 2), "an interval has two ends"),
-    ):
-        if wrong:
-            return problem
-    return ""
-
-
-def test_every_claim_is_complete():
-    assert {of.id: incomplete(of) for of in claims.ledger() if incomplete(of)} == {}
-    assert "exactly one" in incomplete(claim(value=1, above=0))
+@pytest.mark.parametrize(
+    "how, said",
+    [
+        ({"text": ""}, "no id, place or text"),
+        ({"value": None}, "exactly one of"),
+        ({"value": 1, "above": 0}, "exactly one"),
+        ({"value": [2.0, 1.0]}, "low, high"),
+        ({"metric": ()}, "nothing answers it"),
+        ({"needs": "a Mac", "metric": ("n", "x")}, "has no answer"),
+        ({"metric": ("n",)}, "and then metrics"),
+        ({"interval": ("low",)}, "two ends"),
+        ({"either_way": True}, "neutral"),
+    ],
+)
+def test_incomplete_claims_are_refused(how, said):
+    with pytest.raises(ValueError, match=said):
+        claim(**how)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +201,7 @@ needs = "x"
         ("[[b]]\nid = 'x'", "no .source. 'b'"),
         ("combine = 'sum'", "combine"),
         (FILE[FILE.index("[[a]]") :], "two claims a/one"),
-        ("[[a]]\nid = 'two'\nvalue = 2\nneeds = 'x'", "lacks text, where"),
+        ("[[a]]\nid = 'two'\nvalue = 2\nneeds = 'x'", "no id, place or text"),
     ],
 )
 def test_a_file_that_is_wrong_is_refused(more, said, tmp_path):
