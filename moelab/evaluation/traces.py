@@ -106,8 +106,9 @@ def compare(args: argparse.Namespace) -> int:
 def fitted(args: argparse.Namespace) -> int:
     """`fit`."""
     trace = load(args.traces[0], args.model)
+    found = asdict(fit(trace))
     print("[routing]")
-    for name, value in asdict(fit(trace)).items():
+    for name, value in found.items():
         print(f"{name} = {value:.4g}")
     print(
         f'kind = "fitted"\nsource = "moelab trace fit, on {len(trace):,} tokens of {args.traces[0].name}"'
