@@ -117,6 +117,13 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
     return read
 
 
+def folder(text: str) -> Path:
+    """Reads the path of a folder that is there."""
+    if not text or not Path(text).is_dir():
+        raise ArgumentTypeError(f"{text!r} is no folder")
+    return Path(text)
+
+
 def several(read: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
     """Reads values with commas between them, each by `read`; at least one."""
 

@@ -22,7 +22,7 @@ from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.device.mac import require_mac
 from moelab.ane.doctor import coreml_backend, diagnose
 from moelab.ane.runtime import prefill_through
-from moelab.base.arguments import several, whole
+from moelab.base.arguments import folder, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Rows
 from moelab.checkpoint.opening import open_checkpoint
@@ -117,7 +117,7 @@ def time_prefill(
 
 
 def run(
-    folders: Sequence[str] = (),
+    folders: Sequence[Path] = (),
     prompts: Sequence[int] = (1024,),
     repeats: int = 5,
     checkpoint: Path | None = None,
@@ -125,20 +125,25 @@ def run(
     require_mac("this bench")
     meter = Meter()
     found: Record = {}
-    for folder in folders:
-        converted = ConvertedModel(folder)
+    for path in folders:
+        converted = ConvertedModel(path)
         backend = coreml_backend(converted, diagnose(converted))
         source = converted.checkpoint(checkpoint)
         model = open_checkpoint(source, dtype=torch.float32)  # its other parts run on the CPU
         for row in time_prefill(model, backend, prompts, repeats, meter):
-            name = f"{Path(folder).name}, a prompt of {row['prompt']}"
+            name = f"{path.name}, a prompt of {row['prompt']}"
             found.setdefault(f"prefills, {backend.name}", {})[name] = row
     return found | {"conditions": {"energy": meter.why or "by Zeus"}}
 
 
 MEASURES = ("moelab/ane",)
+
+
 OPTIONS = {
-    "folders": ({"type": several(), "required": True}, "converted models, e.g. one a chunk size"),
+    "folders": (
+        {"type": several(folder), "required": True},
+        "converted models, e.g. one a chunk size",
+    ),
     "prompts": (several(whole(1)), "their lengths in tokens, as 256,1024"),
     "repeats": (whole(1), "of each"),
     "checkpoint": (Path, "its folder, if it is not where it was converted"),

@@ -10,6 +10,7 @@ model's card."""
 from __future__ import annotations
 
 import warnings
+from argparse import ArgumentTypeError
 from contextlib import suppress
 from hashlib import sha256
 from statistics import fmean
@@ -17,7 +18,7 @@ from statistics import fmean
 import numpy as np
 
 from moelab.advice.model import find_model
-from moelab.base.arguments import number, whole
+from moelab.base.arguments import folder, number, whole
 from moelab.base.files import absolute
 from moelab.base.records import Records
 from moelab.simulation.drafts import ACCEPTANCES, COUNTS, PassCosts, passes, verified
@@ -28,8 +29,8 @@ class Folder:
     """The .npz files in a folder that are traces; as text, their names and digests. ValueError: none
     is."""
 
-    def __init__(self, folder: str) -> None:
-        root, self.digests, self.traces = absolute(folder), {}, {}
+    def __init__(self, text: str) -> None:
+        root, self.digests, self.traces = absolute(folder(text)), {}, {}
         for file in sorted(root.rglob("*.npz")):
             name = str(file.relative_to(root).with_suffix("")).removesuffix("/trace")
             with warnings.catch_warnings(), suppress(ValueError):  # logits, say, are no trace
@@ -37,7 +38,7 @@ class Folder:
                 self.traces[name] = load(file)
                 self.digests[name] = sha256(file.read_bytes()).hexdigest()[:12]
         if not self.traces:
-            raise ValueError(f"{folder} has no trace: no .npz with ids [T, L, K]")
+            raise ArgumentTypeError(f"{text!r} has no trace: no .npz with ids [T, L, K]")
 
     def __str__(self) -> str:
         return "; ".join(f"{name} {digest}" for name, digest in self.digests.items())

@@ -21,13 +21,14 @@ digests, not where they lie.
 from __future__ import annotations
 
 import warnings
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from moelab.base.arguments import number, several, whole
+from moelab.base.arguments import folder, number, several, whole
 from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Records
@@ -64,12 +65,14 @@ class Traces:
 
     Raises ValueError: there is none."""
 
-    def __init__(self, folder: str) -> None:
-        root = absolute(folder)
+    def __init__(self, text: str) -> None:
+        root = absolute(folder(text))
         files = [file for file in sorted(root.rglob("*")) if file.suffix in READERS]
         self._files = {self._name(file.relative_to(root)): file for file in files}
         if not files:
-            raise ValueError(f"{folder} has no trace: no file that ends in {', '.join(READERS)}")
+            raise ArgumentTypeError(
+                f"{text!r} has no trace: no file that ends in {', '.join(READERS)}"
+            )
 
     def __iter__(self) -> Iterator[tuple[str, RoutingTrace]]:
         for name, file in self._files.items():

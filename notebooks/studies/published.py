@@ -30,7 +30,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from moelab.base.arguments import whole
+from moelab.base.arguments import folder, whole
 from moelab.base.files import absolute, shipped
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
@@ -49,7 +49,7 @@ class Folder:
     """A folder from a user, of which results keep the name only."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = absolute(path)
+        self.path = absolute(folder(str(path)))
 
     def __str__(self) -> str:
         return self.path.name

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moelab.base.arguments import number, several
+from moelab.base.arguments import folder, number, several
 from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
@@ -37,7 +37,7 @@ class Folder:
     """A folder from a user, of which results keep the name only."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = absolute(path)
+        self.path = absolute(folder(str(path)))
 
     def __str__(self) -> str:
         return self.path.name
@@ -83,10 +83,10 @@ def run(
     only: Sequence[str] = tuple(RECORDED),
     shares: Sequence[float] = SHARES,
 ) -> Records:
-    folder = traces.path if isinstance(traces, Folder) else Path(traces)
+    root = traces.path if isinstance(traces, Folder) else Path(traces)
     rows = {}
     for name in progress(list(only), "traces", unit="trace"):
-        trace, digest = read(folder, RECORDED[name])
+        trace, digest = read(root, RECORDED[name])
         rows[name] = {"sha256 begins": digest[:16]} | facts(trace, shares)
     return {"whole traces": rows}
 
