@@ -18,7 +18,7 @@ import signal
 import sys
 from importlib import import_module
 from importlib.util import find_spec
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 
@@ -114,6 +114,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
             raise ValueError(f"{module.__file__}: OPTIONS has {option}, but run() no {parameter}")
         default = known[parameter].default
         shown = str(default)
+        if default is Parameter.empty:  # run() cannot do without it
+            how, default, shown = how | {"required": True}, None, ""
         if isinstance(default, tuple):
             default, shown = list(default), ",".join(map(str, default))
         parser.add_argument(

@@ -117,7 +117,7 @@ def time_prefill(
 
 
 def run(
-    folders: Sequence[Path] = (),
+    folders: Sequence[Path],
     prompts: Sequence[int] = (1024,),
     repeats: int = 5,
     checkpoint: Path | None = None,
@@ -141,7 +141,7 @@ MEASURES = ("moelab/ane",)
 
 OPTIONS = {
     "folders": (
-        {"type": several(folder), "required": True},
+        several(folder),
         "converted models, e.g. one a chunk size",
     ),
     "prompts": (several(whole(1)), "their lengths in tokens, as 256,1024"),

@@ -22,8 +22,9 @@ import torch
 from studies.timing import gain
 
 from moelab import open_model
-from moelab.base.arguments import number, several, whole
+from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Records
+from moelab.base.registry import names
 from moelab.bench import ENGINE
 from moelab.bench.grid import synthetic
 from moelab.bench.implant import TOKENS_FILE
@@ -35,9 +36,12 @@ from moelab.simulation.routing import routing_of
 
 MEASURES = ("notebooks/studies/drafts.py", *ENGINE)
 OPTIONS = {
-    "cards": (several(str), "whose routing, experts a layer and experts a token"),
+    "cards": (
+        several(one_of(names("model"))),
+        "whose routing, experts a layer and experts a token",
+    ),
     "budgets": (several(number(0)), "shares of the experts in memory"),
-    "executors": (several(str), "that compute"),
+    "executors": (several(one_of(names("executor"))), "that compute"),
     "new": (whole(32), "tokens of a text"),
     "rounds": (whole(2), "of all ways"),
 }

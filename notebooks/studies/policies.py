@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moelab.base.arguments import folder, number, several, whole
+from moelab.base.arguments import folder, number, one_of, several, whole
 from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Records
@@ -161,8 +161,8 @@ def run(
 
 
 OPTIONS = {
-    "traces": ({"type": Traces, "required": True, "metavar": "DIR"}, "a folder with traces"),
+    "traces": ({"type": Traces, "metavar": "DIR"}, "a folder with traces"),
     "tokens": (whole(0), "of a trace, about; 0: all"),
     "shares": (several(number(above=0)), "of all experts that a cache has memory for"),
-    "arms": (several(str), "policies to replay; lrfu and next-use must be among them"),
+    "arms": (several(one_of(ARMS)), "policies to replay; lrfu and next-use must be among them"),
 }

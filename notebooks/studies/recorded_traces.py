@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from moelab.base.arguments import folder, number, several
+from moelab.base.arguments import folder, number, one_of, several
 from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
@@ -72,14 +72,14 @@ RECORDED = {
 KIND = "exact"
 MEASURES = ("moelab/trace",)
 OPTIONS = {
-    "traces": ({"type": Folder, "required": True, "metavar": "DIR"}, "where the traces' files are"),
-    "only": (several(), "names of traces"),
+    "traces": ({"type": Folder, "metavar": "DIR"}, "where the traces' files are"),
+    "only": (several(one_of(RECORDED)), "names of traces"),
     "shares": (several(number(above=0, most=1)), "of all experts in memory"),
 }
 
 
 def run(
-    traces: Folder | str = "",
+    traces: Folder | str,
     only: Sequence[str] = tuple(RECORDED),
     shares: Sequence[float] = SHARES,
 ) -> Records:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.advice.model import find_model
-from moelab.base.arguments import number, several, whole
+from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import ExpertKey, MoESpec, State
@@ -41,8 +41,11 @@ KIND = "simulated"
 MEASURES = ("moelab/simulation", "moelab/cache", "moelab/cards")
 OPTIONS = {
     "traces": (Folder, "folder of recorded traces to look at beside the fits"),
-    "models": (several(), "cards, A,B,…; by default all that have a fit of their own"),
-    "shares": (several(number()), "of the experts in memory, A,B,…"),
+    "models": (
+        several(one_of(families())),
+        "cards, A,B,…; by default all that have a fit of their own",
+    ),
+    "shares": (several(number(above=0, most=1)), "of the experts in memory, A,B,…"),
     "tokens": (whole(8), "of a text"),
     "texts": (whole(2), "that are drawn"),
     "seed": (whole(), "of the drawn routing"),

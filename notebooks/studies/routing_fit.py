@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moelab.base.arguments import several
+from moelab.base.arguments import folder, one_of, several
 from moelab.base.files import write_text
 from moelab.base.progress import progress
 from moelab.simulation.routing import Routing, fit
@@ -101,8 +101,8 @@ TRACES = {
 }
 
 OPTIONS = {
-    "traces": ({"metavar": "DIR", "required": True}, "where the files of traces are"),
-    "only": (several(str), "names of traces"),
+    "traces": ({"type": folder, "metavar": "DIR"}, "where the files of traces are"),
+    "only": (several(one_of(TRACES)), "names of traces"),
     "by": ({"choices": ("layers", "texts")}, "how a trace of few texts is divided"),
     "cards": ({"metavar": "DIR"}, "cards to write the fits to"),
 }
@@ -111,7 +111,7 @@ MEASURES = ("moelab/simulation", "moelab/trace")
 
 
 def run(
-    traces: str = "", only: Sequence[str] = tuple(TRACES), by: str = "layers", cards: str = ""
+    traces: str | Path, only: Sequence[str] = tuple(TRACES), by: str = "layers", cards: str = ""
 ) -> dict[str, Any]:
     """Sections "held out", its two sides, and, of what is on cards, "fits"; of a trace divided
     `by` texts, its row alone."""

@@ -2,7 +2,7 @@
 eager bit for bit; `make stress` runs hundreds.
 
 Each one draws a codec, a budget from the least that works to everything, pools, policy, scope,
-margin, workers, staging, good or bad predictions to prefetch one or two layers ahead, batch and
+workers, staging, good or bad predictions to prefetch one or two layers ahead, batch and
 lengths; reads are delayed at random. It stops at the first output that differs from eager's, and with
 the stacks of all threads if one generation takes too long."""
 
@@ -41,7 +41,6 @@ def draw(rng, store):
         "ahead": ahead,
         "cache": rng.choice([p for p in POLICIES if p != "belady"]),
         "scope": rng.choice(("model", "layer")),
-        "margin": rng.choice((None, 0, 1, 4)),
         "mode": rng.choice(("auto", "buffered")),
         "verify": rng.random() < 0.5,
     }
