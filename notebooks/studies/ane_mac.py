@@ -131,7 +131,7 @@ def run(
         source = converted.checkpoint(checkpoint)
         model = open_checkpoint(source, dtype=torch.float32)  # its other parts run on the CPU
         for row in time_prefill(model, backend, prompts, repeats, meter):
-            name = f"{path.name}, a prompt of {row['prompt']}"
+            name = f"{Path(path).name}, a prompt of {row['prompt']}"
             found.setdefault(f"prefills, {backend.name}", {})[name] = row
     return found | {"conditions": {"energy": meter.why or "by Zeus"}}
 

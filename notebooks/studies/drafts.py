@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +112,7 @@ def row_of(samples: dict, seen: dict) -> dict[str, Any]:
         "2 ÷ plain": ratios["2"][0],
         "8 ÷ plain": ratios["8"][0],
         "auto ÷ plain": auto,
-        "from": low,
-        "to": high,
+        **({"from": low, "to": high} if isfinite(low) else {}),  # two rounds have no interval
         "auto ÷ plain, first": samples["plain"][0] / samples["auto"][0],
         "auto drafts": "yes" if on else "no",
         "auto is right": "yes" if right else "no",

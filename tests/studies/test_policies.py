@@ -1,5 +1,7 @@
 """The study of cache policies on traces, on traces that it makes: against the past in a list."""
 
+from argparse import ArgumentTypeError
+
 import numpy as np
 import pytest
 
@@ -73,5 +75,7 @@ def test_records_name_traces_and_their_digests(folder):
     assert list(whole) == ["one", "two"] and list(at_once) == ["one"]
     for row in whole.values():
         assert all(row[arm] <= row["belady"] for arm in study.ARMS)
-    with pytest.raises(ValueError, match="has no trace"):
-        study.Traces(str(folder / "none"))
+    (folder / "none").mkdir()
+    for name, said in {"none": "has no trace", "elsewhere": "is no folder"}.items():
+        with pytest.raises(ArgumentTypeError, match=said):
+            study.Traces(str(folder / name))
