@@ -62,7 +62,7 @@ class NextUse:
         if step != self._now:
             self._learn()
             self._now, self._layer, self._used, self._learnt = step, key.layer, set(), False
-        self._used.add(key.expert)  # in vain if it comes late, from a better pool
+        self._used.add(key.expert)  # no use if it comes late, from a better pool
         self._known[key] = True
         self._order = None
 

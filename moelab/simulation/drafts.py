@@ -3,7 +3,7 @@
 Source: speculative decoding (Leviathan et al. 2023, §3.3), but for a pass over several positions that
 takes longer than one over one: it computes the union of their experts, and loads what of it is not
 in memory. A right draft's experts would have been loaded anyway, a pass later; so drafts save
-reading other weights and computing, hardly any loading, and a wrong one loads in vain. What is in
+reading other weights and computing, hardly any loading, and a wrong one loads for nothing. What is in
 memory follows from replaying the passes with the default policy, in one pool."""
 
 from __future__ import annotations

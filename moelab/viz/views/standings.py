@@ -1,6 +1,6 @@
-"""The arena: what one has written oneself, ranked against everything of its kind.
+"""The arena: a cache policy of your own, ranked against all others and the optimum.
 
-moelab.lab.arena(MyPolicy)          a cache policy or an NDP schedule (`moelab.bench.arena`)
+moelab.lab.arena(MyPolicy)          see `moelab.bench.arena`
 """
 
 from __future__ import annotations
