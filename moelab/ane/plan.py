@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,8 +190,10 @@ def make_plan(
     *,
     rule: str = "topk",
     slack: float = 1.0,
+    capacities: Sequence[int] = (),
     cold_share: float = 0.1,
     min_rows: float = 32,
+    max_graphs: int | None = None,
     bytes_per_weight: float = 2.0,
     popularity: str = "calibrated",
     model_id: str = "",
@@ -201,18 +203,21 @@ def make_plan(
     counts, tokens : [L, E] routings to each expert of so many tokens (of a `Calibration`, or of
         routing that was drawn: `moelab.simulation.routing`).
     chunk, group_size : B, and G for systems that group.
-    levels, rule, slack : of `capacity_tiers`.
+    levels, rule, slack, capacities : of `capacity_tiers`.
     max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
     cold_share, min_rows : the rarest experts that together get at most this share of the routings
         go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
         thresholds are ours).
+    max_graphs : on the ANE over all layers, those that expect most tokens (§4.3's "small resident
+        working set"; too many graphs make Core ML fall back to the CPU, §1, §5.7); None for all.
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
     popularity, model_id : as in `ANEPlan`.
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
     _require_counts(spec, counts, group_size, bytes_per_weight)
-    tiers = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    how_wide = {"levels": levels, "rule": rule, "slack": slack, "capacities": capacities}
+    tiers = capacity_tiers(counts, tokens, chunk, **how_wide)
     if not how.tiers:
         tiers = [_one_capacity(tiers, how, chunk)] * spec.L
     expert_bytes = round(spec.expert_params * bytes_per_weight)
@@ -235,7 +240,23 @@ def make_plan(
         return LayerPlan(of, tuple(groups), attention)
 
     layers = tuple(map(planned, tiers, counts))
+    if max_graphs is not None:
+        layers = _resident(layers, max_graphs)
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
+
+
+def _resident(layers: Sequence[LayerPlan], most: int) -> tuple[LayerPlan, ...]:
+    """The layers with at most so many groups on the ANE; the others are the CPU's."""
+    graphs = [(l, group) for l, layer in enumerate(layers) for group in layer.on("ane")]
+    stay = set(sorted(graphs, key=lambda one: -one[1].expected)[:most])
+
+    def placed(l: int, group: PlannedGroup) -> PlannedGroup:
+        return group if (l, group) in stay else replace(group, unit="cpu")
+
+    return tuple(
+        replace(layer, groups=tuple(placed(l, group) for group in layer.groups))
+        for l, layer in enumerate(layers)
+    )
 
 
 def _require_counts(spec: MoESpec, counts: np.ndarray, group_size: int, weight: float) -> None:
