@@ -275,24 +275,16 @@ def _model_of(converted: Any, checkpoint: Path | None) -> Any:
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
     from moelab.ane.parity import parity as compare
-    from moelab.base.library import token_count
-    from moelab.evaluation import questions
+    from moelab.base.library import passages, token_count
 
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:
         raise ValueError(
             "this checkpoint has no tokenizer, so there are no prompts; put one beside its weights"
         )
-    sources = ("needle", "yesno", "code", "prose")
-    texts = questions.prompts(
-        sources,
-        -(-args.prompts // len(sources)),
-        tokens=args.tokens,
-        count=token_count(model.tokenizer),
-    )
-    each = len(texts) // len(sources)
-    mixed = [texts[i % len(sources) * each + i // len(sources)].text for i in range(args.prompts)]
-    ids = [model.tokenizer(text)["input_ids"] for text in mixed]
+    each = -(-args.prompts // 2), args.tokens, token_count(model.tokenizer)
+    texts = [*passages("prose", *each), *passages("code", *each)][: args.prompts]
+    ids = [model.tokenizer(text)["input_ids"][: args.tokens] for text in texts]
     found = compare(backend, model, ids, rounding=rounding)
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")
