@@ -134,7 +134,7 @@ def plan(args: argparse.Namespace) -> int:
             f"Modelled for {device.device}, a prompt of {args.prompt:,} tokens; fastest: {fastest}\n"
             + text_table(*head_and_rows(rows.values()))
         )
-    device.require(made)
+    device.require(made, args.prompt + args.new_tokens)
     print(made.describe())
     if args.save is not None:
         print(made.save(args.save))

@@ -29,7 +29,7 @@ from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
 from moelab.ane.systems import ATTENTION_GRAPHS, SYSTEMS, Unit
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.cards import load_device, other_bytes
+from moelab.cards import load_device
 
 #: the expert that rates are stated for, PhiMoE's in fp16: H, weights and bytes
 REFERENCE_H = 4096
@@ -162,10 +162,10 @@ class DeviceModel:
             ) from None
         return cls(card.name, *both, card["memory_gb"] * 1e9, overlap)
 
-    def require(self, plan: ANEPlan) -> None:
-        """ValueError if the plan's weights are more than the machine's memory, which CPU and ANE
-        share."""
-        needed = memory_bytes(plan)
+    def require(self, plan: ANEPlan, context: int = 2048) -> None:
+        """ValueError if a run through the plan takes more than the machine's memory, which CPU and
+        ANE share."""
+        needed = sum(plan.memory(context).values())
         if needed > self.memory_bytes:
             raise ValueError(
                 f"{plan.spec.name} needs at least {needed / 1e9:,.0f} GB, and {self.device} has "
@@ -307,15 +307,9 @@ def beside(
             f"with {new_tokens} tokens, s": whole.ms / 1e3,
             "J": whole.mj / 1e3,
             "CPU, s": whole.cpu_ms / 1e3,
-            "weights, GB": memory_bytes(plan) / 1e9,
+            "memory, GB": sum(plan.memory(prompt).values()) / 1e9,
         }
     return rows
-
-
-def memory_bytes(plan: ANEPlan) -> float:
-    """Bytes of all weights: the plan's experts, and the rest in 16 bits."""
-    experts = sum(group.weight_bytes for layer in plan.layers for group in layer.groups)
-    return experts + other_bytes(plan.spec)
 
 
 def _expected(plan: ANEPlan) -> np.ndarray:

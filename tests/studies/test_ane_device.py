@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.ane.plan import make_plan
-from moelab.ane.predict import DeviceModel, Rates, memory_bytes
+from moelab.ane.predict import DeviceModel, Rates
 from moelab.ane.systems import SYSTEMS
 from moelab.base.papers import paper
 from moelab.base.specs import MoESpec
@@ -202,7 +202,7 @@ def test_nothing_is_busier_than_the_clock(
     assert told.end_to_end.ms - told.total.ms == pytest.approx(
         8 * model.decode(spec, prompt).ms, abs=1e-6
     )
-    assert memory_bytes(plan) <= model.memory_bytes
+    assert sum(plan.memory(prompt).values()) <= model.memory_bytes
 
 
 def test_a_decode_step_is_a_chunk_of_one_token_on_the_cpu():
