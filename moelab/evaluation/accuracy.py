@@ -19,7 +19,7 @@ Windows of one library file are taken as independent, which makes errors of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -66,7 +66,6 @@ def compare(
     seed: int = 0,
     decode: bool = False,
     batch_size: int = 16,
-    singly: Collection[str] = (),
     ran: dict[tuple[str, str], Any] | None = None,
 ) -> Record:
     """Score one model in several modes on the same held-out text and prompts.
@@ -77,7 +76,7 @@ def compare(
     decode : False reads each text in one forward pass; True computes what is scored (the answers,
         the last quarter of each window) in decode steps after an ordinary prefill, one text at a
         time.
-    batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
+    batch_size : texts of one length in a forward pass.
     ran : gets (mode, task) → what the mode's context yielded.
 
     Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with what `counted` finds;
@@ -94,11 +93,12 @@ def compare(
     ran = {} if ran is None else ran
     for mode, context in modes.items():
         for task, items in texts.items():
-            size, label = 1 if mode in singly else batch_size, f"{mode}: {task}"
             decoded = tokens // 4 if decode and task == "loss" else decode
             score = scores.language_loss if task == "loss" else scores.right_answers
             with context() as ran[mode, task]:
-                samples[task][mode] = np.array(score(model, items, size, decoded, label))
+                samples[task][mode] = np.array(
+                    score(model, items, batch_size, decoded, f"{mode}: {task}")
+                )
     settings = {
         "prompts": n,
         "windows": windows,

@@ -15,14 +15,14 @@ import numpy as np
 
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.predict import DeviceModel
-from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.ane.systems import SYSTEMS
 from moelab.cards import load_model
 from moelab.viz import theme
 from moelab.viz.plotly_json import Figure
 
 from .ane_device import Modelled, fitted, prefill_of
 from .ane_popularity import assumed_counts, assumed_loads
-from .ane_published import ATTENTION_CPU, TABLE_5
+from .ane_published import ABLATION, ATTENTION_CPU, TABLE_2, TABLE_5
 
 #: (prompt, chunk) of Figures 14 to 16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab.evaluation.intervals import ratio
 from moelab.evaluation.passes import walk
 from moelab.models.stream import streams
 from moelab.recording import record
@@ -16,6 +15,7 @@ from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
 from moelab.trace import DECODE, PREFILL
 from notebooks.studies.predictor_scores import Score, choose, score
+from notebooks.studies.ratios import ratio
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
 

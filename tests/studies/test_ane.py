@@ -4,12 +4,20 @@ from itertools import combinations
 
 import pytest
 
-from moelab.ane.systems import ABLATION, TABLE_2
 from moelab.base.papers import paper
 from moelab.cards import load_model
 from notebooks.studies import ane
 from notebooks.studies.ane_device import fitted
-from notebooks.studies.ane_published import OUTLIERS, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7
+from notebooks.studies.ane_published import (
+    ABLATION,
+    OUTLIERS,
+    TABLE_2,
+    TABLE_3,
+    TABLE_4,
+    TABLE_5,
+    TABLE_6,
+    TABLE_7,
+)
 
 BARS = {"ttft": "figure_14", "energy": "figure_15", "cpu_cycles": "figure_16"}
 
