@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from moelab.base.forks import renew_in_children
 from moelab.cache.policies import DEFAULT_POLICY
@@ -83,6 +84,16 @@ def mixed(mixin: type, cls: type) -> type:
     return cls if issubclass(cls, InTurn) else type(cls.__name__, (mixin, cls), members)
 
 
+class Meter(Protocol):
+    """A machine's energy counters."""
+
+    def begin(self) -> None:
+        """Begin to count."""
+
+    def end(self) -> dict[str, float] | None:
+        """Joules since then, by part of the chip; None where it does not tell."""
+
+
 class Session:
     """What an opened model does, and with what.
 
@@ -93,6 +104,7 @@ class Session:
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
         text's own (False).
+    meter : reads energy at the beginning and the end of each forward pass, where a machine tells.
     """
 
     #: those of the run
@@ -120,6 +132,7 @@ class Session:
             self.residency = engine.residency
             self.run = engine.run
         self.gates: dict[bool, DraftGate] = {}
+        self.meter: Meter | None = None
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -173,8 +186,8 @@ class Session:
         stays."""
         with self.turn:
             self.run.reset()
-            #: the forward pass that runs: its module, thread, beginning
-            self._forward: tuple[int, int, float, ForwardInfo] | None = None
+            #: the forward pass that runs: its module, thread, beginning, seconds of CPU
+            self._forward: tuple[int, int, float, ForwardInfo, float] | None = None
             self._routed: list[tuple[MoELayer, Any]] = []  # ids [T, K] of its layers
 
     def metrics(self) -> Metrics:
@@ -261,17 +274,22 @@ class Session:
         self.run.begin_forward()
         exact = self.executor is eager
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
-        self._forward = (id(module), me, start, info)
+        if self.meter is not None:
+            self.meter.begin()
+        self._forward = (id(module), me, start, info, time.process_time())
         self._routed = []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        (*_, start, info), self._forward = self._forward, None
+        (*_, start, info, used), self._forward = self._forward, None
+        used = time.process_time() - used
+        joules = self.meter.end() if self.meter is not None else None
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        self.run.end_forward(Forward(start, end, info.tokens, info.phase, info.drafts))
+        forward = Forward(start, end, info.tokens, info.phase, info.drafts, cpu=used, joules=joules)
+        self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
 

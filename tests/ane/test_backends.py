@@ -193,7 +193,7 @@ def test_another_models_weights_are_refused(folder, model, tmp_path):
     assert "forward" not in vars(other.base_model)
     other.config._name_or_path = ""
     with (
-        pytest.raises(ValueError, match="not opened from a checkpoint"),
+        pytest.raises(ValueError, match="this model is not the checkpoint"),
         prefill_through(other, backend),
     ):
         pass
