@@ -164,7 +164,7 @@ def doctor(args: argparse.Namespace) -> int:
     converted = ConvertedModel(args.folder)
     checkups = diagnose(converted, args.timeout)
     print(table(checkups))
-    if any(checkup.probe.error for checkup in checkups):
+    if any(checkup.error for checkup in checkups):
         return 1
     print("What fp16 alone does to the same prompts, by the evaluator:")
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
