@@ -28,6 +28,7 @@ from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, Runner
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
+from moelab.base.progress import progress
 from moelab.experts.executor import names, plain
 from moelab.experts.located import banks
 from moelab.models.identity import opened_from
@@ -91,7 +92,7 @@ class TorchBackend(Backend):
 
 
 class ConvertedBackend(Backend):
-    """The packages of a converted model, each loaded when it is first needed.
+    """The packages of a converted model, all loaded.
 
     mode : of the evaluator, "double" or "fp16". runner : what runs a package instead of it; `name`
     says what."""
@@ -107,19 +108,21 @@ class ConvertedBackend(Backend):
         self.resource = "evaluator" if runner is None else "ane"
         self.exact = mode == "double" and runner is None
         self.runner = runner or partial(Evaluator, mode=mode)
-        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in converted.layers}
-        self._groups: dict[tuple[int, int], Any] = {}
-        self._attention: dict[int, AttentionGraph] = {}
+        self._groups: dict[tuple[int, int], Any] = {}  # by MoE layer and number
+        self._attention: dict[int, AttentionGraph] = {}  # by decoder layer
+        for entry in progress(converted.layers, "loading", unit="layer"):
+            layer = entry["layer"]
+            if "file" in entry["attention"]:
+                self._attention[layer] = converted.attention(layer, self.runner)
+            for number, group in enumerate(entry["groups"]):
+                if "file" in group:
+                    self._groups[entry["moe"], number] = converted.group(layer, number, self.runner)
 
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
-        """As of `TorchBackend`, by the group's saved package, which is opened when it is first
-        needed."""
-        at = self._decoder_layer[layer], group
-        if at not in self._groups:
-            self._groups[at] = self.converted.group(*at, self.runner)
-        y = unpack(self._groups[at]({"x": pack(buffer.flatten(0, 1))})["y"])
+        """As of `TorchBackend`, by the group's saved package."""
+        y = unpack(self._groups[layer, group]({"x": pack(buffer.flatten(0, 1))})["y"])
         return y.view(buffer.shape) * scale[..., None]
 
     def require(self, model: Any) -> None:
@@ -129,11 +132,9 @@ class ConvertedBackend(Backend):
     def attention(self, model: Any, told: Told) -> AbstractContextManager:
         """Within the block, attention runs by the saved packages where there are any."""
         with Patches() as patches:
-            for entry in self.converted.layers:
-                if "file" in entry["attention"]:
-                    of = model.base_model.layers[entry["layer"]].self_attn
-                    forward = partial(self._chunk_attention, of, entry["layer"], told)
-                    patches.put(of, "forward", forward)
+            for layer in self._attention:
+                of = model.base_model.layers[layer].self_attn
+                patches.put(of, "forward", partial(self._chunk_attention, of, layer, told))
             return patches.pop_all()
 
     def _chunk_attention(
@@ -148,8 +149,6 @@ class ConvertedBackend(Backend):
         **_: Any,
     ) -> tuple[Tensor, None]:
         """A forward of the attention of one chunk."""
-        if layer not in self._attention:
-            self._attention[layer] = self.converted.attention(layer, self.runner)
         graph, (cos, sin) = self._attention[layer], position_embeddings
         y, *new = graph(
             hidden_states[0],

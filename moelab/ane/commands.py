@@ -222,12 +222,14 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
-    """The model whose other parts run on the CPU, in float32."""
+    """The model whose other parts run on the CPU, in float32, its experts read as they are needed."""
     import torch
 
-    from moelab.checkpoint.opening import open_checkpoint
+    from moelab.ane.opening import open_beside
+    from moelab.offloading.offload import Offloading
 
-    return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
+    source = converted.checkpoint(checkpoint)
+    return open_beside(converted, source, None, Offloading(dtype=torch.float32))
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:

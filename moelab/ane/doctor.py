@@ -19,7 +19,7 @@ from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
-from moelab.ane.device.mac import CoreMLRunner, on_mac, probe, require_mac, sample_inputs
+from moelab.ane.device.mac import CoreMLRunner, probe, require_mac, sample_inputs
 from moelab.base.files import read_json, write_json
 from moelab.base.progress import progress
 from moelab.base.table import head_and_rows, text_table
@@ -115,15 +115,6 @@ def difference(
 def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
     error = (found.double() - wanted.double()).square().mean() / wanted.double().square().mean()
     return float(error.sqrt())
-
-
-def backend_for(converted: ConvertedModel) -> ConvertedBackend:
-    """What runs a converted model here: Core ML on a Mac, elsewhere the evaluator, as good fp16
-    arithmetic would."""
-    if on_mac():
-        return coreml_backend(converted, diagnose(converted))
-    name = "the evaluator in fp16, on the CPU (Core ML runs on a Mac only)"
-    return ConvertedBackend(converted, "fp16", name=name)
 
 
 def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> ConvertedBackend:

@@ -168,6 +168,7 @@ class PlannedExperts(StaticExecutor):
         """Within the block, a prompt's chunks run through the plan; single tokens do not get here."""
         layers, moe = discover(model), dict(zip(self.plan.spec.moe_layers, range(self.plan.spec.L)))
         self.below = layers[0].seam.engine if layers[0].plugged else None
+        self._since = self.below and self.below.idle_since or clock()
         with Patches() as patches:
             patches.enter_context(plugged(model, engine=self))
             if self.saliency is not None:
@@ -182,7 +183,6 @@ class PlannedExperts(StaticExecutor):
                 patches.hook(part.register_forward_pre_hook, partial(self._passed, "other", layer))
                 patches.hook(part.register_forward_hook, partial(self._passed, kind, layer))
             patches.enter_context(self.backend.attention(model, partial(self._attended, moe)))
-            self._since = clock()
             yield
         if self.below is not None:
             self.below.idle_since = self._since

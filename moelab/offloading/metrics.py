@@ -25,7 +25,7 @@ from moelab.cache.residency import CacheCounters
 class Forward(NamedTuple):
     """One run of the whole model: when, over how many tokens (of all sequences together), prefill
     or decode; of the tokens, how many were drafts, and how many of these were right; seconds that all
-    threads of the process computed, and joules by part of the chip, where that was measured."""
+    threads of the process computed, and mJ by part of the chip, where that was measured."""
 
     start: float
     end: float
@@ -34,7 +34,7 @@ class Forward(NamedTuple):
     drafts: int = 0
     right: int = 0
     cpu: float | None = None
-    joules: dict[str, float] | None = None
+    mj: dict[str, float] | None = None
 
     @property
     def kept(self) -> int:
@@ -51,8 +51,8 @@ class Metrics:
     ttft_split : of a prefill, {"kind on resource": seconds}, medians; resources work at once, so only
         those of one resource add up.
     launches : expert graphs that an accelerator ran (`moelab.ane`).
-    cpu_seconds, joules : medians of a prefill: time that the process's threads computed, and energy
-        by part of the chip.
+    cpu_seconds, energy : medians of a prefill: time that the process's threads computed, and mJ by
+        part of the chip where a machine tells.
     tpot : median duration of a decode forward, which gives each sequence of the batch one token;
         with drafts, the duration of all over the tokens that they gave.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
@@ -90,7 +90,7 @@ class Metrics:
     ttft_split: dict[str, float] | None = None
     launches: int | None = None
     cpu_seconds: float | None = None
-    joules: dict[str, float] | None = None
+    energy: dict[str, float] | None = None
     hits: dict[str, int] | None = None
     misses: int | None = None
     evictions: int | None = None
@@ -167,7 +167,7 @@ def metrics(
         ttft_split=_medians(splits),
         launches=launches or None,
         cpu_seconds=median(one.cpu for one in measured) if measured else None,
-        joules=_medians([one.joules for one in measured if one.joules]),
+        energy=_medians([one.mj for one in measured if one.mj]),
         tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),

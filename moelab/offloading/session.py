@@ -11,8 +11,8 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
 
 from moelab.base.forks import renew_in_children
 from moelab.cache.policies import DEFAULT_POLICY
@@ -84,16 +84,6 @@ def mixed(mixin: type, cls: type) -> type:
     return cls if issubclass(cls, InTurn) else type(cls.__name__, (mixin, cls), members)
 
 
-class Meter(Protocol):
-    """A machine's energy counters."""
-
-    def begin(self) -> None:
-        """Begin to count."""
-
-    def end(self) -> dict[str, float] | None:
-        """Joules since then, by part of the chip; None where it does not tell."""
-
-
 class Session:
     """What an opened model does, and with what.
 
@@ -104,7 +94,9 @@ class Session:
     speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
         text's own (False).
-    meter : reads energy at the beginning and the end of each forward pass, where a machine tells.
+    planned : what runs prompts through a Neural Engine's graphs, if the model was opened so:
+        `planned.total` counts, `planned.backend.name` says by what.
+    meter : where the machine tells its energy: `window()` yields a dictionary that gets it.
     """
 
     #: those of the run
@@ -132,7 +124,8 @@ class Session:
             self.residency = engine.residency
             self.run = engine.run
         self.gates: dict[bool, DraftGate] = {}
-        self.meter: Meter | None = None
+        self.planned: Any = None
+        self.meter: Any = None
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -186,8 +179,8 @@ class Session:
         stays."""
         with self.turn:
             self.run.reset()
-            #: the forward pass that runs: its module, thread, beginning, seconds of CPU
-            self._forward: tuple[int, int, float, ForwardInfo, float] | None = None
+            #: the forward pass that runs: its module, thread, beginning; seconds of CPU before, energy
+            self._forward: tuple[int, int, float, ForwardInfo, tuple] | None = None
             self._routed: list[tuple[MoELayer, Any]] = []  # ids [T, K] of its layers
 
     def metrics(self) -> Metrics:
@@ -274,21 +267,21 @@ class Session:
         self.run.begin_forward()
         exact = self.executor is eager
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
-        if self.meter is not None:
-            self.meter.begin()
-        self._forward = (id(module), me, start, info, time.process_time())
+        energy = ExitStack()
+        mj = None if self.meter is None else energy.enter_context(self.meter.window())
+        self._forward = (id(module), me, start, info, (time.process_time(), energy, mj))
         self._routed = []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        (*_, start, info, used), self._forward = self._forward, None
+        (*_, start, info, (used, energy, mj)), self._forward = self._forward, None
         used = time.process_time() - used
-        joules = self.meter.end() if self.meter is not None else None
+        energy.close()
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        forward = Forward(start, end, info.tokens, info.phase, info.drafts, cpu=used, joules=joules)
+        forward = Forward(start, end, info.tokens, info.phase, info.drafts, cpu=used, mj=mj or None)
         self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)

@@ -96,12 +96,11 @@ class ConvertedModel:
             self._checked.add(entry["file"])
         return path
 
-    def checkpoint(self, folder: str | Path | None = None) -> Path:
-        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
-        it is now."""
+    def checkpoint(self, folder: str | Path | None = None) -> Checkpoint:
+        """The checkpoint whose other parts run on the CPU: the manifest's, or where it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
         self.require_identity(place.identity, place.folder)
-        return place.folder
+        return place
 
     def require_identity(self, found: str, where: str | Path) -> None:
         """ValueError unless this was converted from the model of that identity."""

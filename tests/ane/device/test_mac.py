@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("coremltools")
 
 import moelab
-from moelab.ane import doctor
+from moelab.ane import doctor, opening
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
@@ -163,7 +163,7 @@ def test_each_package_is_probed_and_compiled_once(converted, fakes, monkeypatch)
     monkeypatch.setattr(fake_mac, "compile_model", lambda *_: pytest.fail("compiled again"))
     fake_mac.install(monkeypatch.setattr)
     assert doctor.diagnose(converted) == first
-    backend = doctor.backend_for(ConvertedModel(converted.folder))
+    backend = opening.backend_for(ConvertedModel(converted.folder))
     assert backend.name.startswith("Core ML") and backend.resource == "ane"
     assert sorted(converted.folder.rglob("*.mlmodelc")) == kept
     monkeypatch.setattr(doctor, "platform", machine("Darwin", "arm64", "15.2"))
