@@ -15,8 +15,8 @@ fixed-shape input."""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,16 +28,25 @@ from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, Runner
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
+from moelab.base.progress import progress
 from moelab.experts.executor import names, plain
 from moelab.experts.located import banks
+from moelab.models.identity import opened_from
 from moelab.models.patches import Patches
+
+#: told of a decoder layer's attention that the device has run: layer, start and end
+Told = Callable[[int, float, float], None]
 
 
 class Backend(ABC):
-    """Runs the launches of a plan; `name` says how."""
+    """Runs the launches of a plan; `name` says how, and `resource` is its row of a timeline."""
 
     name: str
+    resource: str
     plan: ANEPlan
+
+    def require(self, model: Any) -> None:
+        """ValueError unless it has the weights of this model."""
 
     @abstractmethod
     def experts(
@@ -46,8 +55,8 @@ class Backend(ABC):
         """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G,
         C, H]."""
 
-    def attention(self, model: Any) -> AbstractContextManager:
-        """Within the block, chunks' attention runs here where the plan says "ane"."""
+    def attention(self, model: Any, told: Told) -> AbstractContextManager:
+        """Within the block, attention runs here where the plan says "ane", and each run is told."""
         return nullcontext()
 
 
@@ -55,7 +64,7 @@ class TorchBackend(Backend):
     """The model's own weights and arithmetic; a group's experts in one batched product if they are
     in plain banks."""
 
-    name = "torch"
+    name = resource = "torch"
 
     def __init__(self, plan: ANEPlan) -> None:
         self.plan = plan
@@ -83,7 +92,7 @@ class TorchBackend(Backend):
 
 
 class ConvertedBackend(Backend):
-    """The packages of a converted model, each loaded when it is first needed.
+    """The packages of a converted model, all loaded.
 
     mode : of the evaluator, "double" or "fp16". runner : what runs a package instead of it; `name`
     says what."""
@@ -96,76 +105,64 @@ class ConvertedBackend(Backend):
         name: str = "evaluator",
     ) -> None:
         self.converted, self.name, self.plan = converted, name, converted.plan
+        self.resource = "evaluator" if runner is None else "ane"
         self.exact = mode == "double" and runner is None
         self.runner = runner or partial(Evaluator, mode=mode)
-        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in converted.layers}
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._groups: dict[tuple[int, int], Any] = {}
-        self._attention: dict[int, AttentionGraph] = {}
+        self._groups: dict[tuple[int, int], Any] = {}  # by MoE layer and number
+        self._attention: dict[int, AttentionGraph] = {}  # by decoder layer
+        for entry in progress(converted.layers, "loading", unit="layer"):
+            layer = entry["layer"]
+            if "file" in entry["attention"]:
+                self._attention[layer] = converted.attention(layer, self.runner)
+            for number, group in enumerate(entry["groups"]):
+                if "file" in group:
+                    self._groups[entry["moe"], number] = converted.group(layer, number, self.runner)
 
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
-        """As of `TorchBackend`, by the group's saved package, which is opened when it is first
-        needed."""
-        at = self._decoder_layer[layer], group
-        if at not in self._groups:
-            self._groups[at] = self.converted.group(*at, self.runner)
-        y = unpack(self._groups[at]({"x": pack(buffer.flatten(0, 1))})["y"])
+        """As of `TorchBackend`, by the group's saved package."""
+        y = unpack(self._groups[layer, group]({"x": pack(buffer.flatten(0, 1))})["y"])
         return y.view(buffer.shape) * scale[..., None]
 
-    def attention(self, model: Any) -> AbstractContextManager:
-        """Within the block, attention runs by the saved packages where there are any. ValueError:
-        the packages are of another model."""
-        if model not in self._known:
-            self.converted.require(model)
-            self._known.add(model)
+    def require(self, model: Any) -> None:
+        where = getattr(model.config, "_name_or_path", "") or "this model"
+        self.converted.require_identity(opened_from(model), where)
+
+    def attention(self, model: Any, told: Told) -> AbstractContextManager:
+        """Within the block, attention runs by the saved packages where there are any."""
         with Patches() as patches:
-            for entry in self.converted.layers:
-                if "file" in entry["attention"]:
-                    attention = model.base_model.layers[entry["layer"]].self_attn
-                    patches.wrap(
-                        attention,
-                        "forward",
-                        partial(self._chunk_attention, attention, entry["layer"]),
-                    )
+            for layer in self._attention:
+                of = model.base_model.layers[layer].self_attn
+                patches.put(of, "forward", partial(self._chunk_attention, of, layer, told))
             return patches.pop_all()
 
-    def _chunk_attention(self, attention: nn.Module, layer: int, own: Any) -> Any:
-        """A forward of the attention around its `own`, which single tokens take."""
-
-        def forward(
-            hidden_states: Tensor,
-            position_embeddings: tuple[Tensor, Tensor],
-            attention_mask: Any = None,
-            past_key_values: Any = None,
-            **options: Any,
-        ) -> tuple[Tensor, None]:
-            if hidden_states.shape[1] == 1:
-                return own(
-                    hidden_states=hidden_states,
-                    position_embeddings=position_embeddings,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    **options,
-                )
-            if layer not in self._attention:
-                self._attention[layer] = self.converted.attention(layer, self.runner)
-            graph, (cos, sin) = self._attention[layer], position_embeddings
-            y, *new = graph(
-                hidden_states[0],
-                cos[0],
-                sin[0],
-                *cached(graph, past_key_values, attention.layer_idx),
-                getattr(attention, "sliding_window", None),
+    def _chunk_attention(
+        self,
+        attention: nn.Module,
+        layer: int,
+        told: Told,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """A forward of the attention of one chunk."""
+        graph, (cos, sin) = self._attention[layer], position_embeddings
+        y, *new = graph(
+            hidden_states[0],
+            cos[0],
+            sin[0],
+            *cached(graph, past_key_values, attention.layer_idx),
+            getattr(attention, "sliding_window", None),
+        )
+        told(layer, *graph.ran)
+        if past_key_values is not None:
+            past_key_values.update(
+                *(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx
             )
-            if past_key_values is not None:
-                past_key_values.update(
-                    *(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx
-                )
-            return y[None].to(hidden_states.dtype), None
-
-        return forward
+        return y[None].to(hidden_states.dtype), None
 
 
 def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:

@@ -202,7 +202,7 @@ def doctor(args: argparse.Namespace) -> int:
     converted = ConvertedModel(args.folder)
     checkups = diagnose(converted, args.timeout)
     print(table(checkups))
-    if any(checkup.probe.error for checkup in checkups):
+    if any(checkup.error for checkup in checkups):
         return 1
     print("What fp16 alone does to the same prompts, by the evaluator:")
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
@@ -265,12 +265,14 @@ def planned(spec: MoESpec, source: Record, given: Record) -> ANEPlan:
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
-    """The model whose other parts run on the CPU, in float32."""
+    """The model whose other parts run on the CPU, in float32, its experts read as they are needed."""
     import torch
 
-    from moelab.checkpoint.opening import open_checkpoint
+    from moelab.ane.opening import open_beside
+    from moelab.offloading.offload import Offloading
 
-    return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
+    source = converted.checkpoint(checkpoint)
+    return open_beside(converted, source, None, Offloading(dtype=torch.float32))
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:

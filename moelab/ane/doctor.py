@@ -7,7 +7,7 @@ operation on the ANE, and its outputs of random inputs agree with the evaluator'
 
 from __future__ import annotations
 
-from collections import Counter
+import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -19,33 +19,40 @@ from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import read_package
-from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac, sample_inputs
+from moelab.ane.device.mac import CoreMLRunner, probe, require_mac, sample_inputs
+from moelab.base.files import read_json, write_json
 from moelab.base.progress import progress
 from moelab.base.table import head_and_rows, text_table
 
 #: relative RMS difference between a device and the evaluator in fp16: rounding per operation alone
 #: makes 5e-4
 TOLERANCE = 5e-3
+#: in the converted folder: what was found there
+KEPT = "doctor.json"
 
 
 class Checkup(NamedTuple):
-    """A package: its probe, and the largest relative RMS difference of its outputs (nan: none)."""
+    """A package: what went wrong with it, where its operations are, as of `mac.placements`, and the
+    largest relative RMS difference of its outputs (nan: none)."""
 
     package: str
-    probe: PackageProbe
+    error: str
+    placed: Mapping[tuple[str, str], int]
     difference: float
+
+    @property
+    def on_ane(self) -> int:
+        """Operations that the compute plan puts on the ANE."""
+        return sum(n for (_, device), n in self.placed.items() if device == "ane")
 
     @property
     def complaints(self) -> list[str]:
         """What is wrong, in words; empty if the package is well."""
-        if self.probe.error:
-            return [self.probe.error]
-        found = []
-        elsewhere = Counter(
-            f"{p.type} on the {p.device}" for p in self.probe.placements if p.device != "ane"
-        )
-        if elsewhere or not self.probe.placements:
-            told = ", ".join(f"{n} × {what}" for what, n in elsewhere.most_common())
+        if self.error:
+            return [self.error]
+        found, others = [], sorted(self.placed.items(), key=lambda item: -item[1])
+        told = ", ".join(f"{n} × {op} on the {at}" for (op, at), n in others if at != "ane")
+        if told or not self.placed:
             found.append(f"not on the ANE: {told or 'the compute plan lists no operation'}")
         if not self.difference <= TOLERANCE:
             found.append(
@@ -56,30 +63,40 @@ class Checkup(NamedTuple):
 
 def table(checkups: Sequence[Checkup]) -> str:
     """A row for each package, as text, with what is wrong with it."""
-    rows = []
-    for c in checkups:
-        devices = c.probe.devices
-        rows.append(
-            {
-                "package": c.package,
-                "operations on the ANE": f"{devices['ane']} of {devices.total()}",
-                "difference": f"{c.difference:.1e}",
-                "verdict": "; ".join(c.complaints) or "well",
-            }
-        )
+    rows = (
+        {
+            "package": c.package,
+            "operations on the ANE": f"{c.on_ane} of {sum(c.placed.values())}",
+            "difference": f"{c.difference:.1e}",
+            "verdict": "; ".join(c.complaints) or "well",
+        }
+        for c in checkups
+    )
     return text_table(*head_and_rows(rows))
 
 
 def diagnose(converted: ConvertedModel, timeout: float = 300.0) -> list[Checkup]:
-    """Check every package, within `timeout` seconds each; RuntimeError if not on a Mac."""
+    """Check every package, within `timeout` seconds each, and keep what was found in `KEPT` of its
+    folder, for this Mac and package; what fails is tried again. RuntimeError if not on a Mac."""
     require_mac("ane doctor")
+    here = f"{platform.node()}, macOS {platform.mac_ver()[0]}"
+    place = converted.folder / KEPT
+    known = read_json(place, dict).get(here, {}) if place.exists() else {}
     checkups = []
     for entry in progress(converted.packages, "probing", unit="package"):
-        path = converted.package(entry)
-        inputs = sample_inputs(read_package(path).function())
-        found = probe(path, inputs, timeout)
-        off = float("nan") if found.error else difference(path, inputs, found.outputs)
-        checkups.append(Checkup(entry["file"], found, off))
+        path, key = converted.package(entry), entry["checksum"]
+        if key not in known:
+            inputs = sample_inputs(read_package(path).function())
+            error, placed, outputs = probe(path, key, inputs, timeout)
+            if error:
+                checkups.append(Checkup(entry["file"], error, {}, float("nan")))
+                continue
+            off = difference(path, inputs, outputs)
+            known[key] = [[[*at, n] for at, n in placed.items()], str(off)]  # nan is no JSON
+            write_json(place, {here: known})
+        placed, off = known[key]
+        placed = {(op, device): n for op, device, n in placed}
+        checkups.append(Checkup(entry["file"], "", placed, float(off)))
     return checkups
 
 
@@ -103,15 +120,16 @@ def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> ConvertedBackend:
     """A backend that runs a converted model's packages by Core ML, named by how many operations are
     on the ANE; RuntimeError: a package that cannot be loaded, crashes or takes too long."""
-    devices: Counter[str] = Counter()
-    for package, found, _ in checkups:
-        if found.error:
+    for checkup in checkups:
+        if checkup.error:
             raise RuntimeError(
-                f"{package} {found.error}; plan this part for the CPU, or convert it in smaller "
-                "groups"
+                f"{checkup.package} {checkup.error}; plan this part for the CPU, or convert it in "
+                "smaller groups"
             )
-        devices += found.devices
-    name = (
-        f"Core ML, {devices['ane']} of {devices.total()} operations on the ANE by the compute plan"
+    on_ane, total = sum(c.on_ane for c in checkups), sum(sum(c.placed.values()) for c in checkups)
+    sums = {converted.folder / entry["file"]: entry["checksum"] for entry in converted.packages}
+    return ConvertedBackend(
+        converted,
+        runner=lambda path: CoreMLRunner(path, sums[path]),
+        name=f"Core ML, {on_ane} of {total} operations on the ANE by the compute plan",
     )
-    return ConvertedBackend(converted, runner=CoreMLRunner, name=name)

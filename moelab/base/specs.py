@@ -52,10 +52,13 @@ class State(StrEnum):
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.
 
-    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute".
+    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute"; "ane", or what
+        stands for it.
     layer, expert : −1 for none, or for several experts at once.
     kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert",
-        "other" (attention, router, norms …), "wait" (compute has nothing that is ready).
+        "other" (attention, router, norms …), "wait" (compute has nothing that is ready); of prompts
+        by `moelab.ane`, "launch" (a group of experts), and "attention", "router", "gather",
+        "scatter" apart from the other.
     """
 
     resource: str

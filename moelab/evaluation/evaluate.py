@@ -263,14 +263,14 @@ def _through_plan(mode: str, args: argparse.Namespace) -> Make:
     """What makes the context of "npumoe:OPTION=VALUE:…"."""
     from moelab.ane.commands import PLANNING, counted, planned
     from moelab.ane.runtime import prefill_through
-    from moelab.static.static import ORDERS
+    from moelab.static.static import ORDERS, OVERFLOW
 
     if args.device != "cpu" or args.memory is not None:
         raise ValueError(
             f"{mode} runs on the CPU with all experts in memory; leave out --device and --memory"
         )
     readers = {name: read for name, (read, *_) in PLANNING.items()}
-    readers |= {"overflow": one_of(("prune", "pad")), "order": one_of(ORDERS)}
+    readers |= {"overflow": one_of(OVERFLOW), "order": one_of(ORDERS)}
     given: Record = {}
     for name, text in options_of(mode, mode.partition(":")[2]).items():
         registry.require("option of npumoe", name, readers)

@@ -25,7 +25,7 @@ from moelab.base.files import absolute
 from moelab.base.records import Record
 from moelab.base.schema import naming, parse_json, typed
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.models.identity import opened_from
+from moelab.offloading.loading import clock
 
 FORMAT = "moelab.ane.converted/5"
 MANIFEST = "manifest.json"
@@ -96,25 +96,14 @@ class ConvertedModel:
             self._checked.add(entry["file"])
         return path
 
-    def checkpoint(self, folder: str | Path | None = None) -> Path:
-        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
-        it is now."""
+    def checkpoint(self, folder: str | Path | None = None) -> Checkpoint:
+        """The checkpoint whose other parts run on the CPU: the manifest's, or where it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        self._require_identity(place.identity, place.folder)
-        return place.folder
+        self.require_identity(place.identity, place.folder)
+        return place
 
-    def require(self, model: Any) -> None:
-        """ValueError unless the model was opened from the checkpoint that this was converted
-        from."""
-        opened = getattr(model.config, "_name_or_path", "")
-        if not (opened and Path(opened).is_dir()):
-            raise ValueError(
-                f"this model was not opened from a checkpoint folder, so nothing tells whether "
-                f"{self.folder} was converted from it; open it with moelab.open_model"
-            )
-        self._require_identity(opened_from(model), opened)
-
-    def _require_identity(self, found: str, where: str | Path) -> None:
+    def require_identity(self, found: str, where: str | Path) -> None:
+        """ValueError unless this was converted from the model of that identity."""
         if found != (wanted := self.manifest["fingerprint"]):
             raise ValueError(
                 f"{where} is not the checkpoint that {self.folder} was converted from (identity "
@@ -140,10 +129,13 @@ class ConvertedModel:
 @dataclass(eq=False)
 class AttentionGraph:
     """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its
-    keys and values."""
+    keys and values.
+
+    ran : when the latest run of the graph began and ended."""
 
     shape: AttentionShape
     run: Any
+    ran: tuple[float, float] = (0.0, 0.0)
 
     def __call__(
         self,
@@ -161,7 +153,9 @@ class AttentionGraph:
         cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P),
         `start` of P are filled."""
         inputs = attention_inputs(self.shape, x, start, cos, sin, window)
+        start = clock()
         out = self.run(inputs | {"k_past": keys, "v_past": values})
+        self.ran = start, clock()
         n = len(x)
         return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]
 

@@ -1,4 +1,5 @@
-"""Core ML on a Mac: running packages, and asking the compute plan where each operation really goes.
+"""Core ML on a Mac: running packages, asking the compute plan where each operation really goes, and
+reading the energy counters.
 
 Written against coremltools 9 and macOS 15, the first with what these packages need. Core ML says
 nothing when it falls back to the CPU; only its compute plan tells. A package that a driver cannot
@@ -15,7 +16,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from moelab.ane.coreml.package import Function, coremltools
+from moelab.base.files import atomic
 
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {
@@ -33,16 +37,18 @@ DEVICES = {
 }
 
 
+def on_mac() -> bool:
+    """Whether this is a Mac with Apple silicon and macOS 15 or later."""
+    version = platform.mac_ver()[0].split(".")[0]
+    here = platform.system(), platform.machine()
+    return here == ("Darwin", "arm64") and int(version or 0) >= 15
+
+
 def require_mac(what: str) -> None:
-    """RuntimeError, which says what it would take, but on a Mac with Apple silicon and macOS 15."""
-    version = platform.mac_ver()[0]
-    system = platform.system()
-    if (
-        system == "Darwin"
-        and platform.machine() == "arm64"
-        and int(version.split(".")[0] or 0) >= 15
-    ):
+    """RuntimeError, which says what it would take, but `on_mac`."""
+    if on_mac():
         return
+    version, system = platform.mac_ver()[0], platform.system()
     here = f"macOS {version} on {platform.machine()}" if system == "Darwin" else system
     raise RuntimeError(
         f"{what} needs a Mac with Apple silicon and macOS 15 or later, and this is {here}. It "
@@ -53,6 +59,15 @@ def require_mac(what: str) -> None:
     )
 
 
+def compiled(package: Path, checksum: str) -> Path:
+    """A package as Core ML loads it, compiled once and kept beside it under its checksum."""
+    kept = package.with_name(f"{package.stem}-{checksum[:16]}.mlmodelc")
+    if not kept.exists():
+        with atomic(kept) as part:
+            coremltools().models.utils.compile_model(str(package), str(part))
+    return kept
+
+
 class CoreMLRunner:
     """A package, loaded by Core ML for the CPU and the Neural Engine.
 
@@ -61,10 +76,10 @@ class CoreMLRunner:
 
     dtype = torch.float32
 
-    def __init__(self, path: str | Path) -> None:
-        ct = coremltools()
-        self.units = ct.ComputeUnit.CPU_AND_NE
-        self.model = ct.models.MLModel(str(path), compute_units=self.units)
+    def __init__(self, package: Path, checksum: str) -> None:
+        models, self.units = coremltools().models, coremltools().ComputeUnit.CPU_AND_NE
+        self.path = str(compiled(package, checksum))
+        self.model = models.CompiledMLModel(self.path, compute_units=self.units)
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         arrays = {
@@ -77,36 +92,20 @@ class CoreMLRunner:
         }
 
 
-class OpPlacement(NamedTuple):
-    """Where the compute plan puts one operation."""
-
-    type: str
-    name: str
-    device: str  # "ane", "cpu" or "gpu"; "unknown" where the plan does not say
-
-
-def placements(runner: CoreMLRunner) -> list[OpPlacement]:
-    """One placement an operation, constants left out."""
+def placements(runner: CoreMLRunner) -> Counter[tuple[str, str]]:
+    """(operation, "ane", "cpu" or "gpu", or "unknown" where the plan does not say) → how many,
+    constants left out."""
     from coremltools.models.compute_plan import MLComputePlan
 
-    plan = MLComputePlan.load_from_path(
-        runner.model.get_compiled_model_path(), compute_units=runner.units
-    )
+    plan = MLComputePlan.load_from_path(runner.path, compute_units=runner.units)
     (function,) = plan.model_structure.program.functions.values()
-    found = []
+    found = Counter()
     for op in function.block.operations:
         kind = op.operator_name.rpartition(".")[2]  # "ios18.conv"
-        if kind == "const" or kind.startswith("constexpr"):
-            continue
-        usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
-        device = type(usage.preferred_compute_device).__name__ if usage else ""
-        found.append(
-            OpPlacement(
-                kind,
-                op.outputs[0].name if op.outputs else "",
-                DEVICES.get(device, "unknown"),
-            )
-        )
+        if kind != "const" and not kind.startswith("constexpr"):
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
+            device = type(usage.preferred_compute_device).__name__ if usage else ""
+            found[kind, DEVICES.get(device, "unknown")] += 1
     return found
 
 
@@ -114,17 +113,13 @@ class PackageProbe(NamedTuple):
     """What a package did in a process of its own."""
 
     error: str = ""  # what went wrong, in words
-    placements: Sequence[OpPlacement] = ()
+    placed: Mapping[tuple[str, str], int] = {}  # as of `placements`
     outputs: Mapping[str, np.ndarray] | None = None
-
-    @property
-    def devices(self) -> Counter[str]:
-        """Operations by the device on which Core ML places them."""
-        return Counter(p.device for p in self.placements)
 
 
 def probe(
     package: Path,
+    checksum: str,
     inputs: Mapping[str, np.ndarray],
     timeout: float = 300.0,
     command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac"),
@@ -138,7 +133,7 @@ def probe(
         paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
         try:
             done = subprocess.run(
-                [*command, str(package.resolve()), str(given), str(taken)],
+                [*command, str(package.resolve()), checksum, str(given), str(taken)],
                 capture_output=True,
                 text=True,
                 timeout=timeout,
@@ -156,17 +151,17 @@ def probe(
             return PackageProbe(f"{how}: {last}")
         placed = json.loads(done.stdout.strip().splitlines()[-1])
         with np.load(taken) as outputs:
-            return PackageProbe("", [OpPlacement(*one) for one in placed], dict(outputs))
+            return PackageProbe("", {(op, at): n for op, at, n in placed}, dict(outputs))
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The other process: PACKAGE INPUTS OUTPUTS; prints one line of JSON."""
-    package, given, taken = arguments
+    """The other process: PACKAGE CHECKSUM INPUTS OUTPUTS; prints one line of JSON."""
+    package, checksum, given, taken = arguments
     with np.load(given) as file:
         inputs = dict(file)
-    runner = CoreMLRunner(package)
+    runner = CoreMLRunner(Path(package), checksum)
     np.savez(taken, **{name: value.numpy() for name, value in runner(inputs).items()})
-    print(json.dumps(placements(runner)))
+    print(json.dumps([[*where, n] for where, n in placements(runner).items()]))
 
 
 def sample_inputs(function: Function) -> dict[str, np.ndarray]:
@@ -176,6 +171,47 @@ def sample_inputs(function: Function) -> dict[str, np.ndarray]:
         value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
         for value in function.inputs
     }
+
+
+#: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
+FIELDS = {"ane": "ane_mj", "cpu": "cpu_total_mj", "gpu": "gpu_mj", "dram": "dram_mj"}
+
+
+class Meter:
+    """Reads energy counters (NPUMoE §5.1, by Zeus); `why` is "", or says why it cannot and windows
+    stay empty."""
+
+    def __init__(self) -> None:
+        self._monitor, self.why, self._keys = None, "", count()
+        try:
+            from zeus.monitor import ZeusMonitor
+        except ImportError:
+            self.why = "no energy: pip install 'zeus[apple]'"
+            return
+        self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
+        if not self._monitor.soc_is_present:
+            self._monitor = None
+            self.why = "no energy: zeus finds no Apple chip that it can read here"
+
+    @contextmanager
+    def window(self) -> Iterator[dict[str, float]]:
+        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not
+        report are absent."""
+        found: dict[str, float] = {}
+        if self._monitor is None:
+            yield found
+            return
+        key = f"moelab {next(self._keys)}"
+        self._monitor.begin_window(key, sync_execution=False)
+        try:
+            yield found
+        finally:
+            soc = self._monitor.end_window(key, sync_execution=False).soc_energy
+            found |= {
+                part: float(value)
+                for part, field in FIELDS.items()
+                if (value := getattr(soc, field, None)) is not None
+            }
 
 
 if __name__ == "__main__":
