@@ -117,7 +117,9 @@ def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float(error.sqrt())
 
 
-def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> ConvertedBackend:
+def coreml_backend(
+    converted: ConvertedModel, checkups: Sequence[Checkup], units: str = "CPU_AND_NE"
+) -> ConvertedBackend:
     """A backend that runs a converted model's packages by Core ML, named by how many operations are
     on the ANE; RuntimeError: a package that cannot be loaded, crashes or takes too long."""
     for checkup in checkups:
@@ -130,6 +132,6 @@ def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> Co
     sums = {converted.folder / entry["file"]: entry["checksum"] for entry in converted.packages}
     return ConvertedBackend(
         converted,
-        runner=lambda path: CoreMLRunner(path, sums[path]),
+        runner=lambda path: CoreMLRunner(path, sums[path], units),
         name=f"Core ML, {on_ane} of {total} operations on the ANE by the compute plan",
     )
