@@ -95,11 +95,6 @@ OPERATORS = (
 )
 
 
-#: the expert that Table 5 was timed on, PhiMoE's in fp16: H, I, weights and bytes
-REFERENCE_H = 4096
-REFERENCE_I = 6400
-REFERENCE_PARAMS = 3 * REFERENCE_H * REFERENCE_I
-REFERENCE_BYTES = 2 * REFERENCE_PARAMS
 TABLES = paper("npumoe")
 #: keys of `SYSTEMS`: Table 2, and the steps of Figure 17
 TABLE_2 = ("cpu", "naive", "anemll", "npumoe")
