@@ -19,11 +19,12 @@ from moelab.ane.backends import Backend
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.device.mac import Meter, require_mac
 from moelab.ane.doctor import coreml_backend, diagnose
+from moelab.ane.opening import open_beside
 from moelab.ane.runtime import prefill_through
 from moelab.base.arguments import folder, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Rows
-from moelab.checkpoint.opening import open_checkpoint
+from moelab.offloading.offload import Offloading
 
 
 def measure(
@@ -87,8 +88,7 @@ def run(
     for path in folders:
         converted = ConvertedModel(path)
         backend = coreml_backend(converted, diagnose(converted))
-        source = converted.checkpoint(checkpoint)
-        model = open_checkpoint(source, dtype=torch.float32)  # its other parts run on the CPU
+        model = open_beside(converted, converted.checkpoint(checkpoint), None, Offloading())
         for row in time_prefill(model, backend, prompts, repeats, meter):
             name = f"{Path(path).name}, a prompt of {row['prompt']}"
             found.setdefault(f"prefills, {backend.name}", {})[name] = row
