@@ -17,7 +17,6 @@ from moelab.ane.backends import ConvertedBackend, TorchBackend
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.device.mac import PackageProbe
 from moelab.ane.parity import LOGITS, parity
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.ane.runtime import prefill_through
@@ -164,7 +163,7 @@ def test_a_package_that_was_changed_is_run_by_nobody(part, folder, halves, tmp_p
     data[-200] ^= 64
     weights.write_bytes(data)
     converted = ConvertedModel(copy)
-    monkeypatch.setattr(doctor, "probe", lambda *given: PackageProbe("it is not run"))
+    monkeypatch.setattr(doctor, "probe", lambda *given: {"error": "it is not run"})
     monkeypatch.setattr(doctor, "require_mac", lambda what: None)
     with pytest.raises(ValueError, match=f"{part}.* is damaged"):
         ConvertedBackend(converted)
