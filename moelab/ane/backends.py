@@ -1,8 +1,8 @@
 """Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE
 §3.1).
 
-    TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for
-                        counts and accuracy
+    TorchBackend        the model's own weights and arithmetic in the same static shapes: for counts
+                        and accuracy
     ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a
                         conversion, or by Core ML on
                         a Mac (`moelab.ane.doctor.coreml_backend`)
@@ -19,21 +19,23 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, Runner
+from moelab.ane.coreml.attention_graph import AttentionGraph, AttentionShape
+from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
 from moelab.base.progress import progress
-from moelab.experts.executor import names, plain
-from moelab.experts.located import banks
 from moelab.models.identity import opened_from
 from moelab.models.patches import Patches
 
+#: makes something that is called like an `Evaluator`, of a package
+Runner = Callable[[Path], Any]
 #: told of a decoder layer's attention that the device has run: layer, start and end
 Told = Callable[[int, float, float], None]
 
@@ -61,8 +63,7 @@ class Backend(ABC):
 
 
 class TorchBackend(Backend):
-    """The model's own weights and arithmetic; a group's experts in one batched product if they are
-    in plain banks."""
+    """The model's own weights and arithmetic, expert by expert."""
 
     name = resource = "torch"
 
@@ -73,22 +74,9 @@ class TorchBackend(Backend):
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
         """Outputs [G, C, H] of a group's experts for a buffer [G, C, H], weighted by [G, C]."""
-        members = list(self.plan.layers[layer].groups[group].experts)
-        if not plain(experts) or banks(experts, "down_proj") is None:
-            return torch.stack(
-                [
-                    experts.weighted(rows, w, experts.weights(e))
-                    for e, rows, w in zip(members, buffer, scale)
-                ]
-            )
-
-        def linear(x: Tensor, name: str) -> Tensor:
-            weights = banks(experts, name)[members]
-            y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
-            return y + banks(experts, name + "_bias")[members][:, None] if experts.has_bias else y
-
-        up, down = names(experts)
-        return linear(experts.activate(linear(buffer, up)), down) * scale[..., None]
+        members = self.plan.layers[layer].groups[group].experts
+        rows = zip(members, buffer, scale)
+        return torch.stack([experts.weighted(x, w, experts.weights(e)) for e, x, w in rows])
 
 
 class ConvertedBackend(Backend):
@@ -107,16 +95,17 @@ class ConvertedBackend(Backend):
         self.converted, self.name, self.plan = converted, name, converted.plan
         self.resource = "evaluator" if runner is None else "ane"
         self.exact = mode == "double" and runner is None
-        self.runner = runner or partial(Evaluator, mode=mode)
+        runner = runner or partial(Evaluator, mode=mode)
         self._groups: dict[tuple[int, int], Any] = {}  # by MoE layer and number
         self._attention: dict[int, AttentionGraph] = {}  # by decoder layer
         for entry in progress(converted.layers, "loading", unit="layer"):
-            layer = entry["layer"]
             if "file" in entry["attention"]:
-                self._attention[layer] = converted.attention(layer, self.runner)
+                run = runner(converted.package(entry["attention"]))
+                shape = AttentionShape(**entry["attention_shape"])
+                self._attention[entry["layer"]] = AttentionGraph(shape, run)
             for number, group in enumerate(entry["groups"]):
                 if "file" in group:
-                    self._groups[entry["moe"], number] = converted.group(layer, number, self.runner)
+                    self._groups[entry["moe"], number] = runner(converted.package(group))
 
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any

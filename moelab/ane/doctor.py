@@ -8,18 +8,12 @@ operation on the ANE, and its outputs of random inputs agree with the evaluator'
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
-from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.package import read_package
-from moelab.ane.device.mac import CoreMLRunner, probe, require_mac, sample_inputs
+from moelab.ane.device.mac import CoreMLRunner, Placed, probe, require_mac
 from moelab.base.files import read_json, write_json
 from moelab.base.progress import progress
 from moelab.base.table import head_and_rows, text_table
@@ -32,32 +26,31 @@ KEPT = "doctor.json"
 
 
 class Checkup(NamedTuple):
-    """A package: what went wrong with it, where its operations are, as of `mac.placements`, and the
-    largest relative RMS difference of its outputs (nan: none)."""
+    """A package: what went wrong with it, or else what `mac.examine` found."""
 
     package: str
-    error: str
-    placed: Mapping[tuple[str, str], int]
-    difference: float
+    error: str = ""
+    placed: Sequence[Placed] = ()
+    difference: float | None = None
 
     @property
     def on_ane(self) -> int:
         """Operations that the compute plan puts on the ANE."""
-        return sum(n for (_, device), n in self.placed.items() if device == "ane")
+        return sum(n for _, device, n in self.placed if device == "ane")
 
     @property
     def complaints(self) -> list[str]:
         """What is wrong, in words; empty if the package is well."""
         if self.error:
             return [self.error]
-        found, others = [], sorted(self.placed.items(), key=lambda item: -item[1])
-        told = ", ".join(f"{n} × {op} on the {at}" for (op, at), n in others if at != "ane")
-        if told or not self.placed:
+        found, off = [], self.difference
+        others = [placed for placed in self.placed if placed[1] != "ane"]
+        if others or not self.placed:
+            told = ", ".join(f"{n} × {op} on the {device}" for op, device, n in others)
             found.append(f"not on the ANE: {told or 'the compute plan lists no operation'}")
-        if not self.difference <= TOLERANCE:
-            found.append(
-                f"differs from the evaluator by {self.difference:.2g}, more than {TOLERANCE:g}"
-            )
+        if off is None or off > TOLERANCE:
+            by = "without end" if off is None else f"by {off:.2g}"
+            found.append(f"differs from the evaluator {by}, more than {TOLERANCE:g}")
         return found
 
 
@@ -66,8 +59,8 @@ def table(checkups: Sequence[Checkup]) -> str:
     rows = (
         {
             "package": c.package,
-            "operations on the ANE": f"{c.on_ane} of {sum(c.placed.values())}",
-            "difference": f"{c.difference:.1e}",
+            "operations on the ANE": f"{c.on_ane} of {sum(n for *_, n in c.placed)}",
+            "difference": "–" if c.difference is None else f"{c.difference:.1e}",
             "verdict": "; ".join(c.complaints) or "well",
         }
         for c in checkups
@@ -85,36 +78,12 @@ def diagnose(converted: ConvertedModel, timeout: float = 300.0) -> list[Checkup]
     checkups = []
     for entry in progress(converted.packages, "probing", unit="package"):
         path, key = converted.package(entry), entry["checksum"]
-        if key not in known:
-            inputs = sample_inputs(read_package(path).function())
-            error, placed, outputs = probe(path, key, inputs, timeout)
-            if error:
-                checkups.append(Checkup(entry["file"], error, {}, float("nan")))
-                continue
-            off = difference(path, inputs, outputs)
-            known[key] = [[[*at, n] for at, n in placed.items()], str(off)]  # nan is no JSON
+        found = known.get(key) or probe(path, key, timeout)
+        if key not in known and "error" not in found:
+            known[key] = found
             write_json(place, {here: known})
-        placed, off = known[key]
-        placed = {(op, device): n for op, device, n in placed}
-        checkups.append(Checkup(entry["file"], "", placed, float(off)))
+        checkups.append(Checkup(entry["file"], **found))
     return checkups
-
-
-def difference(
-    path: Path, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
-) -> float:
-    """The largest relative RMS difference of an output from the evaluator's in fp16; nan where a
-    device made one."""
-    errors = [
-        relative_rms(torch.as_tensor(outputs[name]), wanted)
-        for name, wanted in Evaluator(path, mode="fp16")(inputs).items()
-    ]
-    return max(errors, key=lambda e: np.inf if np.isnan(e) else e)
-
-
-def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    error = (found.double() - wanted.double()).square().mean() / wanted.double().square().mean()
-    return float(error.sqrt())
 
 
 def coreml_backend(
@@ -128,7 +97,7 @@ def coreml_backend(
                 f"{checkup.package} {checkup.error}; plan this part for the CPU, or convert it in "
                 "smaller groups"
             )
-    on_ane, total = sum(c.on_ane for c in checkups), sum(sum(c.placed.values()) for c in checkups)
+    on_ane, total = sum(c.on_ane for c in checkups), sum(n for c in checkups for *_, n in c.placed)
     sums = {converted.folder / entry["file"]: entry["checksum"] for entry in converted.packages}
     return ConvertedBackend(
         converted,

@@ -29,7 +29,7 @@ from moelab.checkpoint.opening import spec_of
 from moelab.experts.executor import dispatch, zeros
 from moelab.models import discover, plugged
 from moelab.models.experts import execute
-from moelab.models.forward import forward_info
+from moelab.models.forward import INPUTS, forward_info
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.offloading.engine import Engine
@@ -262,56 +262,40 @@ def prefill_through(
 
 
 def _forward_in_chunks(
-    forward: Any,
-    model: Any,
-    planned: PlannedExperts,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,
-    use_cache: bool | None = None,
-    **options: Any,
+    forward: Any, model: Any, planned: PlannedExperts, input_ids: Tensor | None = None, **given: Any
 ) -> Any:
     """A decoder stack's `forward`, a chunk of tokens at a time; its arguments and result are
     transformers'. What decodes runs as without a plan."""
     from transformers import DynamicCache, StaticCache
 
-    inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds}
-    of_cache = {"past_key_values": past_key_values, "use_cache": use_cache}
-    if forward_info((), inputs | of_cache).phase == "decode":
-        masks = {"attention_mask": attention_mask, "position_ids": position_ids}
-        return forward(**inputs, **masks, **of_cache, **options)
-    given = input_ids if input_ids is not None else inputs_embeds
-    (batch, S), chunk = given.shape[:2], planned.plan.chunk
-    if batch > 1 or isinstance(past_key_values, StaticCache):
+    given["input_ids"] = input_ids
+    if forward_info((), given).phase == "decode":
+        return forward(**given)
+    cut = {name: of for name in INPUTS if (of := given.get(name)) is not None}
+    (batch, S), chunk = next(iter(cut.values())).shape[:2], planned.plan.chunk
+    mask, cache, wanted = map(given.get, ("attention_mask", "past_key_values", "use_cache"))
+    if batch > 1 or isinstance(cache, StaticCache):
         raise ValueError(
             "a batch of prompts, which would compete for the same static capacities, or a static "
             "cache, where prefill in chunks fills one that grows: run prompts one by one "
             "(batch_size=1), without cache_implementation='static'"
         )
-    if attention_mask is not None and not (attention_mask.dim() == 2 and attention_mask.all()):
+    if mask is not None and not (mask.dim() == 2 and mask.all()):
         raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
-    wanted = use_cache
-    cache = past_key_values
-    parts = []
-    out = None
+    positions = given.get("position_ids")
     if cache is None and chunk < S:
-        cache = DynamicCache(config=model.base_model.config)
-        use_cache = True
+        cache = given["past_key_values"] = DynamicCache(config=model.base_model.config)
+        given["use_cache"] = True
     past = 0 if cache is None else cache.get_seq_length()
+    parts = []
     with planned.prompt(model):
         for start in range(0, S, chunk):
-            at = slice(start, start + chunk)
-            end = past + min(start + chunk, S)
+            end = start + chunk
+            given |= {name: of[:, start:end] for name, of in cut.items()}
+            if positions is not None:
+                given["position_ids"] = positions[..., start:end]
             out = forward(
-                input_ids=None if input_ids is None else input_ids[:, at],
-                inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, at],
-                attention_mask=None if attention_mask is None else attention_mask[:, :end],
-                position_ids=None if position_ids is None else position_ids[..., at],
-                past_key_values=cache,
-                use_cache=use_cache,
-                **options,
+                **given | {"attention_mask": mask if mask is None else mask[:, : past + end]}
             )
             parts.append(out.last_hidden_state)
     if chunk < S:

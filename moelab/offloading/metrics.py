@@ -155,19 +155,9 @@ def metrics(
     total, waited = sum(read.values()), sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
     inside = sum(prefill) + sum(decode)
-    of_cache: dict[str, Any] = {}
-    if counters is not None:
-        hits = {state.value: n for state, n in counters.hits.items()}
-        rate = _ratio(hits["F"], counters.requests)
-        of_cache = asdict(counters) | {"hits": hits, "hit_rate": rate}
-    splits = [of for one, of in zip(forwards, split) if one.phase == "prefill"]
-    measured = [one for one in forwards if one.phase == "prefill" and one.cpu is not None]
     return Metrics(
         ttft=median(prefill) if prefill else None,
-        ttft_split=_medians(splits),
         launches=launches or None,
-        cpu_seconds=median(one.cpu for one in measured) if measured else None,
-        energy=_medians([one.mj for one in measured if one.mj]),
         tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
@@ -182,9 +172,27 @@ def metrics(
         read_rate=_ratio(total, reading),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
-        **of_cache,
+        **_of_prefills([*zip(forwards, split)]),
+        **_of_cache(counters),
         **process,
     )
+
+
+def _of_cache(counters: CacheCounters | None) -> dict[str, Any]:
+    if counters is None:
+        return {}
+    hits = {state.value: n for state, n in counters.hits.items()}
+    return asdict(counters) | {"hits": hits, "hit_rate": _ratio(hits["F"], counters.requests)}
+
+
+def _of_prefills(passes: list[tuple[Forward, dict[str, float]]]) -> dict[str, Any]:
+    prefills = [(one, split) for one, split in passes if one.phase == "prefill"]
+    used = [one.cpu for one, _ in prefills if one.cpu is not None]
+    return {
+        "ttft_split": _medians([split for _, split in prefills]),
+        "cpu_seconds": median(used) if used else None,
+        "energy": _medians([one.mj for one, _ in prefills if one.mj]),
+    }
 
 
 def _medians(rows: list[dict[str, float]]) -> dict[str, float] | None:

@@ -170,6 +170,8 @@ class Session:
             parts = [f"offloaded, {self.budget / 1e9:.3g} GB for experts"]
             parts += [named(self.run.settings.policy)]
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
+        if self.planned is not None:
+            parts += [f"prompts by {self.planned.backend.name}"]
         if self.speculation is not None:
             parts += [f"prefetch {named(self.speculation.predictor)}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"

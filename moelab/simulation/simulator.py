@@ -111,7 +111,8 @@ def simulate(
     controller = StepController(residency, simulated.queue, gate, order)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, (tokens, phase, *drafts), predicted in passes:
+    for step, forward, predicted in passes:
+        tokens, phase, *drafts = forward[:4]  # what else was measured of it is not simulated
         begun = simulated.now
         controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
@@ -179,6 +180,11 @@ def replay(
         raise TypeError(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
             "a moelab.RoutingTrace"
+        )
+    if any(event.kind == "launch" for event in run.events):
+        raise ValueError(
+            "a prompt of this run went through a Neural Engine's graphs, which are not simulated: give "
+            "run.since(1), what came after it; `moelab ane plan` models prompts"
         )
     settings = run.settings
     policy = cache or run.settings.policy

@@ -23,11 +23,12 @@ from moelab.ane.backends import Backend
 from moelab.ane.coreml.converted import ConvertedModel, checksum
 from moelab.ane.device.mac import CoreMLRunner, Meter, require_mac
 from moelab.ane.doctor import coreml_backend, diagnose
+from moelab.ane.opening import open_beside
 from moelab.ane.runtime import prefill_through
 from moelab.base.arguments import folder, output, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Rows
-from moelab.checkpoint.opening import open_checkpoint
+from moelab.offloading.offload import Offloading
 
 from .ane_micro import SIZES, UNITS, attention_and_moe, measure, refit, sections
 from .ane_published import ATTENTION_CPU
@@ -43,6 +44,7 @@ def time_prefill(
         rng = torch.Generator().manual_seed(0)
         ids = torch.randint(0, model.config.vocab_size, (1, length), generator=rng)
         with torch.no_grad(), prefill_through(model, backend) as ane:
+            ane.timeline.clear()
             seconds, mj, busy = measure(
                 lambda: model(ids, use_cache=False, logits_to_keep=1), repeats, meter
             )
@@ -85,7 +87,7 @@ def run(
     for path in folders:
         converted = ConvertedModel(path)
         checkups = diagnose(converted)
-        model = open_checkpoint(converted.checkpoint(checkpoint))  # its other parts are the CPU's
+        model = open_beside(converted, converted.checkpoint(checkpoint), None, Offloading())
         sums = {converted.folder / entry["file"]: entry["checksum"] for entry in converted.packages}
 
         def load(package: Path, units: str, sums: Any = sums) -> Any:

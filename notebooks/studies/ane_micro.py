@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from moelab.ane.coreml.ffn_graph import Expert, conv, save_ffn, save_program
 from moelab.ane.coreml.package import coremltools, read_package
-from moelab.ane.device.mac import Meter, sample_inputs
+from moelab.ane.device.mac import Meter
 from moelab.ane.predict import REFERENCE_H, REFERENCE_PARAMS, CPURates
 from moelab.base.records import Numbers, Record, Records
 
@@ -68,9 +68,18 @@ def timed(work: Callable[[], Any], repeats: int, meter: Meter) -> Numbers:
     return row | {f"{part}, mJ": value for part, value in mj.items()}
 
 
+def sample_inputs(path: Path) -> dict[str, np.ndarray]:
+    """Normal random inputs for a package's function."""
+    rng = np.random.default_rng(0)
+    return {
+        value.name: 0.25 * rng.standard_normal(value.shape, dtype=np.float32)
+        for value in read_package(path).function().inputs
+    }
+
+
 def of_package(path: Path, load: Load, repeats: int, meter: Meter) -> Records:
     """Unit → what a run of a package takes there."""
-    inputs = sample_inputs(read_package(path).function())
+    inputs = sample_inputs(path)
     found = {}
     for unit, name in UNITS.items():
         run = load(path, name)
@@ -121,7 +130,7 @@ def launches(folder: Path, load: Load, repeats: int, meter: Meter, sizes: Any = 
     found, expert = {}, random_expert(*sizes)
     for G in (1, 4):
         path = save_ffn(folder / f"launch_{G}.mlpackage", [expert] * G, 32)
-        inputs = sample_inputs(read_package(path).function())
+        inputs = sample_inputs(path)
         for unit in ("CPU", "ANE"):
             run, n = load(path, UNITS[unit]), 16 // G
 
@@ -139,7 +148,7 @@ def graphs(folder: Path, load: Load, repeats: int, meter: Meter, sizes: Any = SI
     expert, found = random_expert(*sizes), {}
     for G, C in GRAPHS:
         path = save_ffn(folder / f"graph_{G}x{C}.mlpackage", [expert] * G, C)
-        inputs = sample_inputs(read_package(path).function())
+        inputs = sample_inputs(path)
         for unit in (UNITS["ANE"], *(("ALL",) if (G, C) == (1, 128) else ())):
             run = load(path, unit)
             name = f"{G}×{C}" + ", Core ML places" * (unit == "ALL")
@@ -185,7 +194,7 @@ def attention_and_moe(converted: Any, load: Load, repeats: int, meter: Meter) ->
         return {}
     parts = [entry["attention"], *(group for group in entry["groups"] if "file" in group)]
     paths = [converted.package(part) for part in parts]
-    inputs = [sample_inputs(read_package(path).function()) for path in paths]
+    inputs = [sample_inputs(path) for path in paths]
     block = {}
     for unit, name in UNITS.items():
         runs = [load(path, name) for path in paths]

@@ -62,6 +62,9 @@ def test_what_it_generates_is_the_models_own(name, tmp_path):
         kinds = {name.partition(" on ")[0] for name in metrics.ttft_split}
         assert {"attention", "router", "gather", "launch", "expert", "scatter", "wait"} <= kinds
         of_caller = [s for name, s in metrics.ttft_split.items() if name.endswith("on compute")]
+        for row in {e.resource for e in lm.moelab.timeline}:  # each does one thing at a time
+            mine = sorted((e.start, e.end) for e in lm.moelab.timeline if e.resource == row)
+            assert all(end <= start for (_, end), (start, _) in zip(mine, mine[1:])), row
         assert 0.7 * metrics.ttft < sum(of_caller) < 1.01 * metrics.ttft  # nothing counts twice
 
 
@@ -78,6 +81,12 @@ def test_decoding_is_bit_equal_and_any_executor_and_budget_will_do(folder, check
             expected = model(ids[:, :1], past_key_values=cache).logits
             assert torch.allclose(found, expected, atol=1e-5)
             assert "executor" in options or torch.equal(found, expected)
+            if options is less:
+                run = lm.moelab.run
+                with pytest.raises(ValueError, match="not simulated.*since"):
+                    moelab.simulate(run, device="jetson-agx-orin-32gb")
+                later = moelab.simulate(run.since(1), device="jetson-agx-orin-32gb")
+                assert later.tpot > 0 and later.ttft is None
         if options is less:  # a prompt asks for no expert whose graph is on the device
             with moelab.open_model(checkpoint, ane=folder, **less) as lm, torch.inference_mode():
                 lm(ids)

@@ -14,21 +14,24 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.coreml.package import Function, coremltools
+from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.package import coremltools, read_package
 from moelab.base.files import atomic
+from moelab.base.records import Record
 
+#: operation, "ane", "cpu" or "gpu", or "unknown" where the compute plan does not say, and how many
+Placed = list[str | int]
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {
     "MLNeuralEngineComputeDevice": "ane",
@@ -93,9 +96,8 @@ class CoreMLRunner:
         }
 
 
-def placements(runner: CoreMLRunner) -> Counter[tuple[str, str]]:
-    """(operation, "ane", "cpu" or "gpu", or "unknown" where the plan does not say) → how many,
-    constants left out."""
+def placements(runner: CoreMLRunner) -> list[Placed]:
+    """Where the compute plan puts each kind of operation, constants left out."""
     from coremltools.models.compute_plan import MLComputePlan
 
     plan = MLComputePlan.load_from_path(runner.path, compute_units=runner.units)
@@ -107,71 +109,61 @@ def placements(runner: CoreMLRunner) -> Counter[tuple[str, str]]:
             usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
             device = type(usage.preferred_compute_device).__name__ if usage else ""
             found[kind, DEVICES.get(device, "unknown")] += 1
-    return found
+    return [[*where, n] for where, n in found.items()]
 
 
-class PackageProbe(NamedTuple):
-    """What a package did in a process of its own."""
-
-    error: str = ""  # what went wrong, in words
-    placed: Mapping[tuple[str, str], int] = {}  # as of `placements`
-    outputs: Mapping[str, np.ndarray] | None = None
+def examine(package: Path, checksum: str) -> Record:
+    """Load a package and predict once: {"placed": as of `placements`, "difference": the largest
+    relative RMS difference of an output from the evaluator's in fp16, None for no number}."""
+    rng, runner = np.random.default_rng(0), CoreMLRunner(package, checksum)
+    inputs = {
+        value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
+        for value in read_package(package).function().inputs
+    }
+    outputs, off = runner(inputs), 0.0
+    for name, wanted in Evaluator(package, mode="fp16")(inputs).items():
+        error = (outputs[name].double() - wanted.double()).square().mean()
+        off = max(
+            off, float((error / wanted.double().square().mean()).sqrt().nan_to_num(torch.inf))
+        )
+    return {"placed": placements(runner), "difference": off if off < torch.inf else None}
 
 
 def probe(
     package: Path,
     checksum: str,
-    inputs: Mapping[str, np.ndarray],
     timeout: float = 300.0,
     command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac"),
-) -> PackageProbe:
-    """Load a package and predict once in a process of its own, which may crash or be ended after
-    `timeout` seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, taken = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
-        np.savez(given, **inputs)
-        # Where this process imports moelab from, the other must, too.
-        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
-        try:
-            done = subprocess.run(
-                [*command, str(package.resolve()), checksum, str(given), str(taken)],
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            )
-        except subprocess.TimeoutExpired:
-            return PackageProbe(f"did not load and predict within {timeout:g} s")
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            how = (
-                f"was ended by {signal.Signals(-done.returncode).name}"
-                if done.returncode < 0
-                else f"failed with status {done.returncode}"
-            )
-            return PackageProbe(f"{how}: {last}")
-        placed = json.loads(done.stdout.strip().splitlines()[-1])
-        with np.load(taken) as outputs:
-            return PackageProbe("", {(op, at): n for op, at, n in placed}, dict(outputs))
+) -> Record:
+    """`examine` in a process of its own, which may crash or be ended after `timeout` seconds: then
+    {"error": what went wrong, in words}."""
+    # Where this process imports moelab from, the other must, too.
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
+    try:
+        done = subprocess.run(
+            [*command, str(package.resolve()), checksum],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not load and predict within {timeout:g} s"}
+    if not done.returncode:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    how = (
+        f"was ended by {signal.Signals(-done.returncode).name}"
+        if done.returncode < 0
+        else f"failed with status {done.returncode}"
+    )
+    return {"error": f"{how}: {last}"}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The other process: PACKAGE CHECKSUM INPUTS OUTPUTS; prints one line of JSON."""
-    package, checksum, given, taken = arguments
-    with np.load(given) as file:
-        inputs = dict(file)
-    runner = CoreMLRunner(Path(package), checksum)
-    np.savez(taken, **{name: value.numpy() for name, value in runner(inputs).items()})
-    print(json.dumps([[*where, n] for where, n in placements(runner).items()]))
-
-
-def sample_inputs(function: Function) -> dict[str, np.ndarray]:
-    """Normal random inputs for a package's function, rounded to fp16, as float32."""
-    rng = np.random.default_rng(0)
-    return {
-        value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
-        for value in function.inputs
-    }
+    """The other process: PACKAGE CHECKSUM; prints one line of JSON."""
+    package, checksum = arguments
+    print(json.dumps(examine(Path(package), checksum)))
 
 
 #: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
