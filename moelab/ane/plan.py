@@ -233,8 +233,7 @@ def make_plan(
     max_graphs : on the ANE over all layers, those that expect most tokens (§4.3's "small resident
         working set"; too many graphs make Core ML fall back to the CPU, §1, §5.7); None for all.
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
-    popularity, model_id : as in `ANEPlan`. tiering : levels, rule, slack, capacities, of
-        `capacity_tiers`.
+    popularity, model_id : as in `ANEPlan`. tiering : of `capacity_tiers`.
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
@@ -243,9 +242,7 @@ def make_plan(
             f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}; the counts must "
             f"be of the {spec.L} MoE layers of {spec.E} experts of {spec.name}, the other positive"
         )
-    tiers = capacity_tiers(counts, tokens, chunk, **tiering)
-    if not how.tiers:
-        tiers = [_one_capacity(tiers, how, chunk)] * spec.L
+    tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
     fit = max(int(max_graph_bytes // expert_bytes), 1)
@@ -261,18 +258,16 @@ def make_plan(
             for group in form_groups(of, row, min(size, fit), members):
                 expected = float(row[list(group.experts)].sum() * chunk / tokens)
                 unit: Unit = "ane" if members is hot and expected >= least else "cpu"
-                bytes_ = expert_bytes * len(group.experts)
-                groups.append(PlannedGroup(group.experts, group.capacity, unit, bytes_, expected))
+                weights = expert_bytes * len(group.experts)
+                groups.append(PlannedGroup(group.experts, group.capacity, unit, weights, expected))
         return LayerPlan(of, tuple(groups), attention)
 
-    layers = tuple(map(planned, tiers, counts))
-    if max_graphs is not None:
-        layers = _resident(layers, max_graphs)
+    layers = _resident(list(map(planned, tiers, counts)), max_graphs)
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
 
 
-def _resident(layers: Sequence[LayerPlan], most: int) -> tuple[LayerPlan, ...]:
-    """The layers with at most so many groups on the ANE; the others are the CPU's."""
+def _resident(layers: Sequence[LayerPlan], most: int | None) -> tuple[LayerPlan, ...]:
+    """The layers with at most so many groups on the ANE, None for all; the others are the CPU's."""
     graphs = [(l, group) for l, layer in enumerate(layers) for group in layer.on("ane")]
     stay = set(sorted(graphs, key=lambda one: -one[1].expected)[:most])
 
@@ -285,11 +280,14 @@ def _resident(layers: Sequence[LayerPlan], most: int) -> tuple[LayerPlan, ...]:
     )
 
 
-def _one_capacity(tiers: list[Tiers], how: ANESystem, chunk: int) -> Tiers:
-    """The same for all experts: the largest; on the CPU, where any may get all tokens, the chunk."""
+def _tiers(how: ANESystem, chunk: int, tiers: list[Tiers]) -> list[Tiers]:
+    """As they are or, for a system without tiers, the largest for all experts; on the CPU, where
+    any may get all tokens, the chunk."""
+    if how.tiers:
+        return tiers
     largest = max(layer.levels[0] for layer in tiers)
     capacity = largest if how.experts == "ane" else round_up(chunk, 16)
-    return Tiers((capacity,), (capacity,) * len(tiers[0].capacity))
+    return [Tiers((capacity,), (capacity,) * len(of.capacity)) for of in tiers]
 
 
 def _units(

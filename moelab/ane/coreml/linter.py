@@ -54,7 +54,7 @@ SUPPORTED = (
     "conv conv_transpose matmul softmax relu relu6 silu sigmoid gelu tanh erf leaky_relu softplus "
     "add sub mul real_div maximum minimum abs exp sqrt rsqrt square pow clip inverse identity cos "
     "sin split concat reshape transpose expand_dims squeeze slice_by_size stack reduce_mean "
-    "reduce_sum reduce_max reduce_min reduce_sum_square reduce_l2_norm constexpr_lut_to_dense"
+    "reduce_sum reduce_max reduce_min reduce_sum_square reduce_l2_norm"
 )
 UNSUPPORTED = {
     "TopK sampling ×": "topk argsort reduce_argmax reduce_argmin",
@@ -76,7 +76,7 @@ RISKY = {
     "not in Fig. 4; usually folded into a convolution": "batch_norm",
     "not in Fig. 4": "pad",
     "quantised weights can move a convolution to the CPU": "constexpr_blockwise_shift_scale "
-    "constexpr_affine_dequantize",
+    "constexpr_affine_dequantize constexpr_lut_to_dense",
 }
 #: operation → (verdict, why)
 VERDICTS = {

@@ -138,7 +138,6 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
     for path in (
         save_program(tmp_path / "a.mlpackage", attention_program(shape, weights)),
         save_ffn(tmp_path / "g.mlpackage", make_experts(2), 32),
-        save_ffn(tmp_path / "p.mlpackage", make_experts(2), 16, weights="palette4"),
     ):
         report, function = lint(path), read_package(path).function()
         assert report.clean, report.table()
