@@ -60,7 +60,12 @@ PLANNING = {
     "min_rows": (number(0), "N", 32, "tokens that a group on the ANE expects of a chunk"),
     "max_graphs": (whole(1), "N", None, "graphs of experts on the ANE, the hottest"),
     "max_graph_mb": (number(above=0), "MB", 1258, "weights that one graph holds"),
-    "system": (one_of(SYSTEMS), "NAME", "npumoe", ", ".join(SYSTEMS)),
+    "system": (
+        one_of(SYSTEMS),
+        "NAME",
+        None,
+        f"{', '.join(SYSTEMS)}; if not given, plan takes the fastest, others npumoe",
+    ),
 }
 #: what a plan is made from beside its options
 SOURCE = {

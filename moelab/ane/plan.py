@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.base.specs import MoESpec
 from moelab.base.table import head_and_rows, text_table
+from moelab.experts.executor import Tally
 from moelab.offloading.budget import kv_bytes
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
 
@@ -338,31 +340,15 @@ def attention_params(spec: MoESpec) -> int:
 
 
 @dataclass
-class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` at
-    0."""
+class Account(Tally):
+    """Exact counts of a layer over all chunks, or sums of such; its drop rate and padded fraction
+    are Table 3's "token drop rate" and "padded tokens"."""
 
-    chunks: Any = 0
-    launches: Any = 0  # expert graphs run on the ANE
-    routed: Any = 0  # choices of an expert by a token
-    executed: Any = 0  # those computed; the others are dropped
-    slots: Any = 0  # rows computed, padding included
-
-    @property
-    def drop_rate(self) -> float:
-        """Dropped choices over routed ones, over all layers (Table 3, "token drop rate")."""
-        return (
-            1 - float(np.sum(self.executed) / np.sum(self.routed)) if np.any(self.routed) else 0.0
-        )
-
-    @property
-    def padded_fraction(self) -> float:
-        """Share of the computed rows that are padding (Table 3, "padded tokens"; §5.8: of all
-        computed tokens)."""
-        return 1 - float(np.sum(self.executed) / np.sum(self.slots)) if np.any(self.slots) else 0.0
+    chunks: int = 0
+    launches: int = 0  # expert graphs run on the ANE
 
     def __add__(self, other: Account) -> Account:
-        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Account(*map(add, vars(self).values(), vars(other).values()))
 
 
 def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:

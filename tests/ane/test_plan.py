@@ -22,7 +22,7 @@ from moelab.ane.systems import (
     why_no_graph,
 )
 from moelab.base.specs import MoESpec
-from notebooks.studies.ane_counts import count
+from notebooks.studies.ane_counts import by_layer, count
 from notebooks.studies.ane_popularity import assumed_counts, assumed_loads
 from notebooks.studies.ane_published import ABLATION
 from notebooks.studies.chunks import loads_of_ids
@@ -65,14 +65,14 @@ def test_the_account_is_a_naive_loops(system):
     ids, seen = random_ids(150, seed=1), random_ids(300)
     counts = loads_of_ids(torch.tensor(seen), len(seen), SMALL.E)[0].numpy()
     plan = make_plan(SMALL, counts, len(seen), 64, 2, system=system, slack=0.5, min_rows=12)
-    account = count(plan, loads_of_ids(torch.tensor(ids), 64, SMALL.E).numpy())
-    for ours, theirs in zip((account.executed, account.slots, account.launches), naive(plan, ids)):
-        assert ours.tolist() == theirs
-    assert account.routed.tolist() == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
-    assert account.drop_rate == pytest.approx(1 - account.executed.sum() / account.routed.sum())
-    assert account.padded_fraction == pytest.approx(
-        1 - account.executed.sum() / account.slots.sum()
-    )
+    loads = loads_of_ids(torch.tensor(ids), 64, SMALL.E).numpy()
+    accounts, account = by_layer(plan, loads), count(plan, loads)
+    for name, theirs in zip(("executed", "slots", "launches"), naive(plan, ids)):
+        assert [getattr(of, name) for of in accounts] == theirs
+        assert getattr(account, name) == sum(theirs)
+    assert [of.routed for of in accounts] == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
+    assert account.drop_rate == pytest.approx(1 - account.executed / account.routed)
+    assert account.padded_fraction == pytest.approx(1 - account.executed / account.slots)
 
 
 @settings(max_examples=60, deadline=None)
