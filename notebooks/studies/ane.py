@@ -12,12 +12,12 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
 from moelab.cards import load_model
 from moelab.viz import theme
-from moelab.viz.plotly_json import Figure
 
 from .ane_device import DeviceModel, Prefill
 from .ane_popularity import assumed_counts, assumed_loads

@@ -14,9 +14,10 @@ from PIL import Image
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
+from plotly.graph_objects import Figure
+
 from moelab.viz import theme
 from moelab.viz.charts import finish
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import turned
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from shlex import quote
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab import claims as ledger
 from moelab.base.records import Record
 from moelab.viz.charts import EDGE, finish, hover, point_look
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows
 
