@@ -164,6 +164,15 @@ def test_a_page_has_all_that_its_controls_show(view, tab, tmp_path):
     assert tab.evaluate(dark).startswith("invert(0.93)")
 
 
+def test_a_page_begins_with_a_value_between_its_steps(view):
+    view.controls["n"], view.plays = slider("n", 5, 1, 200), ("n",)
+    found = unpacked(view.set(n=37).html())
+    (control,) = found["controls"]
+    at = control["at"]
+    assert control["steps"][at] == "37" and control["steps"] == sorted(control["steps"], key=int)
+    assert found["frames"][at]["command"] == "moelab demo 37"
+
+
 def test_a_control_is_set_to_nothing_that_its_widget_could_not_have():
     """At first, too, and from a command line."""
     controls = {
