@@ -45,7 +45,7 @@ from moelab.base.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.codecs import find_codec, read_codec
+from moelab.store.codecs import find_codec, read_codec, shard_bounds
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
 FORMAT = "moelab-store"
@@ -121,6 +121,16 @@ class TensorEntry(NamedTuple):
         """Whether it can be decoded in two stages: 16-bit weights whose exponents are
         compressed."""
         return len(self.planes) == 2 and self.codec is not RAW
+
+    @property
+    def shards(self) -> int:
+        """Of its exponents, each of which can be decoded by itself; 0 if it is not `separable`."""
+        apart = self.separable and self.planes[1][0] is RAW
+        return len(self.planes[0][1]) if apart else int(self.separable)
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """The first weight of a shard, and the first behind it."""
+        return shard_bounds(self.n, self.shards)[shard]
 
     def stored(self, part: str = "both") -> int:
         """Bytes of its chunks of a part, without padding."""
