@@ -125,10 +125,7 @@ class Machine:
             return inclusion_of_ranks(self.spec.E, self.spec.K), in_lockstep(alone, batch)
         texts = math.ceil(length / TEXT)
         alone = tokens(self.spec, routing, [TEXT] * (SEEN + texts * batch), seed)
-        counts = np.zeros((self.spec.L, self.spec.E))
-        for layer, experts in flat(alone[: SEEN * TEXT]):
-            counts[layer, [*experts]] += 1
-        f = np.sort(counts / (SEEN * TEXT), 1)[:, ::-1].mean(0)
+        f = by_rank(self.spec, alone[: SEEN * TEXT])
         lanes = [alone[at : at + length] for at in range(SEEN * TEXT, len(alone), texts * TEXT)]
         return f, [union(together) for together in zip(*lanes, strict=True)]
 
@@ -302,6 +299,14 @@ def tokens(spec: MoESpec, routing: str, lengths: Sequence[int], seed: int) -> St
     ]
 
 
+def by_rank(spec: MoESpec, alone: Steps) -> np.ndarray:
+    """Share of these tokens that need the expert of each popularity rank, mean of the layers: [E]."""
+    counts = np.zeros((spec.L, spec.E))
+    for layer, experts in flat(alone):
+        counts[layer, [*experts]] += 1
+    return np.sort(counts / len(alone), 1)[:, ::-1].mean(0)
+
+
 def in_lockstep(alone: Steps, batch: int) -> Steps:
     """Steps of so many sequences, of those of each, one sequence after the other."""
     return [union(alone[at : at + batch]) for at in range(0, len(alone), batch)]
@@ -323,6 +328,14 @@ def stretched(
     f = np.interp((np.arange(spec.E) + 0.5) / spec.E, (np.arange(len(f)) + 0.5) / len(f), f)
     f *= spec.K / f.sum()
     return f, drawn(np.tile(f, (spec.L, 1)), 6 * tokens, seed), tokens
+
+
+def fitted(spec: MoESpec, timed: int, seed: int) -> tuple[np.ndarray, Steps, int]:
+    """What `caching` takes, of a text that is drawn as the model's routing was fitted, and of the
+    popularity in others."""
+    texts = [TEXT] * SEEN + [6 * timed]
+    drawn_texts = tokens(spec, "as fitted", texts, seed)
+    return by_rank(spec, drawn_texts[: SEEN * TEXT]), drawn_texts[SEEN * TEXT :], timed
 
 
 def traced(trace: RoutingTrace, tokens: int) -> tuple[np.ndarray, Steps, int]:
