@@ -71,7 +71,6 @@ def plans(
     f: np.ndarray,
     budget_bytes: int,
     sizes: tuple[int, int, int],
-    k: int,
     delays: Delays,
     workers: int,
     pools: str = "FCSE",
@@ -85,14 +84,14 @@ def plans(
     share (scope "model"), it is theirs together: the division is found for one layer's equal share
     and applied to the whole budget.
 
-    f : [E], share of steps that need the expert of each rank, falling, summing to k. See
-        `selection.whole` for batches.
-    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
+    f : [E], share of steps that need the expert of each rank, falling; k experts a step is its sum,
+        rounded.
+    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
     delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.
     estimate : of a layer's time, `makespan` or `algorithm_3`.
 
-    Raises ValueError: no pool could hold even one expert a layer; unknown pools; unfit f."""
+    Raises ValueError: no pool could hold even one expert a layer; unknown pools."""
     full, sm, e = sizes
     bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
     if not pools or not set(pools) <= set(HIERARCHY) or any(bytes_of[p] < 1 for p in pools):
@@ -103,8 +102,8 @@ def plans(
             f"a budget of {budget_bytes:,} bytes holds not one expert a layer in the pools {pools}; "
             f"{layers} layer(s) need at least {least:,}"
         )
-    f = np.asarray(f, np.float64)
-    hits = interval_hits(selection_probabilities(f, k), k)
+    q, k = selection_probabilities(f)
+    hits = interval_hits(q, k)
     patterns = hit_patterns(k)
     seconds = estimate(patterns, k, delays, workers)
     n_bytes = [max(1, bytes_of[p]) for p in HIERARCHY]

@@ -27,29 +27,16 @@ from scipy.special import expit, logit
 CERTAIN = 1e-12
 
 
-def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
-    """q with P(r selected | k selected in all) = f_r (ZipMoE eq. 24); float64 [E].
+def selection_probabilities(f: np.ndarray) -> tuple[np.ndarray, int]:
+    """(q [E], k), P(r selected | k selected in all) = f_r (ZipMoE eq. 24), of the f that `whole`
+    gives.
 
     Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that
     q, too, sums to k.
 
-    f : [E], shares of steps that need the expert of each rank, in any order, summing to `k`.
-
-    Raises ValueError: f is outside 0 … 1 or does not sum to k, within 1e-9.
-    """
-    f = np.asarray(f, np.float64)
-    if f.ndim != 1 or not ((f >= 0) & (f <= 1 + 1e-9)).all():
-        raise ValueError(
-            f"inclusion probabilities are one number from 0 to 1 for each rank, [E]; these have shape "
-            f"{list(f.shape)}" + (f" and lie in {f.min():g} … {f.max():g}" if f.size else "")
-        )
-    if not abs(f.sum() - k) <= 1e-9:
-        raise ValueError(
-            f"the inclusion probabilities sum to {f.sum():.12g}, but k is {k}: with exactly k experts a "
-            f"step they sum to k. Steps of a batch have different numbers of experts, and tokens that "
-            f"were dropped have none: `whole(f)` gives the nearest f and k"
-        )
-    return _uncertain(f, k, _fit)
+    f : [E], shares of steps that need the expert of each rank, in any order."""
+    f, k = whole(f)
+    return _uncertain(f, k, _fit), k
 
 
 def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
@@ -104,11 +91,6 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
 
     They have the popularity of a recorded run, but a step tells nothing about the next.
     """
-    if not abs(q.sum() - k) <= 1e-6:
-        raise ValueError(
-            f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "
-            "selection_probabilities(f, k) finds"
-        )
     rng = np.random.default_rng(seed)
     E = len(q)
     found = [np.zeros((0, E), bool)]

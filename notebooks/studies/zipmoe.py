@@ -151,7 +151,7 @@ class Machine:
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
         delays = self.compressed[0]
         how = {"layers": self.spec.L, "estimate": estimate}
-        return plans(f, room, sizes, self.spec.K, delays, self.workers, **how)[0].pools
+        return plans(f, room, sizes, delays, self.workers, **how)[0].pools
 
     def left(self, room: int) -> tuple[int, int]:
         """(bytes for pools, loads in flight) of so many bytes for experts."""
@@ -409,7 +409,7 @@ def selecting(models: Sequence[str]) -> Records:
         machine = Machine.of(model, "jetson-agx-orin-64gb", 1.2, 6)
         f, k = nearest(machine.routed("as fitted", 1, 0)[0])
         rounds, error = ipf(np.clip(f, 1e-6, 1 - 1e-6), k)
-        ours = np.abs(inclusion(selection_probabilities(f, k), k)[0] - f).max()
+        ours = np.abs(inclusion(*selection_probabilities(f))[0] - f).max()
         found[model] = {"rounds of IPF": rounds, "its error": error, "error of ours": float(ours)}
     return found
 
