@@ -117,16 +117,12 @@ class TensorEntry(NamedTuple):
         return len(self.planes) == 1 and self.codec.in_place
 
     @property
-    def separable(self) -> bool:
-        """Whether it can be decoded in two stages: 16-bit weights whose exponents are
-        compressed."""
-        return len(self.planes) == 2 and self.codec is not RAW
-
-    @property
     def shards(self) -> int:
-        """Of its exponents, each of which can be decoded by itself; 0 if it is not `separable`."""
-        apart = self.separable and self.planes[1][0] is RAW
-        return len(self.planes[0][1]) if apart else int(self.separable)
+        """Of its exponents, each of which can be decoded by itself; 0 if it cannot be decoded in two
+        stages, as 16-bit weights can whose exponents are compressed."""
+        if len(self.planes) != 2 or self.codec is RAW:
+            return 0
+        return len(self.planes[0][1]) if self.planes[1][0] is RAW else 1
 
     def bounds(self, shard: int) -> tuple[int, int]:
         """The first weight of a shard, and the first behind it."""

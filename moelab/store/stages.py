@@ -25,7 +25,7 @@ _BLOCK = 1 << 14
 
 
 def decompress(e: Chunks, name: str, out: torch.Tensor, shard: int | None = None) -> None:
-    """Stage 1: the exponents of a separable tensor, or of one shard of it, into the upper half of
+    """Stage 1: the exponents of a tensor that has `shards`, or of one of them, into the upper half of
     `out`. Raises StoreError if damaged."""
     with named(e, name):
         unpack_plane(e.plane(name, 0, shard), as_bytes(out, writable=True)[out.numel() :])

@@ -166,13 +166,11 @@ def _candidates(
     L, E = shares.shape
     copies, layers = (L, 1) if scope == "layer" else (1, L)
     each = room // copies
-    full = sizes.full
-    sm = sizes.sm
-    e = sizes.e
-    bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
-    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
-    if len(pools) > 1 and each >= layers * min(sm, e):
-        f = np.sort(shares, 1)[:, ::-1].mean(0)
-        found = plans(f, each, (full, sm, e), machine.delays, machine.workers, layers=layers)
-        pools += [one.pools for one in found[:most]]
-    return list(dict.fromkeys(pools))
+    full, sm, e = sizes.full, sizes.sm, sizes.e
+    if not (sm and e):
+        return [Pools(F=min(E * layers, each // full))]
+    of = {"F": full, "C": sm + e, "S": sm, "E": e}
+    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in of.items()]
+    f = np.sort(shares, 1)[:, ::-1].mean(0)
+    found = plans(f, each, (full, sm, e), machine.delays, machine.workers, layers=layers)
+    return list(dict.fromkeys([*pools, *(one.pools for one in found[:most])]))

@@ -91,17 +91,12 @@ def plans(
     pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.
     estimate : of a layer's time, `makespan` or `algorithm_3`.
 
-    Raises ValueError: no pool could hold even one expert a layer; unknown pools."""
+    Raises ValueError: pools that there cannot be."""
     full, sm, e = sizes
     bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
-    if not pools or not set(pools) <= set(HIERARCHY) or any(bytes_of[p] < 1 for p in pools):
-        kept = "".join(p for p in HIERARCHY if bytes_of[p])
+    kept = "".join(p for p in HIERARCHY if bytes_of[p])
+    if not pools or not set(pools) <= set(kept):
         raise ValueError(f"pools is {pools!r}; of this store there can be {kept}")
-    if budget_bytes < (least := layers * min(bytes_of[p] for p in pools)):
-        raise ValueError(
-            f"a budget of {budget_bytes:,} bytes holds not one expert a layer in the pools {pools}; "
-            f"{layers} layer(s) need at least {least:,}"
-        )
     q, k = selection_probabilities(f)
     hits = interval_hits(q, k)
     patterns = hit_patterns(k)
