@@ -25,7 +25,7 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
@@ -83,7 +83,8 @@ class Loader:
             ahead,
             counts=counts,
             tensors=lambda key: store.layers[key.layer].tensors,
-            separable=lambda load, name: two_stages and store.entries(*load.key)[name].separable,
+            shards=lambda load, name: store.entries(*load.key)[name].shards * two_stages,
+            workers=workers,
             in_place=self.in_place,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
@@ -264,7 +265,7 @@ class Loader:
             self.queue.read_done(load, kinds, chunks.nbytes)
         self.slots.send(copies)
 
-    def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
+    def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
         another's."""
         if (found := self.queue.next_decode()) is None:
@@ -276,20 +277,21 @@ class Loader:
         step_back()
         decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
-            load, tensor, operation, chunks = found
+            load, piece, operation, chunks = found
             start = clock()
             error = None
             try:
-                for part in chunks.values():  # not when it is read: decoding finds it cached
-                    self._check_first(part, tensor)
-                out = self.slots.tensors(load.slots["full"], load.key.layer)[tensor]
-                decode(operation, chunks, tensor, out, load.slots["full"])
+                # not when it is read: decoding finds it cached; of a tensor in shards by the first
+                for part in chunks.values() if not piece.shard else ():
+                    self._check_first(part, piece.tensor)
+                out = self.slots.tensors(load.slots["full"], load.key.layer)[piece.tensor]
+                decode(operation, chunks, piece, out, load.slots["full"])
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             except BaseException as caught:
                 error = caught
             self._used[me] = time.thread_time()
             with self.changing() as queue:
-                queue.decode_done(load, tensor, operation, error)
+                queue.decode_done(load, piece, operation, error)
 
 
 def threads_to_fill(slots: Slots, scratch: int) -> int:

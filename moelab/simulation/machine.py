@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any
 
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
-from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, read_name
+from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, Piece, read_name
 from moelab.simulation.costs import Machine
 
 DISK = -1
@@ -22,7 +21,7 @@ DISK = -1
 class SimulatedMachine:
     """Disk, workers and compute with a clock.
 
-    Workers take tensors, as the engine's do; here all are of equal size. Compute runs the experts
+    Workers take tensors or shards of them, as the engine's do; here all are of equal size. Compute runs the experts
     that are FULL in ascending order, or in one go where `Delays.together` says so, then the others
     as they are loaded. Time passes in `run` and `spend` only, and what is under way goes on from
     layer to layer. An expert that compute waits for comes `Machine.handover` later.
@@ -53,6 +52,8 @@ class SimulatedMachine:
                 if state is not State.MISSED
             },
             tensors=lambda key: tensors,
+            shards=lambda load, tensor: self.delays.shards,
+            workers=machine.workers,
         )
         #: seconds of an operation on one tensor
         self._seconds = {
@@ -127,14 +128,15 @@ class SimulatedMachine:
         read = Event("disk", read_name(kinds), *load.key, self.now, end, nbytes)
         self._begin(DISK, read, then)
 
-    def _decode(self, load: Load, tensor: Any, operation: str) -> None:
+    def _decode(self, load: Load, piece: Piece, operation: str) -> None:
         worker = heappop(self._idle)
+        parts = 1 if piece.shard is None else self.delays.shards
 
         def then() -> None:
             heappush(self._idle, worker)
-            self.queue.decode_done(load, tensor, operation)
+            self.queue.decode_done(load, piece, operation)
 
-        end = self.now + self._seconds[operation]
+        end = self.now + self._seconds[operation] / parts
         self._begin(worker, Event(f"worker {worker}", operation, *load.key, self.now, end), then)
 
     def _compute_experts(self, keys: list[ExpertKey]) -> None:
