@@ -85,8 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a checkpoint folder, a store or a hub id (default: the small model)",
     )
-    add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
-    add("--prompt-file", type=Path, metavar="FILE", help="a file that has this text instead")
+    text = parser.add_mutually_exclusive_group().add_argument
+    text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
     add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     add(
         "--drafts",
@@ -126,6 +127,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document")
 
 
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as text: {error}") from None
+
+
 def _drafts(text: str) -> int | str:
     return text if text == "auto" else whole(0)(text)
 
@@ -162,10 +170,6 @@ def main(args: argparse.Namespace) -> int:
         )
     if args.calibration:
         options["calibration"] = Calibration.load(args.calibration)
-    if args.prompt_file is not None:
-        if args.prompt is not None:
-            raise ValueError("--prompt and --prompt-file: give one of them")
-        options["prompt"] = args.prompt_file.read_text(encoding="utf-8")
     given = {"parallel": args.parallel, "tp": args.tp}
     shared = "RANK" in os.environ
     if not shared and any(given.values()):

@@ -181,11 +181,6 @@ def replay(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
             "a moelab.RoutingTrace"
         )
-    if any(event.kind == "launch" for event in run.events):
-        raise ValueError(
-            "a prompt of this run went through a Neural Engine's graphs, which are not simulated: give "
-            "run.since(1), what came after it; `moelab ane plan` models prompts"
-        )
     settings = run.settings
     policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
@@ -221,6 +216,11 @@ def machine_of(
 ) -> Machine:
     """The machine where a run was, or what the card of a device says of another; parameters and
     errors as of `replay`. A run that has read nothing will do unless `reads`."""
+    if any(event.kind == "launch" for event in run.events):
+        raise ValueError(
+            "a prompt of this run went through a Neural Engine's graphs, which are not simulated: give "
+            "run.since(1), what came after it; `moelab ane plan` models prompts"
+        )
     if device is not None:
         device = device if isinstance(device, DeviceSpec) else load_device(device)
         return _on_device(device, run)
