@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.opening import backend_for, open_beside, prompts_through
 from moelab.base import registry
 from moelab.base.library import passages, token_count
 from moelab.calibration import Calibration, calibrate
@@ -35,6 +37,7 @@ from moelab.offloading.offload import Offloading, offload, option
 from moelab.offloading.session import Session
 from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
 from moelab.speculate.predictors import lacking
+from moelab.static.static import ORDERS, OVERFLOW
 from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
 from moelab.trace import RoutingTrace
@@ -43,6 +46,8 @@ from moelab.zipmoe.planner import auto_pools
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
+#: of an option in the docs, by what it needs
+MARKS = {"": "", "memory": "*", "ane": "**"}
 #: what `prefetch` may be for loading on demand
 NONE = (None, "none")
 
@@ -99,14 +104,31 @@ class OpenOptions(Offloading):
         "external neither reads nor allocates the experts and supplies them one by one from the "
         "checkpoint, slowly, until another source is plugged in (moelab.models.plug)",
     )
+    ane: str | Path | None = option(
+        None,
+        "a folder of `moelab ane convert`: prompts run through its packages, by Core ML on a Mac and "
+        "elsewhere by an evaluator, and meanwhile the CPU computes the experts that the plan leaves to "
+        "it; it decodes, too, with experts read when they are needed, within --memory, by default what "
+        "the packages leave",
+        type=Path,
+        metavar="FOLDER",
+    )
+    overflow: str = option(
+        "prune",
+        "tokens beyond an expert's static capacity: prune drops them, pad launches the graph again",
+        "ane",
+        choices=OVERFLOW,
+    )
+    order: str = option("saliency", "which tokens prune drops first", "ane", choices=tuple(ORDERS))
 
     def __post_init__(self) -> None:
-        needing = [f for f in fields(self) if f.metadata["needs"]]
-        given = [f.name for f in needing if getattr(self, f.name) not in (f.default, None)]
-        if self.memory is None and given:
+        self._require_needed("memory", "for experts that are loaded when they are needed")
+        self._require_needed("ane", "for prompts through the packages of a Neural Engine")
+        registry.require("overflow", self.overflow, OVERFLOW)
+        registry.require("order", self.order, ORDERS)
+        if self.ane is not None and self.on.type != "cpu":
             raise ValueError(
-                f"{', '.join(given)}: for experts that are loaded when they are needed; give "
-                f"memory= (--memory), too"
+                f"the device is {str(self.device)!r}; beside a Neural Engine the CPU computes"
             )
         if self.dense is not None and (self.dense not in DENSE or self.executor != "fast"):
             raise ValueError(
@@ -122,6 +144,14 @@ class OpenOptions(Offloading):
         _check_device(self.device)
         _check("executor", self.executor)
         _check_prefetch(self.prefetch, self.calibration)
+
+    def _require_needed(self, needs: str, purpose: str) -> None:
+        """ValueError for options without the one that they need; beside packages, experts are loaded
+        when they are needed."""
+        of = [f for f in fields(self) if f.metadata["needs"] == needs]
+        given = [f.name for f in of if getattr(self, f.name) not in (f.default, None)]
+        if given and self.ane is None and getattr(self, needs) is None:
+            raise ValueError(f"{', '.join(given)}: {purpose}; give {needs}= (--{needs}), too")
 
     def completed(self) -> OpenOptions:
         """With what follows from executor, prefetch and calibration, unless it is given."""
@@ -149,12 +179,15 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
 
     Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache
     nor the network; ValueError for a dense model, an unknown architecture, a damaged or incomplete
-    checkpoint, a budget that is too small, an unknown name, another model's calibration or
-    predictor; TypeError for an unknown option."""
+    checkpoint, a budget that is too small, an unknown name, another model's calibration,
+    predictor or packages; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
         checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
-    if asked.memory is None:
+    if asked.ane is not None:
+        backend = backend_for(ConvertedModel(asked.ane))
+        model = open_beside(backend.converted, checkpoint, asked.memory, asked.completed())
+    elif asked.memory is None:
         model = open_checkpoint(
             checkpoint, experts=asked.experts, dtype=asked.dtype, device=asked.device
         )
@@ -170,17 +203,19 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         if asked.executor != "exact":
             how = _executing(model, asked.executor, asked.calibration, asked.dense)
             model.moelab.enter(how)
-        if asked.memory is not None and asked.prefetch not in NONE:
+        if model.moelab.engine is not None and asked.prefetch not in NONE:
             model.moelab.enter(_prefetching(model, asked.prefetch, asked.calibration))
+        if asked.ane is not None:
+            model.moelab.enter(prompts_through(model, backend, asked.overflow, asked.order))
         model.moelab.reset()  # of what was run to measure default vectors
         unless_open.pop_all()
     return model
 
 
 open_model.__doc__ = "\n".join(
-    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only:"]
+    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only, ** with `ane`:"]
     + [
-        f"    {f.name}{'*' * bool(f.metadata['needs'])} : {f.metadata['purpose']} [{f.default!r}]"
+        f"    {f.name}{MARKS[f.metadata['needs']]} : {f.metadata['purpose']} [{f.default!r}]"
         for f in fields(OpenOptions)
     ]
 )

@@ -2,6 +2,7 @@
 
     moelab generate --prompt "the red fox" --max-new-tokens 40
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
+    moelab generate Qwen3-30B-A3B --ane FOLDER --prompt-file question.txt
     torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --parallel tp-ep --tp 2
     torchrun --nproc-per-node 8 -m moelab generate Qwen3-30B-A3B --parallel auto
 
@@ -23,6 +24,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,6 +68,12 @@ class Generation:
     tpot: float | None
     hit_rate: float | None
     read_bytes_per_token: float | None
+    ttft_split: dict[str, float] | None  # these four as in `Metrics`, too
+    launches: int | None
+    cpu_seconds: float | None
+    energy: dict[str, float] | None
+    ane: str | None  # what ran the prompt's graphs
+    drop_rate: float | None  # share of a prompt's choices of experts that these had no room for
     expert_bytes: list[int]  # of routed experts, held by each rank; empty in one process
     sent: dict[str, list[int]]  # label → bytes that each rank sent to others
 
@@ -77,7 +85,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a checkpoint folder, a store or a hub id (default: the small model)",
     )
-    add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text = parser.add_mutually_exclusive_group().add_argument
+    text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
     add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     add(
         "--drafts",
@@ -115,6 +125,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "read, decoding and wait",
     )
     add("--json", action="store_true", help="print one JSON document")
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as text: {error}") from None
 
 
 def _drafts(text: str) -> int | str:
@@ -227,6 +244,8 @@ def generate(
     if stream:
         for reason in getattr(network, "reasons", ()):
             print(reason, file=sys.stderr)
+        if network.moelab.planned is not None:
+            print(f"prompts run by {network.moelab.planned.backend.name}", file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         if other := not_followed(network):
             told = f"decoding greedily, not by its generation_config.json's {other}"
@@ -271,6 +290,7 @@ def _generate(
         print("\033[0m", end="")
     tokens, found = out[0, length:].tolist(), network.moelab.metrics()
     held = spread(network) if parallel else {"ranks": 1, "expert_bytes": [], "sent": {}}
+    planned = network.moelab.planned
     return Generation(
         prompt,
         tokens,
@@ -281,12 +301,26 @@ def _generate(
         tpot=found.tpot,
         hit_rate=found.hit_rate,
         read_bytes_per_token=found.read_bytes_per_token,
+        ttft_split=found.ttft_split,
+        launches=found.launches,
+        cpu_seconds=found.cpu_seconds,
+        energy=found.energy,
+        ane=None if planned is None else planned.backend.name,
+        drop_rate=None if planned is None else planned.total.drop_rate,
         **held,
     )
 
 
 def _told(result: Generation) -> str:
     lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {summary_line(result)}"]
+    if result.ane:
+        split = result.ttft_split.items()
+        took = ", ".join(f"{kind} {seconds:.3f} s" for kind, seconds in split if seconds >= 5e-4)
+        lines.append(
+            f"the prompt, by {result.ane}: {result.launches or 0} launches, {result.drop_rate:.1%} of "
+            f"the choices dropped, {result.cpu_seconds:.2f} s of CPU; {took}"
+        )
+        lines += [f"{mj / 1e3:.2f} J of {part}" for part, mj in (result.energy or {}).items()]
     if result.parallel:
         held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
         sent = sum(map(sum, result.sent.values())) / 1e6

@@ -164,7 +164,7 @@ def doctor(args: argparse.Namespace) -> int:
     converted = ConvertedModel(args.folder)
     checkups = diagnose(converted, args.timeout)
     print(table(checkups))
-    if any(checkup.probe.error for checkup in checkups):
+    if any(checkup.error for checkup in checkups):
         return 1
     print("What fp16 alone does to the same prompts, by the evaluator:")
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
@@ -222,34 +222,28 @@ def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
-    """The model whose other parts run on the CPU, in float32."""
+    """The model whose other parts run on the CPU, in float32, its experts read as they are needed."""
     import torch
 
-    from moelab.checkpoint.opening import open_checkpoint
+    from moelab.ane.opening import open_beside
+    from moelab.offloading.offload import Offloading
 
-    return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
+    source = converted.checkpoint(checkpoint)
+    return open_beside(converted, source, None, Offloading(dtype=torch.float32))
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
     from moelab.ane.parity import parity as compare
-    from moelab.base.library import token_count
-    from moelab.evaluation import questions
+    from moelab.base.library import passages, token_count
 
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:
         raise ValueError(
             "this checkpoint has no tokenizer, so there are no prompts; put one beside its weights"
         )
-    sources = ("needle", "yesno", "code", "prose")
-    texts = questions.prompts(
-        sources,
-        -(-args.prompts // len(sources)),
-        tokens=args.tokens,
-        count=token_count(model.tokenizer),
-    )
-    each = len(texts) // len(sources)
-    mixed = [texts[i % len(sources) * each + i // len(sources)].text for i in range(args.prompts)]
-    ids = [model.tokenizer(text)["input_ids"] for text in mixed]
+    each = -(-args.prompts // 2), args.tokens, token_count(model.tokenizer)
+    texts = [*passages("prose", *each), *passages("code", *each)][: args.prompts]
+    ids = [model.tokenizer(text)["input_ids"][: args.tokens] for text in texts]
     found = compare(backend, model, ids, rounding=rounding)
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")

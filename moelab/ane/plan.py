@@ -28,6 +28,7 @@ from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.base.specs import MoESpec
 from moelab.base.table import head_and_rows, text_table
+from moelab.offloading.budget import kv_bytes
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
 
 FORMAT = "moelab.ane.plan/2"
@@ -110,6 +111,26 @@ class ANEPlan:
         """Rows that these graphs compute in a chunk, used or not."""
         return sum(group.slots for group in self.graphs)
 
+    def memory(self, context: int = 2048, experts: int | None = None) -> dict[str, int]:
+        """Bytes that a run through this plan takes, by what they are for (§2: all weights stay in
+        memory).
+
+        context : tokens of the KV cache.
+        experts : of the budget for experts on the CPU (`open_model(memory=…)`); by default those
+            that the plan leaves there, without which a prompt would read from the disk. Decoding
+            reads none where the budget holds all, `spec.experts_bytes`."""
+        spec, moe = self.spec, {layer: at for at, layer in enumerate(self.spec.moe_layers)}
+        # attention of a layer without experts is as of the first that has some
+        attention = [self.layers[moe.get(layer, 0)].attention for layer in range(spec.num_layers)]
+        cold = sum(len(group.experts) for layer in self.layers for group in layer.on("cpu"))
+        return {
+            "packages": sum(group.weight_bytes for group in self.graphs)
+            + 2 * attention_params(spec) * attention.count("ane"),
+            "experts on the CPU": cold * spec.expert_bytes if experts is None else experts,
+            "other weights": round(spec.dense_bytes),
+            "KV cache": kv_bytes(spec, context),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON has it, with its format."""
         return {"format": FORMAT} | asdict(self)
@@ -167,13 +188,18 @@ class ANEPlan:
                     "largest graph, MB": max((g.weight_bytes for g in graphs), default=0) / 1e6,
                 }
             )
-        stay = sum(group.weight_bytes for group in self.graphs)
+        memory = self.memory()
+        least, cold = sum(memory.values()), memory["experts on the CPU"]
+        most = least - cold + self.spec.experts_bytes
         lines = [
             f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
             f"popularity {self.popularity}",
             text_table(*head_and_rows(rows)),
-            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the "
-            f"ANE, where {stay / 1e9:.1f} GB of expert weights stay.",
+            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE.",
+            "Memory, with 2048 tokens of context: "
+            + ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in memory.items())
+            + f"; in all {least / 1e9:.1f} GB, or {most / 1e9:.1f} GB with all experts on the CPU, "
+            "so that decoding reads none from the disk.",
         ]
         return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
 

@@ -63,6 +63,8 @@ class Engine:
     controller : decides, for the loader's queue.
     run : records what happens.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
+    idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
+        somebody else reports it.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
@@ -77,7 +79,7 @@ class Engine:
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
-        self._idle_since: float | None = None  # in a forward: when experts were last computed
+        self.idle_since: float | None = None
         self._drafts = 0  # in the forward
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
         self._share = 0.0  # of a core that loading uses in a decode step, a running mean
@@ -243,14 +245,14 @@ class Engine:
         self._report(requests, start, clock())
 
     def _report(self, requests: list[Request], start: float, end: float) -> None:
-        self._idle_since, (layer, expert) = end, requests[0].key
+        self.idle_since, (layer, expert) = end, requests[0].key
         self.timeline.add(
             Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, end)
         )
 
     def _report_other(self, now: float, layer: int) -> None:
-        if self._idle_since is not None:
-            self.timeline.add(Event("compute", "other", layer, -1, self._idle_since, now))
+        if self.idle_since is not None:
+            self.timeline.add(Event("compute", "other", layer, -1, self.idle_since, now))
 
     # layers of a token in one call
 
@@ -303,7 +305,7 @@ class Engine:
         if self.decoding and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
-        self._began = self._idle_since = clock()
+        self._began = self.idle_since = clock()
         return self._began
 
     def end_forward(self) -> float:
@@ -311,7 +313,7 @@ class Engine:
         now = clock()
         self.loader.settle()
         self._report_other(now, -1)
-        self._idle_since = None
+        self.idle_since = None
         self.widen()
         if self._broken:
             return now

@@ -111,7 +111,8 @@ def simulate(
     controller = StepController(residency, simulated.queue, gate, order)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, (tokens, phase, *drafts), predicted in passes:
+    for step, forward, predicted in passes:
+        tokens, phase, *drafts = forward[:4]  # what else was measured of it is not simulated
         begun = simulated.now
         controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
@@ -215,6 +216,11 @@ def machine_of(
 ) -> Machine:
     """The machine where a run was, or what the card of a device says of another; parameters and
     errors as of `replay`. A run that has read nothing will do unless `reads`."""
+    if any(event.kind == "launch" for event in run.events):
+        raise ValueError(
+            "a prompt of this run went through a Neural Engine's graphs, which are not simulated: give "
+            "run.since(1), what came after it; `moelab ane plan` models prompts"
+        )
     if device is not None:
         device = device if isinstance(device, DeviceSpec) else load_device(device)
         return _on_device(device, run)

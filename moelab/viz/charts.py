@@ -41,11 +41,26 @@ KINDS = {
     "decompress": (theme.ORANGE, "", "black"),
     "recover": (theme.PURPLE, "\\", "black"),
     "decode": (theme.ORANGE, "-", "black"),
+    "attention": (theme.PURPLE, "", "white"),
+    "router": (theme.SKY, "", "black"),
+    "gather": (theme.SKY, "-", "black"),
+    "launch": (theme.ORANGE, "/", "black", "launch of a group of experts"),
+    "scatter": (theme.SKY, "\\", "black"),
     "expert": (theme.GREEN, "", "white"),
     "other": ("#8c8c8c", ".", "white"),
     "wait": ("#eeeeee", "x", "#222"),
 }
-RESOURCES = ("gpu", "link", "host", "disk", "copy", "worker", "compute")  # from top to bottom
+RESOURCES = (
+    "gpu",
+    "link",
+    "host",
+    "disk",
+    "copy",
+    "worker",
+    "ane",
+    "evaluator",
+    "compute",
+)  # from top to bottom
 
 
 def line_look(i: int) -> Record:

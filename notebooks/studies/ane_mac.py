@@ -8,9 +8,7 @@ by Zeus, so a window should be longer than a second."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,52 +17,14 @@ import torch
 
 from moelab.ane.backends import Backend
 from moelab.ane.coreml.converted import ConvertedModel
-from moelab.ane.device.mac import require_mac
+from moelab.ane.device.mac import Meter, require_mac
 from moelab.ane.doctor import coreml_backend, diagnose
+from moelab.ane.opening import open_beside
 from moelab.ane.runtime import prefill_through
 from moelab.base.arguments import folder, several, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Rows
-from moelab.checkpoint.opening import open_checkpoint
-
-#: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
-FIELDS = {"ane": "ane_mj", "cpu": "cpu_total_mj", "gpu": "gpu_mj", "dram": "dram_mj"}
-
-
-class Meter:
-    """Reads energy counters; `why` is "", or says why it cannot and windows stay empty."""
-
-    def __init__(self) -> None:
-        self._monitor, self.why, self._keys = None, "", count()
-        try:
-            from zeus.monitor import ZeusMonitor
-        except ImportError:
-            self.why = "no energy: pip install 'zeus[apple]'"
-            return
-        self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
-        if not self._monitor.soc_is_present:
-            self._monitor = None
-            self.why = "no energy: zeus finds no Apple chip that it can read here"
-
-    @contextmanager
-    def window(self) -> Iterator[Numbers]:
-        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not
-        report are absent."""
-        found: Numbers = {}
-        if self._monitor is None:
-            yield found
-            return
-        key = f"moelab {next(self._keys)}"
-        self._monitor.begin_window(key, sync_execution=False)
-        try:
-            yield found
-        finally:
-            soc = self._monitor.end_window(key, sync_execution=False).soc_energy
-            found |= {
-                part: float(value)
-                for part, field in FIELDS.items()
-                if (value := getattr(soc, field, None)) is not None
-            }
+from moelab.offloading.offload import Offloading
 
 
 def measure(
@@ -128,8 +88,7 @@ def run(
     for path in folders:
         converted = ConvertedModel(path)
         backend = coreml_backend(converted, diagnose(converted))
-        source = converted.checkpoint(checkpoint)
-        model = open_checkpoint(source, dtype=torch.float32)  # its other parts run on the CPU
+        model = open_beside(converted, converted.checkpoint(checkpoint), None, Offloading())
         for row in time_prefill(model, backend, prompts, repeats, meter):
             name = f"{Path(path).name}, a prompt of {row['prompt']}"
             found.setdefault(f"prefills, {backend.name}", {})[name] = row

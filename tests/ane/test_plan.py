@@ -195,3 +195,19 @@ def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
         if any(word in p for p in plan.problems)
     ] == (["attention stays"] * (not attention) + ["all experts stay"] * (not experts))
     assert (why_no_graph("attention", spec.model_type) == "") == attention
+
+
+@pytest.mark.parametrize("card, machine", [("Phi-3.5-MoE", 192e9), ("Qwen3-30B-A3B", 96e9)])
+def test_the_papers_models_fit_their_macs(card, machine):
+    """PhiMoE has 83.75 GB, Qwen3 28.64 G parameters in 16 bits (§5.1). Routing
+    that is even leaves as few experts on the CPU as can be."""
+    spec = cards.load_model(card)
+    plan = make_plan(spec, np.ones((spec.L, spec.E)), spec.E // spec.K)
+    everything = plan.memory(experts=spec.experts_bytes)
+    assert sum(plan.memory().values()) < machine
+    on_ane = sum(len(group.experts) for group in plan.graphs) * spec.expert_bytes
+    assert plan.memory()["experts on the CPU"] == spec.experts_bytes - on_ane
+    weights = everything["experts on the CPU"] + everything["other weights"]
+    total = cards.load_card(card)["figures"]["total_params"]["value"]
+    assert weights == pytest.approx(2 * total, rel=0.015)
+    assert plan.memory(8192)["KV cache"] == 4 * plan.memory()["KV cache"]

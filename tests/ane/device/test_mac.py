@@ -1,25 +1,23 @@
 """What runs on a Mac only, with Core ML's classes imitated: probes, placements, the doctor, timing,
 energy."""
 
-import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("coremltools")
 
 import moelab
-from moelab.ane import doctor
+from moelab.ane import doctor, opening
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
-from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.package import read_package
 from moelab.ane.device import mac
 from moelab.ane.parity import parity
-from notebooks.studies.ane_mac import Meter, measure, run, time_prefill
+from notebooks.studies.ane_mac import measure, run, time_prefill
 from tests.ane import fake_mac
 from tests.ane.test_backends import CONTEXT, make_plan, prompt
 from tests.models import tiny
@@ -40,6 +38,7 @@ def converted(tmp_path_factory):
 def machine(system, processor, version):
     """The module `platform` there."""
     return SimpleNamespace(
+        node=lambda: "a Mac",
         system=lambda: system,
         machine=lambda: processor,
         mac_ver=lambda: (version, ("", "", ""), ""),
@@ -48,7 +47,8 @@ def machine(system, processor, version):
 
 @pytest.fixture
 def on_mac(monkeypatch):
-    monkeypatch.setattr(mac, "platform", machine("Darwin", "arm64", "15.1"))
+    for module in (mac, doctor):
+        monkeypatch.setattr(module, "platform", machine("Darwin", "arm64", "15.1"))
 
 
 @pytest.fixture
@@ -57,12 +57,7 @@ def fakes(monkeypatch, on_mac):
     fake_mac.install(monkeypatch.setattr)
     monkeypatch.setattr(fake_mac, "behaviour", "")
 
-    def probed(package, inputs, timeout=300.0):
-        runner = mac.CoreMLRunner(package)
-        outputs = {name: value.numpy() for name, value in runner(inputs).items()}
-        return mac.PackageProbe("", mac.placements(runner), outputs)
-
-    monkeypatch.setattr(doctor, "probe", probed)
+    monkeypatch.setattr(doctor, "probe", lambda path, key, timeout: mac.examine(path, key))
 
 
 @pytest.mark.parametrize(
@@ -79,22 +74,14 @@ def test_elsewhere_it_says_what_it_would_take(monkeypatch, here):
 def test_a_probe_runs_in_a_process_of_its_own(converted, monkeypatch):
     monkeypatch.setenv("FAKE", "softmax,matmul")
     path = converted.folder / "layers/000/attention.mlpackage"
-    function = read_package(path).function()
-    inputs = mac.sample_inputs(function)
-    assert {name: a.shape for name, a in inputs.items()} == {
-        v.name: v.shape for v in function.inputs
+    found = mac.probe(path, converted.packages[0]["checksum"], command=COMMAND)
+    fallen, counts = ("softmax", "matmul"), read_package(path).function().counts()
+    on = {op: "cpu" if op in fallen else "ane" for op in counts}
+    assert {(op, at): n for op, at, n in found["placed"]} == {
+        (op, on[op]): n for op, n in counts.items()
     }
-    found = mac.probe(path, inputs, command=COMMAND)
-    assert found.error == ""
-    counts = function.counts()
-    assert found.devices == {
-        "cpu": counts["softmax"] + counts["matmul"],
-        "ane": counts.total() - counts["softmax"] - counts["matmul"],
-    }
-    expected = Evaluator(path, mode="fp16")(inputs)
-    assert all(
-        np.array_equal(found.outputs[name], value.numpy()) for name, value in expected.items()
-    )
+    assert found["difference"] == 0
+    assert [folder.suffix for folder in path.parent.glob("attention-*")] == [".mlmodelc"]
 
 
 @pytest.mark.parametrize(
@@ -106,13 +93,19 @@ def test_a_probe_runs_in_a_process_of_its_own(converted, monkeypatch):
     ],
 )
 def test_a_package_that_kills_its_process_is_reported(tmp_path, script, timeout, says):
-    found = mac.probe(tmp_path, {}, timeout=timeout, command=(sys.executable, "-c", script))
-    assert says in found.error and found.devices == {}
+    found = mac.probe(tmp_path, "0" * 64, timeout=timeout, command=(sys.executable, "-c", script))
+    assert says in found["error"]
+
+
+def probe_anew(converted):
+    """What the doctor finds when it has kept nothing."""
+    (converted.folder / doctor.KEPT).unlink(missing_ok=True)
+    return doctor.diagnose(converted)
 
 
 @torch.no_grad()
 def test_the_backend_is_called_ANE_only_where_the_plan_says_so(converted, fakes, monkeypatch):
-    backend = doctor.coreml_backend(converted, doctor.diagnose(converted))
+    backend = doctor.coreml_backend(converted, probe_anew(converted))
     packages = [read_package(converted.package(e)).function() for e in converted.packages]
     n = sum(function.counts().total() for function in packages)
     assert len(packages) == 3
@@ -120,17 +113,17 @@ def test_the_backend_is_called_ANE_only_where_the_plan_says_so(converted, fakes,
     found = parity(backend, moelab.open_model(converted.checkpoint()), [prompt(33)[0].tolist()])
     assert found.backend == backend.name and 0 < found.last.max() < 1e-2
     monkeypatch.setattr(fake_mac, "behaviour", "silu")
-    assert doctor.coreml_backend(converted, doctor.diagnose(converted)).name.startswith(
+    assert doctor.coreml_backend(converted, probe_anew(converted)).name.startswith(
         f"Core ML, {n - 4} of {n} "
     )
-    killed = mac.PackageProbe("was ended by SIGSEGV: x")
+    killed = {"error": "was ended by SIGSEGV: x"}
     monkeypatch.setattr(doctor, "probe", lambda *_: killed)
     with pytest.raises(RuntimeError, match="(?s)attention.mlpackage was ended by SIGSEGV.*the CPU"):
-        doctor.coreml_backend(converted, doctor.diagnose(converted))
+        doctor.coreml_backend(converted, probe_anew(converted))
 
 
 def test_the_doctor_finds_what_is_wrong(converted, fakes, monkeypatch):
-    found = doctor.diagnose(converted)
+    found = probe_anew(converted)
     assert [c.complaints for c in found] == [[]] * 3 and all(c.difference == 0.0 for c in found)
     assert doctor.table(found).count("well") == 3
     for behaviour, told in (
@@ -138,10 +131,27 @@ def test_the_doctor_finds_what_is_wrong(converted, fakes, monkeypatch):
         ("wrong", "by 0.2"),
     ):
         monkeypatch.setattr(fake_mac, "behaviour", behaviour)
-        assert told in doctor.diagnose(converted)[0].complaints[0]
-    monkeypatch.setattr(doctor, "probe", lambda *_: mac.PackageProbe("did not load"))
-    found = doctor.diagnose(converted)
-    assert all(math.isnan(c.difference) and c.complaints == ["did not load"] for c in found)
+        assert told in probe_anew(converted)[0].complaints[0]
+    monkeypatch.setattr(doctor, "probe", lambda *_: {"error": "did not load"})
+    found = probe_anew(converted)
+    assert all(c.difference is None and c.complaints == ["did not load"] for c in found)
+
+
+def test_each_package_is_probed_and_compiled_once(converted, fakes, monkeypatch):
+    first = probe_anew(converted)
+    kept = sorted(converted.folder.rglob("*.mlmodelc"))
+    assert len(kept) == len(converted.packages) == 3
+    monkeypatch.setattr(doctor, "probe", lambda *_: pytest.fail("probed again"))
+    monkeypatch.setattr(fake_mac, "compile_model", lambda *_: pytest.fail("compiled again"))
+    fake_mac.install(monkeypatch.setattr)
+    assert doctor.diagnose(converted) == first
+    backend = opening.backend_for(ConvertedModel(converted.folder))
+    assert backend.name.startswith("Core ML") and backend.resource == "ane"
+    assert sorted(converted.folder.rglob("*.mlmodelc")) == kept
+    monkeypatch.setattr(doctor, "platform", machine("Darwin", "arm64", "15.2"))
+    killed = {"error": "was ended by SIGSEGV: x"}  # what fails is tried again, and not kept
+    monkeypatch.setattr(doctor, "probe", lambda *_: killed)
+    assert [c.error for c in doctor.diagnose(converted)] == [killed["error"]] * 3
 
 
 # ---- time and energy
@@ -150,7 +160,7 @@ def test_the_doctor_finds_what_is_wrong(converted, fakes, monkeypatch):
 @pytest.fixture
 def meter(monkeypatch):
     monkeypatch.setitem(sys.modules, "zeus.monitor", SimpleNamespace(ZeusMonitor=fake_mac.Monitor))
-    return Meter()
+    return mac.Meter()
 
 
 def test_a_measurement_is_of_repeats_after_one_that_does_not_count(meter):
@@ -162,7 +172,7 @@ def test_a_measurement_is_of_repeats_after_one_that_does_not_count(meter):
 
 def test_prefills_are_timed(converted, fakes, meter):
     model = moelab.open_model(converted.checkpoint())
-    backend = doctor.coreml_backend(converted, doctor.diagnose(converted))
+    backend = doctor.coreml_backend(converted, probe_anew(converted))
     (row,) = time_prefill(model, backend, [40], 2, meter)
     assert row["fastest, s"] <= row["TTFT, s"] <= row["slowest, s"]
     assert row["ane, mJ a token"] == 400 / 2 / 40 and row["ms a chunk"] == 1e3 * row["TTFT, s"] / 3
