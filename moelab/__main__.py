@@ -98,6 +98,11 @@ COMMANDS = {
         "plan, convert, lint and check models for the Apple Neural Engine",
         "plan Qwen3-30B-A3B --chunk 256",
     ),
+    "neuron": (
+        "moelab.neuron.commands",
+        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
+        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
+    ),
     "view": (
         "moelab.viz.views.command",
         "draw one of the interactive views without Jupyter, as a page or a table",

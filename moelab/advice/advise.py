@@ -20,6 +20,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from moelab.advice.answer import Advice, conclude
@@ -80,6 +81,11 @@ def advise(
     if simulate is None:
         simulate = found.folder is not None and not on_card
     known = load_device(device) if isinstance(device, (str, Path)) else device
+    if known and "logical_cores_count" in known.figures:
+        raise ValueError(
+            f"{known.name} keeps all experts in the memory of its cores: "
+            f"moelab neuron plan {quote(str(model))} --device {device} says how to spread them"
+        )
     machine = known or here(found.folder)
     asked = Question(
         found,

@@ -19,7 +19,7 @@ def test_the_guides_examples():
     few = choose(toy(16, 512), 16)
     assert (few.tp, few.ep, few.kind) == (4, 4, "hybrid") and "128" in str(few)
     assert choose(toy(48, 1024), 8).kind == "hybrid"
-    assert choose(toy(64, 1024), 128).tp == 2
+    assert choose(toy(64, 1024), 128).tp == 8
     assert choose(toy(64, 1024), 1).kind == "one device"
 
 
