@@ -21,8 +21,8 @@ from __future__ import annotations
 import math
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from moelab.advice.model import Model, find_model
 from moelab.base.records import Record
@@ -43,6 +43,10 @@ FORMAT = "moelab.neuron/1"
 KIND = "modelled, not run on Neuron"
 #: weights that the guide names → our dtype of an expert; products are in bf16
 WEIGHTS = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "mxfp4": "mxfp4"}
+OWN = {dtype: name for name, dtype in WEIGHTS.items()}
+PHASES = ("prefill", "decode")
+#: the figure that only cards of NeuronCores have
+CORES = "logical_cores_count"
 #: FLOPs a byte from which on TRN2 computes rather than waits ("approximately 400-500"), bf16 weights
 TARGET = 400
 SIZES = (128, 256, 512)
@@ -89,8 +93,8 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Deployment:
-    """What is asked: a model, its experts in some weights, on so many cores of a device.
+class NeuronPlan:
+    """A model, its experts in some weights, on so many cores of a device, and all that follows.
 
     phase : whose degrees are chosen.    batch : sequences that decode together; a prompt comes alone.
     context : tokens of a prompt, and of a sequence in the KV cache.
@@ -111,7 +115,12 @@ class Deployment:
 
     def core(self, figure: str) -> float:
         """A chip's figure, of one logical core."""
-        return self.device[figure] / self.device["logical_cores_count"]
+        return self.device[figure] / self.device[CORES]
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """FLOP/s in bf16, and bytes/s of HBM, of a core."""
+        return 1e12 * self.core("bf16_tflops"), 1e9 * self.core("memory_bandwidth_gbs")
 
     @property
     def usable(self) -> int:
@@ -148,62 +157,88 @@ class Deployment:
         """Whether NxD runs the phase with these degrees."""
         return self.spec.E % ep == 0 and self.algorithm(self.phase, ep) is not None
 
-    @property
-    def heads(self) -> int:
-        """Attention heads, padded to a multiple of the cores."""
-        return up(self.spec.heads, self.cores)
+    @cached_property
+    def way(self) -> Parallelism:
+        """The degrees. ValueError as `choose`."""
+        return choose(self.spec, self.cores, self.allowed)
 
-    def part(self, tp: int) -> float:
-        """Of an expert, with I padded to a multiple of tp."""
-        return up(self.spec.I, tp) / self.spec.I / tp
+    @property
+    def here(self) -> int:
+        """Experts of a core."""
+        return self.spec.E // self.way.ep
+
+    @property
+    def padded(self) -> dict[str, int]:
+        """I, a multiple of TP, and attention heads, one of the cores."""
+        spec = self.spec
+        return {"I": up(spec.I, self.way.tp), "heads": up(max(spec.heads, 1), self.cores)}
 
     def share(self, nbytes: float) -> float:
         """A core's of weights outside of the experts, with padded heads."""
-        return nbytes * self.heads / max(self.spec.heads, 1) / self.cores
+        return nbytes * self.padded["heads"] / max(self.spec.heads, 1) / self.cores
 
-    def memory(self, tp: int, ep: int) -> dict[str, int]:
+    @property
+    def memory(self) -> dict[str, int]:
         """Bytes of a core. Heads of keys and values are copied where they are fewer than cores; the
         activations are a prompt's rows, and what the two halves of a core make of them."""
         spec = self.spec
         routers = 2 * spec.L * spec.H * spec.E
         head = kv_bytes(spec, self.batch * self.context) / max(spec.kv_heads, 1)
         return {
-            "experts": round(spec.L * spec.E / ep * spec.expert_bytes * self.part(tp)),
+            "experts": round(spec.L * self.here * self.part * spec.expert_bytes),
             "routers": routers,
             "other weights": round(self.share(max(self.model.others - routers, 0))),
             "KV cache": round(head * -(-spec.kv_heads // self.cores)),
             "activations": 6 * max(self.context, self.batch) * spec.H,
         }
 
-    def expert(self, tp: int) -> tuple[float, float]:
-        """Seconds of a row in one expert, and of reading its weights."""
-        flops = 1e12 * self.core("bf16_tflops")
-        read = self.spec.expert_bytes / (1e9 * self.core("memory_bandwidth_gbs"))
-        return 2 * self.spec.expert_params * self.part(tp) / flops, read * self.part(tp)
+    @property
+    def nbytes(self) -> int:
+        """Of a core."""
+        return sum(self.memory.values())
 
-    def blocks(self, tp: int, ep: int) -> tuple[Blocks, ...]:
-        """Each block size that the SDK takes."""
+    @property
+    def part(self) -> float:
+        """Of an expert in a core."""
+        return self.padded["I"] / self.spec.I / self.way.tp
+
+    @property
+    def expert(self) -> tuple[float, float]:
+        """Seconds of a row in a core's part of an expert, and of reading it."""
+        flops, hbm = self.rates
         spec = self.spec
-        here = spec.E // ep
-        row, read = self.expert(tp)
+        return 2 * self.part * spec.expert_params / flops, self.part * spec.expert_bytes / hbm
+
+    @property
+    def shard(self) -> str:
+        """What the two halves of a core divide: "I", "H" or "block"."""
+        spec, way = self.spec, self.way
+        part = spec.I / way.tp
+        if part % PART == 0 and (self.here == 1 or way.ep <= LOW_EP and part >= 2 * PART):
+            return "I"
+        return "H" if way.tp > HYBRID[1] or self.here == 1 else "block"
+
+    @property
+    def blocks(self) -> tuple[Blocks, ...]:
+        """Each block size that the SDK takes."""
+        here = self.here
+        row, read = self.expert
         found = []
         for B in SIZES[: SIZES.index(LARGEST.get(self.weights, SIZES[-1])) + 1]:
-            graph = blocks_by_code(self.context, spec.K, here, B)
+            graph = blocks_by_code(self.context, self.spec.K, here, B)
             even = min(here * math.ceil(self.rows / B), graph)
-            computed = graph if self.shard(tp, ep) == "H" else even
-            compute = computed * B * row
+            computed = graph if self.shard == "H" else even
             reads = min(here, computed), computed
-            once, each = (spec.L * max(compute, n * read) for n in reads)
+            once, each = (self.spec.L * max(computed * B * row, n * read) for n in reads)
             padding = max(1 - here * self.rows / (computed * B), 0.0)
             found.append(Blocks(B, graph, computed, padding, once, each))
         return tuple(found)
 
-    def bound(self, phase: str, tp: int, ep: int) -> Bound | None:
+    def bound(self, phase: str) -> Bound | None:
         """What limits a phase; None where NxD does not run it with these degrees."""
-        spec, decode = self.spec, phase == "decode"
+        spec, decode, here = self.spec, phase == "decode", self.here
         T = self.batch if decode else self.context
-        here = spec.E // ep
-        match algorithm := self.algorithm(phase, ep):
+        match algorithm := self.algorithm(phase, self.way.ep):
             case None:
                 return None
             case "selective":
@@ -213,112 +248,77 @@ class Deployment:
             case "capacity":
                 rows = here * min(math.ceil(self.rows * self.capacity_factor), T)
             case "blockwise":
-                sizes = {of.block_size: of for of in self.blocks(tp, ep)}
-                rows = sizes[self.block_size].computed * self.block_size
-        row, read = self.expert(tp)
+                B = self.block_size
+                rows = B * next(of.computed for of in self.blocks if of.block_size == B)
+        row, read = self.expert
+        flops, hbm = self.rates
         dense = self.share(self.model.dense)
         head = 0 if decode else self.share(2 * spec.vocab * spec.H)  # the last row's only
-        attention = spec.num_layers * self.heads * spec.head_dim / self.cores
+        attention = spec.num_layers * self.padded["heads"] * spec.head_dim / self.cores
         seen = 2 * self.context if decode else T  # causal
-        flops = T * (max(dense - head, 0) + 2 * seen * attention)
-        nbytes = dense + decode * self.memory(tp, ep)["KV cache"]
         # before attention and before the experts a chip gets all rows, after them sums go back
-        chips = -(-self.cores // self.device["logical_cores_count"])
+        chips = -(-self.cores // self.device[CORES])
         sent = spec.num_layers * 4 * T * 2 * spec.H * (1 - 1 / chips)
+        computed = T * (max(dense - head, 0) + 2 * seen * attention)
+        nbytes = dense + decode * self.memory["KV cache"]
         parts = {
-            "compute": flops / (1e12 * self.core("bf16_tflops")) + spec.L * rows * row,
-            "HBM": nbytes / (1e9 * self.core("memory_bandwidth_gbs")) + spec.L * here * read,
+            "compute": computed / flops + spec.L * rows * row,
+            "HBM": nbytes / hbm + spec.L * here * read,
             "link": sent / (1e9 * self.device["interconnect_gbs"]),
         }
         limit = max(parts, key=parts.get)
         return Bound(algorithm, parts, parts[limit], limit)
 
-    def shard(self, tp: int, ep: int) -> str:
-        """What the two halves of a core divide: "I", "H" or "block"."""
-        part = self.spec.I / tp
-        if part % PART == 0 and (ep == self.spec.E or ep <= LOW_EP and part >= 2 * PART):
-            return "I"
-        return "H" if tp > HYBRID[1] or ep == self.spec.E else "block"
-
-    def fitting(self) -> Parallelism | None:
-        """How it is spread; None if it does not fit. ValueError as `choose`."""
-        way = choose(self.spec, self.cores, self.allowed)
-        return way if sum(self.memory(way.tp, way.ep).values()) <= self.usable else None
-
-    def refusal(self) -> ValueError:
-        """Why it does not fit, and what would."""
-        way = choose(self.spec, self.cores, self.allowed)
-        memory = self.memory(way.tp, way.ep)
-        parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.items())
-        growing = memory["KV cache"] + memory["activations"]
-        found = ["a smaller --batch or --context"] * (sum(memory.values()) - growing <= self.usable)
-        for option, field, values in (
-            ("--quantize", "weights", [of for of in WEIGHTS if of != self.weights]),
-            ("--cores", "cores", [self.cores << n for n in range(1, 8)]),
-        ):
-            for value in values:
-                with suppress(ValueError):
-                    if replace(self, **{field: value}).fitting():
-                        found.append(f"{option} {value}")
-                        break
-        return ValueError(
-            f"{self.spec.name} does not fit {self.cores} cores of {self.device.name}: each has "
-            f"{size(self.usable)} for it, and it needs {size(sum(memory.values()))} ({parts}). Give "
-            f"{' or '.join(found) or 'a smaller model'}"
-        )
-
-
-@dataclass(frozen=True)
-class NeuronPlan:
-    """The answer: degrees, what a core's halves divide, each block size, bytes of a core, and the
-    bounds; a phase is None that NxD does not run with these degrees."""
-
-    asked: Deployment
-    way: Parallelism
-    shard: str
-    blocks: tuple[Blocks, ...]
-    memory: dict[str, int]
-    prefill: Bound | None
-    decode: Bound | None
-
     @property
-    def nbytes(self) -> int:
-        """Of a core."""
-        return sum(self.memory.values())
-
-    @property
-    def blockwise(self) -> dict[str, Any]:
+    def blockwise(self) -> Record:
         """What `BlockwiseMatmulConfig.from_kwargs` takes."""
         dynamic = {"I": "intermediate", "block": "block"}.get(self.shard)
-        given = {"block_size": self.asked.block_size, "logical_nc_config": 2}
+        given = {"block_size": self.block_size, "logical_nc_config": 2}
         given |= {"skip_dma_token": True, "skip_dma_weight": True}
         return given | ({f"use_shard_on_{dynamic}_dynamic_while": True} if dynamic else {})
 
     @property
     def record(self) -> Record:
         """Everything, as plain values."""
-        asked, spec = self.asked, self.asked.spec
-        given = {
-            name: getattr(asked, name)
-            for name in ("cores", "phase", "batch", "context", "weights", "capacity_factor")
-        }
+        given = {name: of for name, of in vars(self).items() if name not in ("device", "way")}
+        bounds = {of: (found := self.bound(of)) and asdict(found) for of in PHASES}
         return {
             "format": FORMAT,
             "kind": KIND,
-            "model": asked.model.source,
-            "device": asked.device.name,
-            "geometry": asdict(spec),
             **given,
+            "model": self.model.source,
+            "device": self.device.name,
             **asdict(self.way),
-            "blockwise_matmul_config": self.blockwise,
-            "block_sizes": [asdict(of) for of in self.blocks],
-            "router_sequence_parallel": asked.phase == "prefill",
-            "padded": {"I": up(spec.I, self.way.tp), "heads": asked.heads},
+            **bounds,
             "memory": self.memory,
-            "usable": asked.usable,
-            "prefill": self.prefill and asdict(self.prefill),
-            "decode": self.decode and asdict(self.decode),
+            "usable": self.usable,
+            "padded": self.padded,
+            "blockwise_matmul_config": self.blockwise,
+            "blocks": [asdict(of) for of in self.blocks],
+            "router_sequence_parallel": self.phase == "prefill",
         }
+
+    def refusal(self) -> ValueError:
+        """Why it does not fit, and what would."""
+        memory = self.memory
+        growing = memory["KV cache"] + memory["activations"]
+        found = ["a smaller --batch or --context"] * (self.nbytes - growing <= self.usable)
+        for option, field, values in (
+            ("--quantize", "weights", [of for of in WEIGHTS if of != self.weights]),
+            ("--cores", "cores", [self.cores << n for n in range(1, 8)]),
+        ):
+            for value in values:
+                other = replace(self, **{field: value})
+                with suppress(ValueError):
+                    if other.nbytes <= other.usable:
+                        found.append(f"{option} {value}")
+                        break
+        parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.items())
+        return ValueError(
+            f"{self.spec.name} does not fit {self.cores} cores of {self.device.name}: each has "
+            f"{size(self.usable)} for it, and it needs {size(self.nbytes)} ({parts}). Give "
+            f"{' or '.join(found) or 'a smaller model'}"
+        )
 
 
 def plan(
@@ -336,36 +336,23 @@ def plan(
     read.
 
     context : None is 8,192, or what the model takes.    quantize : a key of `WEIGHTS`; None is the
-        checkpoint's own, else bf16.    Others: see `Deployment`.
+        checkpoint's own, else bf16.    Others: see `NeuronPlan`.
 
     Raises ValueError: a device without NeuronCores; no way of spreading the model; too little memory,
     and what would do. FileNotFoundError: no such model."""
     found, card = find_model(model), load_device(device)
-    own = {dtype: name for name, dtype in WEIGHTS.items()}.get(found.spec.dtype, "bf16")
-    require("phase", phase, ("prefill", "decode"))
-    require("weights", quantize or own, WEIGHTS)
+    weights = quantize or OWN.get(found.spec.dtype, "bf16")
+    require("phase", phase, PHASES)
+    require("weights", weights, WEIGHTS)
     if min(cores, batch, context or 1) < 1:
         raise ValueError(
             f"{cores} cores, a batch of {batch}, a context of {context}: 1 is the least"
         )
-    if "logical_cores_count" not in card.figures:
-        known = [name for name in DEVICES if "logical_cores_count" in load_device(name).figures]
+    if CORES not in card.figures:
+        known = [name for name in DEVICES if CORES in load_device(name).figures]
         raise ValueError(f"{card.name} has no NeuronCores; give {' or '.join(known)}")
-    asked = Deployment(
-        found,
-        card,
-        cores,
-        phase,
-        batch,
-        context or min(CONTEXT, found.most or CONTEXT),
-        quantize or own,
-        None
-        if capacity_factor is not None and capacity_factor >= found.spec.E / found.spec.K
-        else capacity_factor,
-    )
-    if (way := asked.fitting()) is None:
-        raise asked.refusal()
-    tp, ep = way.tp, way.ep
-    phases = [asked.bound(of, tp, ep) for of in ("prefill", "decode")]
-    shard, blocks = asked.shard(tp, ep), asked.blocks(tp, ep)
-    return NeuronPlan(asked, way, shard, blocks, asked.memory(tp, ep), *phases)
+    context = context or min(CONTEXT, found.most or CONTEXT)
+    made = NeuronPlan(found, card, cores, phase, batch, context, weights, capacity_factor)
+    if made.nbytes > made.usable:
+        raise made.refusal()
+    return made

@@ -23,16 +23,15 @@ def table() -> str:
     rows = []
     for name, (cores, batch) in MODELS.items():
         made = plan(name, cores=cores, batch=batch, context=CONTEXT)
-        asked = made.asked
         rows.append(
             [
                 f"{name}, {cores}, {batch}",
-                asked.weights,
+                made.weights,
                 f"{made.way.tp} × {made.way.ep}",
-                f"{asked.block_size}, {made.shard}",
+                f"{made.block_size}, {made.shard}",
                 size(made.nbytes),
-                _words(made.prefill),
-                _words(made.decode),
+                _words(made.bound("prefill")),
+                _words(made.bound("decode")),
             ]
         )
     return markdown_table(HEAD, rows)

@@ -117,7 +117,7 @@ def test_it_runs(name, nxd):
     assert (experts.num_experts, experts.top_k, experts.hidden_size) == (spec.E, spec.K, spec.H)
     assert experts.intermediate_size % way.tp == 0 <= experts.intermediate_size - spec.I < way.tp
     assert (experts.intermediate_size_actual or spec.I) == spec.I
-    assert layer.expert_mlps.blockwise_matmul_config.block_size == made.asked.block_size
+    assert layer.expert_mlps.blockwise_matmul_config.block_size == made.block_size
     config = code["NEURON_CONFIG"]
     assert config["moe_tp_degree"] * config["moe_ep_degree"] == config["tp_degree"] == 64
     assert config["quantization_dtype"] == "f8e4m3"
