@@ -47,8 +47,7 @@ OWN = {dtype: name for name, dtype in WEIGHTS.items()}
 PHASES = ("prefill", "decode")
 #: the figure that only cards of NeuronCores have
 CORES = "logical_cores_count"
-#: FLOPs a byte from which on TRN2 computes rather than waits ("approximately 400-500"), bf16 weights
-TARGET = 400
+#: up to the guide's: as many FLOPs a byte of bf16 weights as it wants on TRN2 ("approximately 400-500")
 SIZES = (128, 256, 512)
 #: the SDK's kernel for FP8 weights takes no larger block
 LARGEST = {"fp8": 256}
@@ -133,11 +132,14 @@ class NeuronPlan:
         return self.context * self.spec.K / self.spec.E
 
     @property
+    def sizes(self) -> list[int]:
+        """Block sizes that the SDK takes."""
+        return [B for B in SIZES if LARGEST.get(self.weights, B) >= B]
+
+    @property
     def block_size(self) -> int:
         """The guide's, but no more than an expert gets of a prompt."""
-        wanted = next(B for B in SIZES if B >= TARGET)
-        most = min(max(self.rows, SIZES[0]), LARGEST.get(self.weights, wanted))
-        return max(B for B in SIZES if most >= B)
+        return max(B for B in self.sizes if max(self.rows, SIZES[0]) >= B)
 
     def algorithm(self, phase: str, ep: int) -> str | None:
         """NxD's choice; None where it does not run with experts that are spread."""
@@ -220,11 +222,11 @@ class NeuronPlan:
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:
-        """Each block size that the SDK takes."""
+        """What each size gives."""
         here = self.here
         row, read = self.expert
         found = []
-        for B in SIZES[: SIZES.index(LARGEST.get(self.weights, SIZES[-1])) + 1]:
+        for B in self.sizes:
             graph = blocks_by_code(self.context, self.spec.K, here, B)
             even = min(here * math.ceil(self.rows / B), graph)
             computed = graph if self.shard == "H" else even
@@ -298,26 +300,28 @@ class NeuronPlan:
             "router_sequence_parallel": self.phase == "prefill",
         }
 
+    @property
+    def fits(self) -> bool:
+        """Whether there are such degrees, and enough memory."""
+        with suppress(ValueError):
+            return self.nbytes <= self.usable
+        return False
+
     def refusal(self) -> ValueError:
         """Why it does not fit, and what would."""
         memory = self.memory
         growing = memory["KV cache"] + memory["activations"]
-        found = ["a smaller --batch or --context"] * (self.nbytes - growing <= self.usable)
-        for option, field, values in (
-            ("--quantize", "weights", [of for of in WEIGHTS if of != self.weights]),
-            ("--cores", "cores", [self.cores << n for n in range(1, 8)]),
-        ):
-            for value in values:
-                other = replace(self, **{field: value})
-                with suppress(ValueError):
-                    if other.nbytes <= other.usable:
-                        found.append(f"{option} {value}")
-                        break
+        more = [self.cores << n for n in range(1, 8)]
+        remedies = [
+            *["a smaller --batch or --context"] * (self.nbytes - growing <= self.usable),
+            *[f"--quantize {of}" for of in WEIGHTS if replace(self, weights=of).fits],
+            *[f"--cores {n}" for n in more if replace(self, cores=n).fits][:1],
+        ]
         parts = ", ".join(f"{name} {size(nbytes)}" for name, nbytes in memory.items())
         return ValueError(
             f"{self.spec.name} does not fit {self.cores} cores of {self.device.name}: each has "
             f"{size(self.usable)} for it, and it needs {size(self.nbytes)} ({parts}). Give "
-            f"{' or '.join(found) or 'a smaller model'}"
+            f"{' or '.join(remedies) or 'a smaller model'}"
         )
 
 
