@@ -127,6 +127,8 @@ def _layer(made: NeuronPlan) -> str:
     """What builds a layer."""
     spec = made.spec
     router, more = ROUTERS[spec.router]
+    if spec.bias and router == "RouterTopK":  # GPT-OSS's has one, too
+        more += ", bias=True"
     padded = made.padded["I"]
     actual = f"\n            intermediate_size_actual={spec.I}," if padded > spec.I else ""
     normalize = 'getattr(config, "norm_topk_prob", True)' if spec.K > 1 else "False"

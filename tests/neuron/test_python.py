@@ -28,6 +28,7 @@ class RouterTopK(Taken):
         act_fn="softmax",
         sequence_parallel_enabled=False,
         apply_act_fn_over_topk=False,
+        bias=False,
     ):
         assert 0 < top_k <= num_experts and act_fn in ("softmax", "sigmoid")
         super().__init__(**{k: v for k, v in locals().items() if k not in ("self", "__class__")})
