@@ -32,7 +32,7 @@ from moelab.base.table import size
 from moelab.cards import DEVICES, load_device
 from moelab.offloading.budget import kv_bytes
 from moelab.static.parallelism import (
-    HYBRID,
+    MOST_TP,
     Parallelism,
     blocks_by_code,
     choose,
@@ -218,7 +218,7 @@ class NeuronPlan:
         part = spec.I / way.tp
         if part % PART == 0 and (self.here == 1 or way.ep <= LOW_EP and part >= 2 * PART):
             return "I"
-        return "H" if way.tp > HYBRID[1] or self.here == 1 else "block"
+        return "H" if way.tp > MOST_TP or self.here == 1 else "block"
 
     @property
     def blocks(self) -> tuple[Blocks, ...]:

@@ -19,7 +19,7 @@ from moelab.base.specs import MoESpec
 FEW = 32
 MANY = 64
 LEAST_I = 128
-HYBRID = (2, 8)
+MOST_TP = 8
 MOST_EP = 16
 
 
@@ -73,21 +73,22 @@ def choose(
 def _rule(spec: MoESpec, devices: int, fitting: list[int]) -> tuple[int, str]:
     """tp, one of `fitting`, and why."""
     wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
-    least, most = HYBRID
     if len(fitting) == 1:
         return fitting[0], "can be spread in this way only"
     if spec.E <= FEW:
         return wide[-1], f"are few (≤ {FEW}): they are cut"
-    if spec.E >= MANY:
-        low = [tp for tp in wide if tp <= most] or wide[:1]
-        tp = next((tp for tp in low if devices // tp <= MOST_EP), low[-1])
-        beyond = f" over {devices // tp} groups, and cut, as more are uneven" if tp > 1 else ""
-        return tp, f"are many (≥ {MANY}): they are spread{beyond}"
-    moderate = [tp for tp in wide if least <= tp <= most and tp < devices]
-    if moderate:
-        return moderate[0], "are neither few nor many: a moderate tp beside ep"
-    tp = wide[-1] if wide[-1] <= most else wide[0]
-    return tp, f"are neither few nor many, and no tp of {least} to {most} leaves parts and an ep"
+    many = spec.E >= MANY
+    low = [tp for tp in wide if tp <= MOST_TP] or wide[:1]
+    enough = (tp for tp in low if devices // tp <= MOST_EP and (many or tp > 1))
+    tp = next(enough, low[-1])
+    how = (
+        "spread"
+        if tp == 1
+        else "cut"
+        if tp == devices
+        else f"spread over {devices // tp} groups, and cut"
+    )
+    return tp, f"are {f'many (≥ {MANY})' if many else 'neither few nor many'}: they are {how}"
 
 
 def neuron_choice(
