@@ -7,6 +7,7 @@ the advice's one number, the ends are its range."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -100,8 +101,7 @@ def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[i
 
 def counted(experts: np.ndarray, E: int) -> dict[int, int]:
     """Tokens of each expert, in ascending order; E is none."""
-    there, tokens = np.unique(experts[experts < E], return_counts=True)
-    return dict(zip(there.tolist(), tokens.tolist()))
+    return {e: n for e, n in sorted(Counter(experts.tolist()).items()) if e < E}
 
 
 def hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
