@@ -51,6 +51,11 @@ COMMANDS = {
         "say what this machine can do, what will run and what not",
         "",
     ),
+    "neuron": (
+        "moelab.neuron.commands",
+        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
+        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
+    ),
     "generate": (
         "moelab.generate",
         "generate text: in memory, within a memory budget, or on several processes",
@@ -97,11 +102,6 @@ COMMANDS = {
         "moelab.ane.commands",
         "plan, convert, lint and check models for the Apple Neural Engine",
         "plan Qwen3-30B-A3B --chunk 256",
-    ),
-    "neuron": (
-        "moelab.neuron.commands",
-        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
-        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
     ),
     "view": (
         "moelab.viz.views.command",
