@@ -51,6 +51,11 @@ COMMANDS = {
         "say what this machine can do, what will run and what not",
         "",
     ),
+    "neuron": (
+        "moelab.neuron.commands",
+        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
+        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
+    ),
     "generate": (
         "moelab.generate",
         "generate text: in memory, within a memory budget, or on several processes",

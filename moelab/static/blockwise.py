@@ -19,12 +19,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch, zeros
-
-
-def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N, the blocks of B tokens that hold any routing of T tokens to K of E experts, as the SDK's code
-    has it: E − 1 experts with a token each, and all other pairs one expert's."""
-    return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
+from moelab.static.parallelism import blocks_by_code
 
 
 @dataclass

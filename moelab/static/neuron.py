@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moelab.experts.executor import Executor, Sorted, local_experts, zeros
 from moelab.static.blockwise import Blockwise, Loads
+from moelab.static.parallelism import neuron_choice
 from moelab.static.static import CapacityFactor
 
 
@@ -58,26 +59,6 @@ class Selective(Sorted):
         if unique := len(ids[ids < E].unique()):
             self.loads.add(unique, E - unique)
         return out
-
-
-def neuron_choice(
-    T: int,
-    K: int,
-    E: int,
-    *,
-    decode: bool,
-    block_size: int = 512,
-    capacity_factor: float | None = None,
-    alpha: float = 1.0,
-) -> str:
-    """ "selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
-    if decode:
-        return "all_experts" if alpha * E <= T * K else "selective"
-    if capacity_factor is not None and capacity_factor < E / K:  # from E/K on it is taken for None
-        return "capacity"
-    if alpha * E > T * K:
-        return "selective"
-    return "all_experts" if block_size > T * K else "blockwise"
 
 
 class NeuronRule(Executor):
