@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -147,13 +147,12 @@ class OpenOptions(Offloading):
         _check("cache", self.cache)
         _check_device(self.device)
         _check("executor", self.executor)
-        for name in READ:
-            object.__setattr__(self, name, _read(name, getattr(self, name)))
         _check_predictors(self.prefetch, self.speculate, self.parts)
 
-    @property
+    @cached_property
     def parts(self) -> dict[str, Any]:
-        return parts_of(**{name: getattr(self, name) for name in READ})
+        """What predictors are made of, files read, as far as it is given."""
+        return parts_of(self.estimator, self.vectors, self.calibration)
 
     def completed(self) -> OpenOptions:
         """With what follows from executor, prefetch and calibration, unless it is given."""
@@ -163,7 +162,7 @@ class OpenOptions(Offloading):
             ahead=None if self.prefetch not in NONE and self.ahead == 0 else self.ahead,
             compact=kernels if self.compact is None else self.compact,
             delays=quick_delays if self.delays is None else self.delays,
-            plan=partial(auto_pools, self.calibration) if self.plan == "auto" else self.plan,
+            plan=partial(auto_pools, self.parts.get("trace")) if self.plan == "auto" else self.plan,
         )
 
 
@@ -195,13 +194,13 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         model = offload(checkpoint, asked.memory, asked.completed())
     with ExitStack() as unless_open:
         unless_open.callback(model.moelab.close)
-        if isinstance(asked.calibration, RoutingTrace):  # only a plan asks for the order
-            asked = replace(asked, calibration=calibrate(asked.calibration))
-        if asked.calibration is not None:
-            asked.calibration.require(identity(model), model.spec)
+        calibration = asked.parts.get("trace")
+        if isinstance(calibration, RoutingTrace):  # only a plan asks for the order
+            calibration = calibrate(calibration)
+        if calibration is not None:
+            calibration.require(identity(model), model.spec)
         if asked.executor != "exact":
-            how = _executing(model, asked.executor, asked.calibration, asked.dense)
-            model.moelab.enter(how)
+            model.moelab.enter(_executing(model, asked.executor, calibration, asked.dense))
         if asked.speculate not in NONE or asked.memory is not None and asked.prefetch not in NONE:
             model.moelab.enter(_predicting(model, asked.prefetch, asked.speculate, asked.parts))
         model.moelab.reset()  # of what was run to measure default vectors
@@ -261,35 +260,25 @@ def _check_predictors(prefetch: Any, speculate: Any, given: Collection[str]) -> 
         )
 
 
-#: option → what its file is read by, and what may be given in its place
-READ: dict[str, tuple[Callable[..., Any], Any]] = {
-    "estimator": (Estimator.load, Callable),
-    "vectors": (DefaultVectors.load, DefaultVectors),
-    "calibration": (Calibration.load, Calibration | RoutingTrace),
-}
-
-
-def _read(name: str, given: Any) -> Any:
-    """What an option of `READ` is, read if it is a file. TypeError for what is none."""
-    load, kind = READ[name]
-    if isinstance(given, str | Path):
-        return load(given)
-    if not isinstance(given, kind | None):
-        raise TypeError(
-            f"{name} is {given!r}; it must be a file, or what {load.__qualname__} reads"
-        )
-    return given
-
-
 def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> dict[str, Any]:
-    """Of what is given, files read: the parts of predictors (`moelab.speculate.INGREDIENTS`)."""
-    estimator = _read("estimator", estimator)
-    parts = {
-        "estimator": estimator,
-        "choice": getattr(estimator, "choice", None),
-        "vectors": _read("vectors", vectors) or getattr(estimator, "vectors", None),
-        "trace": _read("calibration", calibration),
-    }
+    """Of what is given, files or objects: the parts of predictors (`moelab.speculate.INGREDIENTS`).
+    TypeError for what is neither."""
+    parts = {}
+    for name, given, load, kind in (
+        ("estimator", estimator, Estimator.load, Callable),
+        ("vectors", vectors, DefaultVectors.load, DefaultVectors),
+        ("calibration", calibration, Calibration.load, Calibration | RoutingTrace),
+    ):
+        if isinstance(given, str | Path):
+            given = load(given)
+        elif not isinstance(given, kind | None):
+            told = f"a file, or what {load.__qualname__} reads"
+            raise TypeError(f"the {name} is {given!r}; it must be {told}")
+        parts[name] = given
+    trained = parts["estimator"]
+    parts["trace"] = parts.pop("calibration")
+    parts["vectors"] = parts["vectors"] or getattr(trained, "vectors", None)
+    parts["choice"] = getattr(trained, "choice", None)
     return {name: part for name, part in parts.items() if part is not None}
 
 

@@ -242,7 +242,10 @@ def test_what_cannot_be_is_explained(folder, options, told):
         ({"cache": lambda: 1}, "the cache is <function"),
         ({"cache": 7}, r"the cache is 7; it must be .* touch\(key, step\)"),
         ({"prefetch": True}, "the predictor is True; it must be a Predictor.*, or one of router"),
-        ({"calibration": 7}, "calibration is 7; it must be a file, or what Calibration.load reads"),
+        (
+            {"calibration": 7},
+            "the calibration is 7; it must be a file, or what Calibration.load reads",
+        ),
         ({"speculate": 7}, "the predictor is 7"),
         ({"estimator": 7}, "estimator is 7; it must be a file"),
         ({"prefetch": lambda model: 3}, "the predictor is 3"),

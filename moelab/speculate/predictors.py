@@ -23,7 +23,7 @@ from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
 from moelab.models.identity import identity
 from moelab.models.stream import stacks, streams
-from moelab.speculate.estimator import TRAINED, Estimator
+from moelab.speculate.estimator import TRAINED
 from moelab.speculate.routers import check_given, route, router_logits
 from moelab.speculate.signals import MEASURED, check_model, quasi_hidden
 from moelab.trace import RoutingTrace
@@ -136,14 +136,10 @@ class Quasi(Predictor):
     reads_residual = True
 
     def prepare(self, model):
-        check_model(model, self.vectors.model_id, "these default vectors are", MEASURED)
         self.streams = streams(model)
-        if (shape := self.vectors.counts.shape) != (self.spec.L, self.spec.E):
-            raise ValueError(
-                f"the default vectors are damaged: they are of {list(shape)} layers and experts, the "
-                f"model of {[self.spec.L, self.spec.E]}; {MEASURED}"
-            )
-        self.vectors = self.vectors.to(self.device)
+        made = self.vectors
+        check_model(model, made.model_id, "these default vectors are", MEASURED, *made.counts.shape)
+        self.vectors = made.to(self.device)
 
     def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """q [T, H] of the layer that is predicted."""
@@ -175,15 +171,9 @@ class Hybrid(Quasi):
             raise ValueError(
                 f"this estimator was trained to look {trained} layer(s) ahead, not {self.ahead}"
             )
-        if isinstance(self.estimator, Estimator):
-            if self.estimator.model_id:
-                check_model(model, self.estimator.model_id, "this estimator is", TRAINED)
-            sizes = {"L": self.spec.L, "E": self.spec.E, "H": self.vectors.d.shape[-1]}
-            if sizes.items() - self.estimator.config.items():
-                raise ValueError(
-                    f"the estimator is damaged: it is of {self.estimator.config}, the model of {sizes}; "
-                    f"{TRAINED}"
-                )
+        if model_id := getattr(self.estimator, "model_id", ""):
+            sizes = {of: self.estimator.config[of] for of in "LE"}
+            check_model(model, model_id, "this estimator is", TRAINED, **sizes)
             self.estimator.to(self.device)
         for layer, target in self.targets.items():
             if self.choice[layer]:

@@ -94,12 +94,17 @@ class DefaultVectors:
         return load_tensors(path, FORMAT, what, MEASURED, about, cls.of)
 
 
-def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
-    """ValueError if `what` was made from another model than this one."""
+def check_model(
+    model: nn.Module, model_id: str, what: str, remedy: str, L: int = 0, E: int = 0
+) -> None:
+    """ValueError if `what` was made from another model than this one, or says so and has other layers
+    L and experts E."""
     if not same_source(mine := identity(model), model_id):
         raise ValueError(
             f"{what} of another model (identity {model_id}, this model's is {mine}); {remedy}"
         )
+    if L and (wanted := (spec_of(model).L, spec_of(model).E)) != (L, E):
+        raise ValueError(f"{what} damaged: of {(L, E)} layers and experts, not {wanted}; {remedy}")
 
 
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from moelab.evaluation.intervals import t95
-from moelab.evaluation.passes import walk
 from moelab.speculate import Predictor
 from moelab.speculate.execution import found as is_among
 from moelab.trace import RoutingTrace
+
+from .passes import walk
 
 
 @dataclass(frozen=True)

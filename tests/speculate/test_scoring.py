@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from moelab.evaluation.intervals import ratio
-from moelab.evaluation.passes import walk
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
 from moelab.speculate.rows import Rows
 from moelab.speculate.training import choose
 from moelab.trace import DECODE, PREFILL
+from notebooks.studies.passes import walk
 from notebooks.studies.predictor_scores import Score, score
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
