@@ -88,6 +88,11 @@ COMMANDS = {
         "count which experts a model's tokens visit, and keep the counts",
         "Qwen/Qwen3-30B-A3B qwen.safetensors",
     ),
+    "train": (
+        "moelab.evaluation.train",
+        "train a predictor of experts, or measure its default vectors, and keep it",
+        "estimator Qwen/Qwen3-30B-A3B qwen.estimator.safetensors",
+    ),
     "trace": (
         "moelab.evaluation.traces",
         "read routing traces of any program, and say what caches would find in them",

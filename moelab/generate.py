@@ -29,11 +29,10 @@ from typing import Any
 
 import torch
 
-from moelab.api import OpenOptions, make_predictor, open_model
+from moelab.api import OpenOptions, open_model
 from moelab.base import registry
 from moelab.base.arguments import output, whole
 from moelab.base.files import writable
-from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation.questions import prompts
@@ -42,15 +41,14 @@ from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
-from moelab.speculate import Estimator
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
 SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
-#: registered names that are not offered, since they need what no file has
-NOT_OFFERED = ("belady", "hybrid")
+#: a registered name that is not offered, since it needs the future
+NOT_OFFERED = ("belady",)
 
 
 @dataclass(frozen=True)
@@ -97,12 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number, or auto for as many as are seen to be faster (default: none)",
     )
     _add_opening(parser)
-    add("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
-    add(
-        "--calibration",
-        metavar="FILE",
-        help="of `moelab calibrate`, for executors with capacities and for --plan auto",
-    )
     add(
         "--parallel",
         choices=(*VARIANTS, "auto"),
@@ -140,36 +132,24 @@ def _drafts(text: str) -> int | str:
 
 def _add_opening(parser: argparse.ArgumentParser) -> None:
     """The options of `open_model`, and what their names are for at the end of --help."""
-    kinds = [parser.epilog or ""]
+    kinds = {}
     for name, of in OPENING.items():
         flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
             flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
-            kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
+            kinds[kind] = f"{kind}s:\n{registry.describe(kind, offered)}"
         if needs := of.metadata["needs"]:
             purpose = f"with --{needs}, {purpose}"
         if of.default is not None:
             purpose += f" (default: {of.default})"
         parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **flag)
-    parser.epilog = "\n\n".join(kinds)
+    parser.epilog = "\n\n".join([parser.epilog or "", *kinds.values()])
 
 
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    for needs, prefetch in (("estimator", "estimator"), ("calibration", "static")):
-        if args.prefetch == prefetch and getattr(args, needs) is None:
-            raise ValueError(
-                f"--prefetch {prefetch} needs --{needs} FILE; `moelab calibrate` makes a calibration, "
-                "moelab.speculate.train an estimator (notebook 04)"
-            )
-    if args.estimator is not None:
-        options["prefetch"] = lambda model: make_predictor(
-            model, "estimator", estimator=Estimator.load(args.estimator, model)
-        )
-    if args.calibration:
-        options["calibration"] = Calibration.load(args.calibration)
     given = {"parallel": args.parallel, "tp": args.tp}
     shared = "RANK" in os.environ
     if not shared and any(given.values()):
@@ -177,7 +157,7 @@ def main(args: argparse.Namespace) -> int:
             "--parallel and --tp need several processes: torchrun --nproc-per-node 2 -m moelab "
             "generate --parallel auto …"
         )
-    alone = [of for of in (*OPENING, "calibration", "drafts") if of in options and of not in SHARED]
+    alone = [of for of in (*OPENING, "drafts") if of in options and of not in SHARED]
     if shared and alone:
         raise ValueError(
             f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "

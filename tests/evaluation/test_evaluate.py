@@ -63,9 +63,10 @@ def test_executors_and_decode_steps(tmp_path):
     "modes, message",
     [
         ("guess", "no mode 'guess'. There are: baseline, hint"),
-        ("hint:hybrid", "There are: router, quasi"),
+        ("hint:hybrid", "needs estimator= (--estimator FILE); `moelab train estimator MODEL FILE`"),
+        ("hint:psychic", "There are: router, quasi"),
         ("router-free:quasi", "only the estimator"),
-        ("router-free", "needs --estimator FILE"),
+        ("router-free", "needs estimator= (--estimator FILE); `moelab train estimator MODEL FILE`"),
         ("executor:fsat", "there is no executor"),
         ("executor:capacity:2", "OPTION=VALUE"),
         ("executor:capacity:colour=2", "colour"),
