@@ -29,7 +29,7 @@ from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
-from moelab.models import eager, plugged
+from moelab.models import discover, eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.offloading.budget import memory as budget
@@ -45,7 +45,7 @@ from moelab.speculate import (
     takes,
 )
 from moelab.speculate.predictors import require_parts
-from moelab.static.static import ORDERS, OVERFLOW
+from moelab.static.static import NEED_SALIENCY, ORDERS, OVERFLOW, Saliency
 from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
 from moelab.trace import RoutingTrace
@@ -385,6 +385,8 @@ def _executing(
         else executor
     )
     with Patches() as patches:
+        if (saliency := getattr(run, "saliency", None)) is not None:
+            patches.enter_context(saliency)
         patches.enter_context(plugged(model, run or eager))
         if executor == "fast":
             patches.enter_context(FastDecode(model, dense=dense))
@@ -400,8 +402,10 @@ def make_executor(
     Static capacities ("tiered", "grouped") follow from the calibration, see `static.tiers`."""
     if name == "exact":
         return None
-    if name in ("tiered", "grouped") and not options:
-        options = executor_options(name, model.spec, calibration)
+    if name in ("tiered", "grouped") and not {"capacities", "groups"} & set(options):
+        options = executor_options(name, model.spec, calibration) | options
+        if options["overflow"] == "prune" and options.get("order", "saliency") in NEED_SALIENCY:
+            options.setdefault("saliency", Saliency(model, discover(model)))
     return registry.make("executor", name, **options)
 
 
