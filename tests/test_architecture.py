@@ -70,7 +70,7 @@ DIRECTIONS = {
         "api",
     },
     "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static", "simulation"},
-    "ndp": {"trace", "experts", "parallel"},
+    "ndp": {"trace"},
 }
 TECHNIQUES = set(DIRECTIONS)
 #: prompts, with which these try what they have made

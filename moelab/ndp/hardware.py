@@ -18,10 +18,7 @@ from dataclasses import dataclass
 from moelab.cards import load_device
 
 GB = 1e9
-#: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs),
-#: GB/s
-PCIE = {4: 16 * 16 / 8 * 128 / 130, 5: 16 * 32 / 8 * 128 / 130, 6: 16 * 64 / 8 * 242 / 256}
-#: address mappings of which one rank's streaming rate was measured, fastest first
+#: address mappings of which the modules' card has one rank's streaming rate, fastest first
 MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
 STATED = "stated"  # no mapping: a stream gets all of the bandwidth that the source states
 
@@ -59,9 +56,9 @@ def hardware(
     unit: str = "ndp-dimm-ddr4",
     gpu: str = "rtx-5080",
     host: str = "i7-14700",
-    pcie: int = 5,
     mapping: str = "RoBaRaCoCh",
     clock_ghz: float | None = None,
+    gpu_ghz: float | None = None,
     efficiency: tuple[float, float] = (0.85, 0.8),
     host_channels: int | None = None,
     gpu_gb: float | None = None,
@@ -70,38 +67,47 @@ def hardware(
     latency_us: float = 0.0,
 ) -> Hardware:
     """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change
-    it.
+    it, None is what the card says.
 
-    unit, gpu, host : device cards, by name or by the path of your own. pcie : generation of the
-        link, of `PCIE`.
-    link_gbs : another link's peak, one way, GB/s. latency_us : of each message over the link; the
-        paper has none.
+    unit, gpu, host : device cards, by name or by the path of your own.
+    link_gbs : the link's peak, one way, GB/s: PCIe x16 of generation 4, 5, 6 has 31.5, 63.0, 121.0.
+    latency_us : of each message over the link; the paper has none.
     mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole
         internal bandwidth.
-    clock_ghz : of the unit's multipliers; None is the card's.
+    clock_ghz : of the unit's multipliers. gpu_ghz : of the GPU, whose arithmetic scales with it.
     efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their
         arithmetic that GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
     host_channels : memory channels that the units share on their way to the link; None is no limit,
         as in the paper.
-    gpu_gb : GPU memory, 10^9 bytes; None is the card's. shared_dram : see `Hardware`; the paper
-        does not share it.
+    gpu_gb : GPU memory, 10^9 bytes. shared_dram : see `Hardware`; the paper does not share it.
+
+    KeyError: a card lacks a figure. ValueError: no machine is like this.
     """
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
     clock = u["clock_ghz"] if clock_ghz is None else clock_ghz
-    peak = PCIE.get(pcie, 0) if link_gbs is None else link_gbs
-    _require_possible(units, peak, mapping, clock, efficiency, host_channels, latency_us)
+    peak = g["link_bandwidth_gbs"] if link_gbs is None else link_gbs
+    fine = units == int(units) >= 1 and mapping in (*MAPPINGS, STATED) and latency_us >= 0
+    fine &= all(0 < share <= 1 for share in efficiency)
+    given = clock, peak, *(x for x in (gpu_ghz, host_channels, gpu_gb) if x is not None)
+    if not fine or min(given) <= 0:
+        raise ValueError(
+            f"no machine has units={units}, link_gbs={peak:g}, mapping={mapping!r}, clock_ghz={clock}, "
+            f"gpu_ghz={gpu_ghz}, gpu_gb={gpu_gb}, efficiency={efficiency}, "
+            f"host_channels={host_channels} and latency_us={latency_us}: units are a whole number, at "
+            f"least one; the mapping is one of {', '.join((*MAPPINGS, STATED))}; efficiencies are above "
+            "0 and at most 1, the latency 0 or more, all else above 0"
+        )
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         peak = min(peak, u["channel_bandwidth_gbs"] * min(host_channels, units))
     stream = mapping.lower() + "_gbs"  # what a stream of weights gets of a rank's bandwidth
     inside = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
-    linked = f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"
     return Hardware(
-        f"{g.name} + {units} × {u.name}, {linked}",
+        f"{g.name} + {units} × {u.name}, link {peak:g} GB/s",
         units,
         (gpu_gb or g["memory_gb"]) * GB,
         g["memory_bandwidth_gbs"] * rate,
-        g["bf16_tflops"] * flops,
+        g["bf16_tflops"] * flops * (gpu_ghz / g["clock_ghz"] if gpu_ghz else 1),
         peak * rate,
         h["memory_gb"] * GB,
         h["memory_bandwidth_gbs"] * rate,
@@ -112,25 +118,3 @@ def hardware(
         shared_dram,
         1e-6 * latency_us,
     )
-
-
-def _require_possible(
-    units: int,
-    peak: float,
-    mapping: str,
-    clock: float,
-    efficiency: tuple[float, float],
-    host_channels: int | None,
-    latency_us: float,
-) -> None:
-    """ValueError for what no machine has."""
-    fine = units == int(units) >= 1 and peak > 0 and mapping in (*MAPPINGS, STATED) and clock > 0
-    fine &= all(0 < share <= 1 for share in efficiency) and latency_us >= 0
-    if not fine or (host_channels is not None and host_channels <= 0):
-        raise ValueError(
-            f"no machine has units={units}, link_gbs={peak:g}, mapping={mapping!r}, clock_ghz={clock}, "
-            f"efficiency={efficiency}, host_channels={host_channels} and latency_us={latency_us}: units "
-            "are a whole number, at least one; the link is above 0, or that of PCIe "
-            f"{', '.join(map(str, PCIE))}; the mapping is one of {', '.join((*MAPPINGS, STATED))}; clock "
-            "and channels are above 0, efficiencies above 0 and at most 1, the latency 0 or more"
-        )

@@ -19,7 +19,7 @@ import numpy as np
 
 from moelab.base.specs import MoESpec
 from moelab.ndp.prefetch import places
-from moelab.trace import DECODE, PREFILL, RoutingTrace
+from moelab.trace import DECODE, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +36,17 @@ class PromptRouting:
 
     @classmethod
     def of(cls, trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
-        """One sequence of a trace; its history are the other sequences.
+        """One sequence of a trace; its history are the other sequences. Of a trace that is all of
+        one phase, the first half of the sequence stands for its prompt.
 
         Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a
         decode."""
         mine = trace.sequence == sequence
-        parts = [trace.ids[mine & (trace.phase == phase)].numpy() for phase in (PREFILL, DECODE)]
+        ids = trace.ids[mine].numpy()
+        answers = (trace.phase[mine] == DECODE).numpy()
+        if len(trace.phase.unique()) == 1:
+            answers = np.arange(len(ids)) >= len(ids) // 2
+        parts = ids[~answers], ids[answers]
         if not all(map(len, parts)):
             raise ValueError(
                 f"sequence {sequence} of the trace has {len(parts[0])} prefill and "
@@ -53,9 +58,7 @@ class PromptRouting:
 
     def counts(self) -> np.ndarray:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
-        L, E = self.history.shape
-        flat = self.prefill.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
-        return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
+        return counted(self.prefill, self.spec.E)
 
     @cached_property
     def decode_by_popularity(self) -> np.ndarray:
@@ -79,6 +82,13 @@ class PromptRouting:
             -popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable"
         )
         return np.take_along_axis(ids, by, -1)
+
+
+def counted(ids: np.ndarray, E: int) -> np.ndarray:
+    """Tokens that chose each expert, of ids [T, L, K]: int64 [L, E]; "no expert" is none."""
+    L = ids.shape[1]
+    flat = ids.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
+    return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
 
 
 def simulated_routing(

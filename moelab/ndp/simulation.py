@@ -32,7 +32,7 @@ class Result:
     moe_… : of the experts alone. dense_… : of all else, on the GPU. intermediate : loading the
         prefetched experts.
     prefetched : experts of each layer on the GPU when decoding begins (x). hit_rate : share of
-        decode's that it has; nan if it never has any.
+        decode's that it has; None if it never has any.
     """
 
     moe_prefill: float
@@ -41,7 +41,7 @@ class Result:
     dense_decode: float
     intermediate: float
     prefetched: int
-    hit_rate: float
+    hit_rate: float | None
 
     @property
     def prefill(self) -> float:  # TTFT without sampling
@@ -299,5 +299,5 @@ def simulate(
         sum(map(run.dense, forwards)),
         loading,
         x,
-        run.hits / run.asked if used else float("nan"),
+        run.hits / run.asked if used else None,
     )

@@ -4,7 +4,7 @@ balancing, prefetching.
 A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has
 two versions:
 
-    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because
+    literal   E_g and E_max in whole experts, E_g rounded down; it is at most K in prefill too, because
               E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched
               (§IV-D).
@@ -14,7 +14,8 @@ two versions:
               are predicted to pay (`simulation.experts_that_pay`). The split ends both sides at
               once, by bisection on the closed form.
 
-Not modelled: MoNDE's periodic correction of its share from history.
+What else the text leaves open are a system's fields; `moelab.ndp.assumptions.CHOICES` has the other
+readings of each.
 
 `cached`: a system may hold the most popular experts, as other prompts know them, in GPU memory all
 along, as many as fit; it computes them there. The paper's text gives that to none, Fiddler's own
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +36,7 @@ from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
-from moelab.ndp.prefetch import most_used
+from moelab.ndp.prefetch import hits, most_used
 
 
 class System(ABC):
@@ -137,22 +139,77 @@ class Fiddler(OnDemand):
         )
 
 
-@dataclass(frozen=True)
+#: what corrects MoNDE's share
+FACTORS = (1.0, 0.0, 0.5, 0.75, 1.5, 2.0, 4.0)
+#: of a share of experts, which is no whole number
+ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil, "none": np.positive}
+
+
+@dataclass
 class MoNDE(System):
     """MoNDE: whole experts on their units. While decoding, of the active experts as many as the
-    link's share of all bandwidth, rounded, the most popular ones, go to the GPU (its §3); of a
-    prompt none, as units are then short of multipliers, which the ratio does not know."""
+    link's share of all bandwidth go to the GPU (its §3); of a prompt none, as units are then short
+    of multipliers, which the ratio does not know.
+
+    rounding : of that share. placement : of experts on units, round-robin by "id" or "popularity".
+    relieves : which go: the most "popular", or one by one the popular ones of the "busiest" unit.
+    prefill : how many go of a prompt, the ones with most tokens: "none", the "share", or "tuned", as
+        many as make the layer fastest.
+    correction : of the share by history, which §III-C tells of and neither text explains: "none", or
+        the one of `FACTORS` that would have been fastest on the "prompt"."""
 
     cached: bool = False
+    rounding: str = "round"
+    relieves: str = "popular"
+    prefill: str = "none"
+    placement: str = "id"
+    correction: str = "none"
+    factor = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            rounding=ROUND,
+            relieves=("popular", "busiest"),
+            prefill=("none", "share", "tuned"),
+            placement=("id", "popularity"),
+            correction=("none", "prompt"),
+        )
+
+    def place(self, history: np.ndarray, N: int) -> np.ndarray:
+        if self.placement == "id":
+            return super().place(history, N)
+        order = np.argsort(-history, axis=1, kind="stable")
+        return np.argsort(order, axis=1) % N
+
+    def prefetched(self, run: Any) -> np.ndarray:
+        """What it has; before decoding begins the prompt corrects the share."""
+        ids = run.routing.prefill_by_popularity
+
+        def seconds(factor: float) -> float:
+            self.factor = factor
+            return run.decode_seconds(ids, hits(run.cached, ids)).sum()
+
+        if self.correction == "prompt":
+            self.factor = min(FACTORS, key=seconds)
+        return super().prefetched(run)
 
     def share(self, active: int, costs: Costs) -> int:
         """How many of the active experts go to the GPU: in the ratio of the link's bandwidth to
         all."""
         h = costs.hardware
-        return int(np.rint(active * h.link / (h.link + h.units * h.unit_bandwidth)))
+        share = self.factor * active * h.link / (h.link + h.units * h.unit_bandwidth)
+        return int(ROUND[self.rounding](min(active, share)))
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        return self.first(self.share(len(step), costs) if step.decode else 0, step, costs)
+        if self.prefill == "tuned" and not step.decode:
+            counts = range(int(step.resident.sum()), len(step) + 1)
+            plans = (self.first(count, step, costs) for count in counts)
+            return min(plans, key=lambda plan: layer_seconds(plan, costs))
+        if self.relieves == "busiest" and step.decode:
+            step = step.take(_busiest_first(step))
+        sends = step.decode or self.prefill == "share"
+        return self.first(self.share(len(step), costs) if sends else 0, step, costs)
 
     def first(self, count: int, step: LayerStep, costs: Costs) -> Plan:
         """The first `count` experts of a step on the GPU, those included that it has."""
@@ -162,10 +219,24 @@ class MoNDE(System):
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         active, here = (homes >= 0).sum(1), resident.sum(1)
-        shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
         stay = (homes >= 0) & ~resident
-        stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
+        if self.relieves == "popular":
+            shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
+            stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
         return np.column_stack([active, here, unit_loads(homes, stay, costs)])
+
+
+def _require(system: System, **known: Iterable[str]) -> None:
+    for name, choices in known.items():
+        require(name, getattr(system, name), choices)
+
+
+def _busiest_first(step: LayerStep) -> np.ndarray:
+    """The order in which experts of a decode step leave: those in GPU memory, then one by one the
+    hottest of the unit that has most left."""
+    stays = ~step.resident
+    mates = (step.home[:, None] == step.home) & stays
+    return np.lexsort((-np.triu(mates).sum(1), stays))
 
 
 def unit_loads(homes: np.ndarray, stay: np.ndarray, costs: Costs) -> np.ndarray:
@@ -181,18 +252,27 @@ class GPUNDP(System):
     load_balance, prefetch : +LB, +PRE, beside +TP. version : "literal" or "improved", see
         above.
     limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or
-    what of it will "pay"."""
+        what of it will "pay".
+    rounding : of E_g in the literal version. eq2_tokens : of an expert in its T_n and T_g: the
+        layer's "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens choose alike."""
 
     load_balance: bool = True
     prefetch: bool = True
     version: str = "literal"
     limit: str = "K"
     cached: bool = False
+    rounding: str = "floor"
+    eq2_tokens: str = "mean"
     whole = False
 
     def __post_init__(self) -> None:
-        require("version", self.version, ("literal", "improved"))
-        require("limit", self.limit, ("K", "memory", "pay"))
+        _require(
+            self,
+            version=("literal", "improved"),
+            limit=("K", "memory", "pay"),
+            rounding=ROUND,
+            eq2_tokens=("mean", "prompt"),
+        )
 
     @property
     def looks(self) -> bool:
@@ -229,23 +309,15 @@ class GPUNDP(System):
         )
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
-        n = self.expert_tokens(step)
+        n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
         terms = costs.balance_terms(n, costs.hardware.units) | {"K": min(costs.spec.K, len(step))}
         E_g = 0.0
         if here.any():  # §III-D, step 3, Eq. 3
             del terms["T_w"]
             E_g = min(int(here.sum()), math.floor(most_on_gpu(**terms)))
         elif self.load_balance and len(step):  # Eqs. 1 and 2
-            E_g = self.rounded(balance(**terms, S=step.S))
+            E_g = ROUND[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
-
-    def expert_tokens(self, step: LayerStep) -> float:
-        """Tokens of an expert in Eq. 2's T_n and T_g."""
-        return step.tokens.sum() / max(1, len(step))
-
-    def rounded(self, E_g: float) -> float:
-        """Experts that are sent by Eqs. 1 and 2."""
-        return math.floor(E_g)
 
     def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
         """Plans around the u where both sides end at once, by bisection: the units' falls with u,

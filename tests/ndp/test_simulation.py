@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.plans import make_plan, problem
@@ -21,7 +22,6 @@ from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import metrics
 from moelab.trace import RoutingTrace
 from notebooks.studies.ndp_events import event_seconds, timeline
-from notebooks.studies.ndp_readings import Readings
 from tests.ndp import toy
 from tests.timelines import check
 
@@ -37,7 +37,7 @@ def test_a_run_is_the_sum_of_its_steps(name, N, seed, placement):
     spec, machine, system = (
         toy.spec(L=2, K=3),
         toy.machine(N),
-        Readings(placement=placement).system(name),
+        Assumptions(monde_placement=placement).system(name),
     )
     routing = simulated_routing(spec, seed, prompt=9, answer=6, zipf=0.8)
     routing.decode[2, 1, 0] = spec.E
