@@ -11,6 +11,7 @@ import argparse
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 
 from moelab.advice.assumed import assumed
@@ -19,10 +20,11 @@ from moelab.base.arguments import number, output, whole
 from moelab.base.files import write_json
 from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
-from moelab.base.table import format_value, text_table
+from moelab.base.table import text_table
 from moelab.cards import load_device
 from moelab.ndp.assumptions import MACHINE, READINGS, Assumptions
 from moelab.ndp.costs import NotSupported
+from moelab.ndp.hardware import Hardware
 from moelab.ndp.routing import PromptRouting, counted
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER
@@ -31,24 +33,17 @@ SHOWN = (*PAPER, "NDP+TP+LB+PRE, improved")
 #: sequences of drawn routing beside the one that is simulated: what is known of popularity
 OTHERS = 3
 OURS = "as chosen"
-HEAD = [
-    "system",
-    "prompt, s",
-    "answer, s",
-    "both, s",
-    "by all readings",
-    "× MoE-OnDemand",
-    "prefetched",
-]
+GPU, UNIT = "rtx-5080", "ndp-dimm-ddr4"  # the paper's
+HEAD = ["system", "prompt, s", "answer, s", "both, s", "× MoE-OnDemand", "prefetched"]
 #: reading → system → its result, None where the machine does not support it
 Found = dict[str, dict[str, Result | None]]
 
 
-def readings(gpu: str = "rtx-5080", unit: str = "ndp-dimm-ddr4") -> dict[str, Assumptions]:
+def readings(gpu: str = GPU, unit: str = UNIT) -> dict[str, Assumptions]:
     """Words → what is assumed: our choice, then every other choice that these cards leave open."""
     mine = Assumptions(clock_ghz=None, gpu_gb=None)
     figures = load_device(unit).figures
-    shut = set() if gpu == "rtx-5080" else {"gpu_ghz", "gpu_gb"}  # of the paper's GPU
+    shut = set() if gpu == GPU else {"gpu_ghz", "gpu_gb"}  # of the paper's
     shut |= set() if "ranks_count" in figures else {"mapping"}
     shut |= {"clock_ghz"} if figures["clock_ghz"].kind == "published" else set()
     choices = MACHINE | READINGS | {"shared_dram": (True,)}
@@ -56,21 +51,21 @@ def readings(gpu: str = "rtx-5080", unit: str = "ndp-dimm-ddr4") -> dict[str, As
     return {OURS: mine} | {f"{n} = {to}": replace(mine, **{n: to}) for n, to in changes}
 
 
-def compare(routing: PromptRouting, modules: int = 4, **machine: Any) -> Found:
+def compare(
+    routing: PromptRouting, modules: int = 4, gpu: str = GPU, unit: str = UNIT, **machine: Any
+) -> Found:
     """Simulate the systems by every reading, on so many modules; `machine` are other arguments of
-    `moelab.ndp.hardware.hardware`, such as cards."""
+    `moelab.ndp.hardware.hardware`."""
+
+    @cache
+    def result(on: Hardware, name: str, reading: str) -> Result | None:
+        with suppress(NotSupported):
+            return simulate(on, of.system(name), routing)
+
     found: Found = {}
-    done: dict[Any, Result | None] = {}
-    asked = {name: machine[name] for name in ("gpu", "unit") if name in machine}
-    for words, of in progress(readings(**asked).items(), "readings", unit="reading"):
-        on, found[words] = of.hardware(modules, **machine), {}
-        for name in SHOWN:
-            system = of.system(name)
-            if (key := (on, repr(system))) not in done:
-                done[key] = None
-                with suppress(NotSupported):
-                    done[key] = simulate(on, system, routing)
-            found[words][name] = done[key]
+    for words, of in progress(readings(gpu, unit).items(), "readings", unit="reading"):
+        on = of.hardware(modules, gpu=gpu, unit=unit, **machine)
+        found[words] = {name: result(on, name, repr(of.system(name))) for name in SHOWN}
     return found
 
 
@@ -107,8 +102,8 @@ def routed(spec: MoESpec, args: argparse.Namespace) -> tuple[PromptRouting, str]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("model", nargs="?", help="a card, a hub id, a checkpoint or a store; else the small model")
-    add("--gpu", default="rtx-5080", metavar="CARD", help="of a device (%(default)s), or a .toml")
-    add("--dimm", default="ndp-dimm-ddr4", metavar="CARD", help="of a module (%(default)s)")
+    add("--gpu", default=GPU, metavar="CARD", help="of a device (%(default)s), or a .toml")
+    add("--dimm", default=UNIT, metavar="CARD", help="of a module (%(default)s)")
     add("--host", default="i7-14700", metavar="CARD", help="of the CPU (%(default)s)")
     add("--modules", type=whole(1), default=4, metavar="N", help="how many (%(default)s)")
     add("--link", type=number(above=0), metavar="GB/S", help="one way (the GPU card's)")
@@ -125,37 +120,36 @@ def main(args: argparse.Namespace) -> int:
     routing, words = routed(spec, args)
     cards = {"gpu": args.gpu, "unit": args.dimm, "host": args.host}
     machine = cards | {"link_gbs": args.link}
-    name = Assumptions().hardware(args.modules, **machine).name
     found = compare(routing, args.modules, **machine)
-    S, D = len(routing.prefill), len(routing.decode)
-    print(f"{spec.name} on {name}: prompt of {S}, answer of {D} tokens; routing {words}\n")
+    about = {
+        "model": spec.name,
+        "machine": Assumptions().hardware(args.modules, **machine).name,
+        "prompt": len(routing.prefill),
+        "answer": len(routing.decode),
+        "routing": words,
+        "not published": [
+            f"{card}, {figure}: {of.value:g} {of.unit}, {of.kind}: {of.source}"
+            for card in cards.values()
+            for figure, of in load_device(card).figures.items()
+            if of.kind != "published"
+        ],
+    }
+    print("{model} on {machine}: prompt of {prompt}, answer of {answer} tokens".format(**about))
+    print(f"Routing {words}. Modelled: as chosen (least to most of {len(found)} readings)\n")
     print(text_table(HEAD, [_row(found, system) for system in SHOWN]))
     first = ", ".join(f"{system} by {n}" for system, n in fastest(found).items())
-    print(f"\nModelled, by {len(found)} readings. Fastest of the paper's: {first or 'none'}.")
-    unsure = [
-        f"{card}, {figure}: {of.value:g} {of.unit}, {of.kind}: {of.source}"
-        for card in cards.values()
-        for figure, of in load_device(card).figures.items()
-        if of.kind != "published"
-    ]
-    print("\n  ".join(["Of the cards, not published:", *unsure]))
+    print(f"\nFastest of the paper's: {first or 'none'}.")
+    print("\n  ".join(["Of the cards, not published:", *about["not published"]]))
     if args.output:
-        systems = {
-            reading: {system: of and asdict(of) for system, of in by.items()}
-            for reading, by in found.items()
-        }
-        about = {"model": spec.name, "machine": name, "routing": words, "not published": unsure}
-        tokens = {"prompt": S, "answer": D}
+        kept = {w: {n: r and asdict(r) for n, r in by.items()} for w, by in found.items()}
         form = {"schema": "moelab.ndp/1", "kind": "modelled", "unit": "s"}
-        print(write_json(args.output, form | about | tokens | {"readings": systems}))
+        print(write_json(args.output, form | about | {"readings": kept}))
     return 0
 
 
 def _row(found: Found, name: str) -> list[str]:
     if (own := found[OURS][name]) is None:
-        return [name, "not supported", *[""] * 5]
-    _, least, most = band(found, name)
-    gain = band(found, name, "MoE-OnDemand")
-    gains = f"{gain[0]:.2f} ({gain[1]:.2f} to {gain[2]:.2f})" if gain else "–"
-    times = map(format_value, (own.prefill, own.decode, own.end_to_end))
-    return [name, *times, f"{least:.3g} to {most:.3g}", gains, str(own.prefetched)]
+        return [name, "not supported", *[""] * 4]
+    bands = band(found, name), band(found, name, "MoE-OnDemand")
+    spans = [f"{of[0]:.3g} ({of[1]:.3g} to {of[2]:.3g})" if of else "–" for of in bands]
+    return [name, f"{own.prefill:.3g}", f"{own.decode:.3g}", *spans, str(own.prefetched)]

@@ -86,12 +86,10 @@ class Assumptions:
         if isinstance(system, MoNDE):
             own = {of.name: getattr(self, f"monde_{of.name}") for of in fields(MoNDE)[1:]}
             return replace(system, **own)
-        if not isinstance(system, GPUNDP):
-            return system
-        limit = "memory" if system.cached else self.limit
-        if system.version == "improved":
-            limit = system.limit
-        return replace(system, limit=limit, rounding=self.rounding, eq2_tokens=self.eq2_tokens)
+        if isinstance(system, GPUNDP):
+            own = {name: getattr(self, name) for name in ("limit", "rounding", "eq2_tokens")}
+            return replace(system, **own)
+        return system
 
     def routing(
         self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512

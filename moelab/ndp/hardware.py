@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moelab.base.registry import require
 from moelab.cards import load_device
 
 GB = 1e9
@@ -66,36 +67,29 @@ def hardware(
     link_gbs: float | None = None,
     latency_us: float = 0.0,
 ) -> Hardware:
-    """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change
-    it, None is what the card says.
+    """The paper's machine (§IV-A, Table I) with N = `units`, or a change of it; None is the card's.
 
-    unit, gpu, host : device cards, by name or by the path of your own.
-    link_gbs : the link's peak, one way, GB/s: PCIe x16 of generation 4, 5, 6 has 31.5, 63.0, 121.0.
-    latency_us : of each message over the link; the paper has none.
-    mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole
-        internal bandwidth.
+    unit, gpu, host : device cards, by name or path. host_channels : memory channels that the units
+        share on their way to the link; None is no limit, as in the paper.
+    link_gbs : the link's peak, one way: PCIe x16 of generation 4, 5, 6 has 31.5, 63.0, 121.0 GB/s.
+    mapping : of `MAPPINGS`; "stated", or a card without streaming rates: all of its bandwidth.
     clock_ghz : of the unit's multipliers. gpu_ghz : of the GPU, whose arithmetic scales with it.
-    efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their
-        arithmetic that GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
-    host_channels : memory channels that the units share on their way to the link; None is no limit,
-        as in the paper.
-    gpu_gb : GPU memory, 10^9 bytes. shared_dram : see `Hardware`; the paper does not share it.
+    efficiency : shares of bandwidths and of arithmetic that are reached (AttAcc's GPU: 0.85, 0.8).
+    gpu_gb : GPU memory, 10^9 bytes. shared_dram, latency_us : see `Hardware`; the paper has neither.
 
-    KeyError: a card lacks a figure. ValueError: no machine is like this.
-    """
+    KeyError: a card lacks a figure. ValueError: no machine is like this."""
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
     clock = u["clock_ghz"] if clock_ghz is None else clock_ghz
     peak = g["link_bandwidth_gbs"] if link_gbs is None else link_gbs
-    fine = units == int(units) >= 1 and mapping in (*MAPPINGS, STATED) and latency_us >= 0
-    fine &= all(0 < share <= 1 for share in efficiency)
-    given = clock, peak, *(x for x in (gpu_ghz, host_channels, gpu_gb) if x is not None)
-    if not fine or min(given) <= 0:
+    require("mapping", mapping, (*MAPPINGS, STATED))
+    given = (x for x in (gpu_ghz, gpu_gb, host_channels) if x is not None)
+    above = units, peak, clock, *efficiency, *given
+    if units != int(units) or min(above) <= 0 or max(efficiency) > 1 or latency_us < 0:
         raise ValueError(
-            f"no machine has units={units}, link_gbs={peak:g}, mapping={mapping!r}, clock_ghz={clock}, "
-            f"gpu_ghz={gpu_ghz}, gpu_gb={gpu_gb}, efficiency={efficiency}, "
-            f"host_channels={host_channels} and latency_us={latency_us}: units are a whole number, at "
-            f"least one; the mapping is one of {', '.join((*MAPPINGS, STATED))}; efficiencies are above "
-            "0 and at most 1, the latency 0 or more, all else above 0"
+            f"no machine has {units=}, {peak=}, {clock=}, {gpu_ghz=}, {gpu_gb=}, {host_channels=}, "
+            f"{efficiency=}, {latency_us=}: units are a whole number, at least one; the link's peak, "
+            "clocks, memory and channels are above 0, efficiencies above 0 and at most 1, the latency "
+            "0 or more"
         )
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         peak = min(peak, u["channel_bandwidth_gbs"] * min(host_channels, units))

@@ -13,12 +13,10 @@ neighbouring tokens and layers choose alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from moelab.base.specs import MoESpec
-from moelab.ndp.prefetch import places
 from moelab.trace import DECODE, RoutingTrace
 
 
@@ -60,23 +58,9 @@ class PromptRouting:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
         return counted(self.prefill, self.spec.E)
 
-    @cached_property
-    def decode_by_popularity(self) -> np.ndarray:
-        """`decode` with each token's experts from most to least popular on other prompts, "no
-        expert" last."""
-        return self._by_popularity(self.decode)
-
-    @cached_property
-    def prefill_by_popularity(self) -> np.ndarray:
-        """The prompt's choices, each layer's experts numbered by their popularity in the prompt."""
-        return self._by_popularity(self.prefill)
-
-    @cached_property
-    def prefill_places(self) -> np.ndarray:
-        """Places of the prompt's experts by popularity, each token left out of its own count."""
-        return places(self.prefill_by_popularity, self.spec.E)
-
-    def _by_popularity(self, ids: np.ndarray) -> np.ndarray:
+    def by_popularity(self, ids: np.ndarray) -> np.ndarray:
+        """Choices [T, L, K] with each token's experts from most to least popular on other prompts,
+        "no expert" last."""
         popular = np.pad(self.history, ((0, 0), (0, 1)), constant_values=-1.0)
         by = np.argsort(
             -popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable"

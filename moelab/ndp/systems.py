@@ -9,10 +9,9 @@ two versions:
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched
               (§IV-D).
     improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are
-              balanced too, as
-              many experts move in prefill as pay, and as many of those that fit are prefetched as
-              are predicted to pay (`simulation.experts_that_pay`). The split ends both sides at
-              once, by bisection on the closed form.
+              balanced too, as many experts move in prefill as pay, and of those that fit what
+              pays is prefetched (`simulation.NDPRun.pays`). The split ends both sides at once, by
+              bisection on the closed form.
 
 What else the text leaves open are a system's fields; `moelab.ndp.assumptions.CHOICES` has the other
 readings of each.
@@ -36,7 +35,7 @@ from moelab.ndp.balance import balance, most_on_gpu
 from moelab.ndp.closed_form import far_side, gpu_side, layer_seconds, link_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import LayerStep, Plan, make_plan
-from moelab.ndp.prefetch import hits, most_used
+from moelab.ndp.prefetch import most_used
 
 
 class System(ABC):
@@ -46,14 +45,16 @@ class System(ABC):
     cached : whether popular experts stay in GPU memory, see above. home : where all experts are,
         "host" or "units".
     whole : each is on one unit; otherwise a part of each on all units.
+    alike : it makes no difference which experts a decode step needs, see `situations`.
     `run` is the `moelab.ndp.simulation.NDPRun` that a system plans; its `routing`, `costs`, `most`
     and `cached` are what it may ask for.
     prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those
-    as many as "pay"."""
+    what will "pay"."""
 
     cached = False
     home = "units"
     whole = True
+    alike = False
     prefetches = "none"
 
     @abstractmethod
@@ -77,10 +78,11 @@ class System(ABC):
         has."""
         if self.prefetches == "none":
             return run.cached
-        x = run.most if self.prefetches == "memory" else min(run.most, run.costs.spec.K)
-        return most_used(
-            run.routing.counts(), run.experts_that_pay(x) if self.prefetches == "pay" else x
-        )
+        counts = run.routing.counts()
+        if self.prefetches == "K":
+            return most_used(counts, min(run.most, run.costs.spec.K))
+        fit = most_used(counts, run.most)
+        return fit & run.pays(counts) if self.prefetches == "pay" else fit
 
     def after(self, plan: Plan, costs: Costs) -> np.ndarray | None:
         """Which experts of the layer stay in GPU memory after this plan, bool [E]; None: those that
@@ -99,12 +101,13 @@ class System(ABC):
         self, homes: np.ndarray, resident: np.ndarray, costs: Costs
     ) -> np.ndarray | None:
         """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever
-        they come. Where a system does not say so, every step is planned at its time, some thousand
-        times more slowly; what has `after`, always is.
+        they come; here, if experts are `alike`, how many there are and how many in GPU memory. Where
+        a system does not say so (None), every step is planned at its time, some thousand times more
+        slowly; what has `after`, always is.
 
         homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran.
         resident : bool [n, K]."""
-        return None
+        return np.column_stack([(homes >= 0).sum(1), resident.sum(1)]) if self.alike else None
 
 
 @dataclass(frozen=True)
@@ -114,12 +117,10 @@ class OnDemand(System):
 
     cached: bool = False
     home = "host"
+    alike = True
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         return make_plan(step, costs.hardware.units, resident=step.resident, moved=~step.resident)
-
-    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        return np.column_stack([(homes >= 0).sum(1), resident.sum(1)])
 
 
 class Fiddler(OnDemand):
@@ -145,7 +146,7 @@ FACTORS = (1.0, 0.0, 0.5, 0.75, 1.5, 2.0, 4.0)
 ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil, "none": np.positive}
 
 
-@dataclass
+@dataclass(unsafe_hash=True)  # a run sets `factor`
 class MoNDE(System):
     """MoNDE: whole experts on their units. While decoding, of the active experts as many as the
     link's share of all bandwidth go to the GPU (its §3); of a prompt none, as units are then short
@@ -184,11 +185,10 @@ class MoNDE(System):
 
     def prefetched(self, run: Any) -> np.ndarray:
         """What it has; before decoding begins the prompt corrects the share."""
-        ids = run.routing.prefill_by_popularity
 
         def seconds(factor: float) -> float:
             self.factor = factor
-            return run.decode_seconds(ids, hits(run.cached, ids)).sum()
+            return run.decode_seconds(run.routing.prefill, run.cached).sum()
 
         if self.correction == "prompt":
             self.factor = min(FACTORS, key=seconds)
@@ -223,7 +223,8 @@ class MoNDE(System):
         if self.relieves == "popular":
             shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
             stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
-        return np.column_stack([active, here, unit_loads(homes, stay, costs)])
+        on = (homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]
+        return np.column_stack([active, here, np.sort(on.sum(1), axis=1)])  # units are alike
 
 
 def _require(system: System, **known: Iterable[str]) -> None:
@@ -239,22 +240,15 @@ def _busiest_first(step: LayerStep) -> np.ndarray:
     return np.lexsort((-np.triu(mates).sum(1), stays))
 
 
-def unit_loads(homes: np.ndarray, stay: np.ndarray, costs: Costs) -> np.ndarray:
-    """Experts that stay on each unit, ascending: [n, N]; `homes` and `stay` are [n, K]."""
-    on = (homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]
-    return np.sort(on.sum(1), axis=1)
-
-
 @dataclass(frozen=True)
 class GPUNDP(System):
     """The paper's framework: every expert cut into all units, the other techniques on or off.
 
     load_balance, prefetch : +LB, +PRE, beside +TP. version : "literal" or "improved", see
         above.
-    limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or
-        what of it will "pay".
-    rounding : of E_g in the literal version. eq2_tokens : of an expert in its T_n and T_g: the
-        layer's "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens choose alike."""
+    Of the literal version are limit : prefetch at most "K" experts of a layer (§IV-D), or what fits
+        the "memory" (§III-D). rounding : of E_g. eq2_tokens : of an expert in T_n and T_g: the layer's
+        "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens choose alike."""
 
     load_balance: bool = True
     prefetch: bool = True
@@ -264,12 +258,13 @@ class GPUNDP(System):
     rounding: str = "floor"
     eq2_tokens: str = "mean"
     whole = False
+    alike = True
 
     def __post_init__(self) -> None:
         _require(
             self,
             version=("literal", "improved"),
-            limit=("K", "memory", "pay"),
+            limit=("K", "memory"),
             rounding=ROUND,
             eq2_tokens=("mean", "prompt"),
         )
@@ -282,8 +277,9 @@ class GPUNDP(System):
     @property
     def prefetches(self) -> str:
         """By which rule experts are brought to the GPU before the answer; "none" without
-        prefetching."""
-        return self.limit if self.prefetch else "none"
+        prefetching, what pays by the improved version, what fits if it was full already."""
+        limit = "memory" if self.cached else self.limit
+        return ("pay" if self.version == "improved" else limit) if self.prefetch else "none"
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         step = step.take(np.argsort(~(step.resident & self.looks), kind="stable"))
@@ -335,9 +331,6 @@ class GPUNDP(System):
             for u in (0, most, low, high, math.floor(low), round(low))
         ]
 
-    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        return np.column_stack([(homes >= 0).sum(1), (resident & self.looks).sum(1)])
-
 
 #: name → system; the literal ones as in the paper's figures
 SYSTEMS: dict[str, System] = {
@@ -346,7 +339,7 @@ SYSTEMS: dict[str, System] = {
     "MoNDE": MoNDE(),
     **{
         "NDP+TP" + "+LB" * lb + "+PRE" * pre + ", improved" * better: GPUNDP(
-            lb, pre, *(("improved", "pay") if better else ())
+            lb, pre, "improved" if better else "literal"
         )
         for lb in (False, True)
         for pre in (False, True)
