@@ -109,7 +109,7 @@ def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, c
 
 @pytest.mark.parametrize(
     "parallel, executor",
-    [("ep", "neuron"), ("auto", "fast")],
+    [("tp", "neuron"), ("auto", "fast")],
 )
 def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
     alone = generate(max_new_tokens=8, dtype="float32")
@@ -117,6 +117,8 @@ def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, execut
     timed = {name: getattr(made[0], name) for name in ("seconds", "ttft", "tpot")}
     assert made[0] == replace(made[1], **timed)
     assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
+    others = sum(p.numel() * 4 for n, p in open_model().named_parameters() if ".experts." not in n)
+    assert (max(made[0].other_bytes) < others) == (parallel == "tp")
 
 
 @pytest.mark.parametrize(

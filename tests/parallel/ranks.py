@@ -37,7 +37,8 @@ def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate_all(cases):
-    """[(folder, variant, dtype, executor)] → [(tokens, logits, bytes of experts, tally)]."""
+    """[(folder, variant, dtype, executor)] → [(tokens, logits, bytes of experts, tally, bytes of all
+    else)]."""
     from moelab.parallel.opening import open_parallel
 
     made = []
@@ -46,7 +47,8 @@ def generate_all(cases):
         model = open_parallel(folder, variant, inner=inner, dtype=dtype)
         tokens, logits = tokens_and_logits(model)
         tally = discover(model)[0].seam.executor.tally
-        made.append((tokens, logits, model.shards.nbytes, tally))
+        others = sum(p.nbytes for p in model.parameters())
+        made.append((tokens, logits, model.shards.nbytes, tally, others))
     return made
 
 
