@@ -7,6 +7,17 @@ from __future__ import annotations
 
 from moelab.base.registry import Entry
 
+#: those that multiply weights in few bits as they lie in memory
+AS_THEY_LIE = (
+    "fast",
+    "gemv",
+    "blockwise",
+    "neuron",
+    "all_experts",
+    "capacity",
+    "tiered",
+    "grouped",
+)
 EXECUTORS = {
     "exact": Entry("moelab.experts.executor:Exact", "transformers' own arithmetic, bit for bit"),
     "fast": Entry(

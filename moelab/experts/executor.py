@@ -154,9 +154,13 @@ def local_experts(experts: Any) -> Sequence[int]:
 def plain(experts: Any) -> bool:
     """Whether an expert is up, gate, down, and its output is weighted; not Llama 4's, Switch's, or
     one with a norm."""
-    cls = type(experts)
-    usual = cls.ffn is SeamExperts.ffn and cls.weighted is SeamExperts.weighted
-    return usual and not experts.has_post_expert_norm
+    weighs_output = type(experts).weighted is SeamExperts.weighted
+    return usual(experts) and weighs_output and not experts.has_post_expert_norm
+
+
+def usual(experts: Any) -> bool:
+    """Whether an expert is computed as up, gate, down, whatever its routing weight scales."""
+    return type(experts).ffn is SeamExperts.ffn
 
 
 def names(experts: Any) -> tuple[str, str]:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, Sorted, local_experts, zeros
+from moelab.experts.located import weighted
 from moelab.static.blockwise import Blockwise, Loads
 from moelab.static.static import CapacityFactor
 
@@ -38,7 +39,7 @@ class AllExperts(Executor):
         mask = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, ids, True)
         out = zeros(x, weights, experts)
         for e in local if T else ():
-            y = experts.weighted(x, affinity[:, e], experts.weights(e))
+            y = weighted(experts, e, x, affinity[:, e])
             out += torch.where(mask[:, e, None], y.to(out.dtype), 0)  # 0 · ∞ would not be 0
         routed = int((ids < E).sum())
         self.count(routed, routed, T * len(local))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from moelab.base.registry import require
 from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
+from moelab.experts.located import weighted
 from moelab.static.tiers import Group
 
 #: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens'
@@ -204,7 +205,7 @@ class StaticExecutor(Executor):
                 buffer, scale = x.new_zeros(n, x.shape[1]), weights.new_zeros(n)
                 buffer[: counts[e]] = x[tokens]
                 scale[: counts[e]] = weights[tokens, kept.choices[mine]]
-                y = experts.weighted(buffer, scale, experts.weights(e))[: counts[e]]
+                y = weighted(experts, e, buffer, scale)[: counts[e]]
                 out.index_add_(0, tokens, y.to(out.dtype))
         done = len(routed), len(kept), sum(rows)
         self.count(*done)

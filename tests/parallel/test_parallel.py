@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from moelab import open_model
 from moelab.base.registry import make
 from moelab.experts import EXECUTORS
-from moelab.experts.sharding import on_intermediate, share
+from moelab.experts.sharding import part_of, share
 from moelab.models import eager, plug
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.dense import cut_dense
@@ -206,7 +206,7 @@ def test_parts_of_an_expert_add_up(layout, parts, H, I):
     experts = toy.make_experts(1, H, I, layout)
     x = torch.randn(4, H)
     whole = experts.ffn(x, experts.own(0))
-    pieces = [on_intermediate(experts.own(0), part, parts, experts) for part in range(parts)]
+    pieces = [part_of(experts.own(0), part, parts, experts) for part in range(parts)]
     summed = sum(experts.ffn(x, piece) for piece in pieces)
     torch.testing.assert_close(summed, whole, atol=1e-5, rtol=1e-5)
     assert sum(piece["down_proj"].numel() for piece in pieces) == H * I
@@ -219,10 +219,10 @@ def test_what_cannot_be_cut_or_is_elsewhere_is_refused():
     with pytest.raises(KeyError, match="another rank"):
         source(0, 0)
     with pytest.raises(ValueError, match="no rule"):
-        on_intermediate({"extra": torch.zeros(2, 2)}, 0, 2, experts)
+        part_of({"extra": torch.zeros(2, 2)}, 0, 2, experts)
     experts.has_post_expert_norm = True
     with pytest.raises(ValueError, match="normalises"):
-        on_intermediate(experts.own(0), 0, 2, experts)
+        part_of(experts.own(0), 0, 2, experts)
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 3))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moelab import models
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.static.blockwise import Blockwise
+from moelab.static.blockwise import SHARDINGS, Blockwise
 from moelab.static.neuron import (
     AllExperts,
     NeuronRule,
@@ -56,6 +56,8 @@ def test_all_are_lossless_and_compute_what_they_say(case, B, alpha, batch):
     T, experts = len(case[0]), case[3]
     for skip in (True, False):
         check(Blockwise(B, skip_blocks=skip), *case)
+    for sharding in SHARDINGS:
+        check(Blockwise(B, sharding=sharding), *case)
     assert check(AllExperts(), *case).slots == T * experts.num_experts
     rule = NeuronRule(block_size=B, alpha=alpha, batch=batch)
     check(rule, *case)
@@ -146,6 +148,7 @@ def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_p
         NeuronRule(block_size=16),
         Blockwise(4),
         Blockwise(4, skip_blocks=False),
+        *(Blockwise(4, sharding=of) for of in ("I", "block")),
     ]
     with torch.no_grad():
         expected = model(**inputs).logits
