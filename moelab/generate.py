@@ -110,6 +110,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "default: 2)",
     )
     add(
+        "--sequence-router",
+        action="store_true",
+        help="each rank routes its share of a prompt's tokens, and all gather what was chosen",
+    )
+    add(
         "--perfetto",
         type=output,
         metavar="FILE",
@@ -156,9 +161,9 @@ def main(args: argparse.Namespace) -> int:
     if args.calibration:
         options["calibration"] = Calibration.load(args.calibration)
     shared = "RANK" in os.environ
-    if not shared and (args.parallel or args.tp):
+    if not shared and (args.parallel or args.tp or args.sequence_router):
         raise ValueError(
-            "--parallel and --tp need several processes: torchrun --nproc-per-node 2 -m moelab "
+            "--parallel, --tp and --sequence-router need several processes: torchrun --nproc-per-node 2 -m moelab "
             "generate --parallel auto …"
         )
     alone = [of for of in (*OPENING, "calibration", "drafts") if of in options and of not in SHARED]
@@ -172,6 +177,7 @@ def main(args: argparse.Namespace) -> int:
         if shared:
             parallel = args.parallel or variant_of(args.tp)
             options |= {"parallel": parallel, "tp": args.tp, "device": device}
+            options["sequence_router"] = args.sequence_router
         result = generate(**options, stream=not args.json)
     if is_first():
         print(json.dumps(asdict(result)) if args.json else _told(result))
@@ -195,11 +201,12 @@ def generate(
     stream: bool = False,
     perfetto: str | None = None,
     drafts: int | str = 0,
+    sequence_router: bool = False,
     **opening: Any,
 ) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
-    parallel, tp : as of `open_parallel`, which takes none of `opening`.
+    parallel, tp, sequence_router : as of `open_parallel`, which takes none of `opening`.
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
     drafts : of each forward pass, as of the model's `generate`; in one process.
@@ -223,7 +230,9 @@ def generate(
         network = open_model(checkpoint, executor=executor, dtype=dtype, device=device, **opening)
     else:
         inner = None if executor == "exact" else registry.make("executor", executor)
-        network = open_parallel(checkpoint, parallel, tp, inner, dtype, device)
+        network = open_parallel(
+            checkpoint, parallel, tp, inner, dtype, device, sequence_router=sequence_router
+        )
         Session(network)
         parallel = network.parallel
     if stream:

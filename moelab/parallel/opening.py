@@ -18,6 +18,7 @@ from moelab.models import discover, plug
 from moelab.parallel import VARIANTS, degree
 from moelab.parallel.dense import cut_dense
 from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.router import route_in_sequence
 from moelab.parallel.sharding import ShardedExperts
 from moelab.static.parallelism import Parallelism, choose
 
@@ -39,6 +40,7 @@ def open_parallel(
     inner: Executor | None = None,
     dtype: Any = "auto",
     device: torch.device | str | None = None,
+    sequence_router: bool = False,
 ) -> Any:
     """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every
     rank must call it.
@@ -47,6 +49,7 @@ def open_parallel(
         for these ranks. The model's `.parallel` is the key.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank; None computes as transformers does.
+    sequence_router : each rank routes its share of a prompt's tokens (`moelab.parallel.router`).
 
     Raises ValueError: unknown variant, or a `tp` that does not fit it, the number of ranks or of
     attention's heads.
@@ -64,6 +67,8 @@ def open_parallel(
     if parallel == "auto":
         parallel, tp = _variant(choose(model.spec, W), inner)
     grid = Grid(degree(parallel, W, tp))
+    if sequence_router:
+        route_in_sequence(discover(model), grid.world)
     layers = [layer.seam for layer in discover(model)]
     if grid.tp.size > 1:
         cut_dense(model, grid.tp)

@@ -52,6 +52,25 @@ def generate_all(cases):
     return made
 
 
+def route_both_ways(folders):
+    """[folder] → [((tokens, logits) by routers in sequence parallel, bytes gathered of a prompt, and of
+    one token)]."""
+    from moelab.parallel.opening import open_parallel
+
+    made = []
+    for folder in folders:
+        model = open_parallel(folder, dtype=torch.float32, sequence_router=True)
+        out = tokens_and_logits(model)
+        sent = []
+        for T in (20, 1):
+            model.grid.traffic.clear()
+            with torch.no_grad():
+                model(input_ids=torch.full((1, T), 7))
+            sent.append(model.grid.traffic["routing"].bytes)
+        made.append((out, sent))
+    return made
+
+
 def open_with(folder, options):
     from moelab.parallel.opening import open_parallel
 

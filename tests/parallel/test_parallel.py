@@ -91,6 +91,21 @@ def test_every_variant_and_executor(tmp_path):
     assert alone["capacity"][2].dropped  # it had something to drop
 
 
+def test_routers_in_sequence_parallel_choose_as_replicated_ones(tmp_path):
+    """And gather K weights in fp32 and ids of four bytes of each token of a prompt: half of the
+    tokens from either rank; a dialect's routers gather nothing."""
+    names = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text")
+    folders = [tiny.save(name, tmp_path / name) for name in names]
+    made = launch(ranks.route_both_ways, 2, folders)
+    for i, folder in enumerate(folders):
+        model = open_model(folder, dtype=FP32)
+        tokens, logits = ranks.tokens_and_logits(model)
+        for (made_tokens, made_logits), (prompt, step) in (rank[i] for rank in made):
+            assert torch.equal(made_tokens, tokens) and close(made_logits, logits)
+            expected = 10 * model.spec.K * 8 * model.spec.L
+            assert (prompt, step) == (0 if names[i] == "llama4_text" else expected, 0)
+
+
 def test_heads_that_ranks_cannot_share_evenly_are_refused_by_name(tmp_path):
     for W, name in ((3, "qwen3_moe"), (8, "gpt_oss"), (3, "deepseek_v3")):
         model = open_model(tiny.save(name, tmp_path / f"{name}{W}"))
