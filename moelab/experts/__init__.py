@@ -31,7 +31,7 @@ EXECUTORS = {
         "tokens sorted by expert, one product each; runs everywhere",
     ),
     "selective": Entry(
-        "moelab.static.neuron:Selective", "only the experts that a step chose (Neuron guide)", True
+        "moelab.experts.executor:Sorted", "only the experts that a step chose (Neuron guide)", True
     ),
     "all_experts": Entry(
         "moelab.static.neuron:AllExperts", "every expert on every token (Neuron guide)", True

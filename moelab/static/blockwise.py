@@ -42,19 +42,6 @@ def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
     return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
 
 
-@dataclass
-class Loads:
-    loaded: int = 0
-    skipped: int = 0  # that an algorithm without skipping does, too
-
-    @property
-    def savings(self) -> float:
-        return self.skipped / max(self.loaded + self.skipped, 1)
-
-    def add(self, loaded: int, skipped: int) -> None:
-        self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
-
-
 @dataclass(frozen=True, eq=False)
 class BlockMap:
     block_to_expert: (
@@ -93,9 +80,8 @@ class Blockwise(Executor):
     sharding : what two cores share, "H", "I" or "block"; None for one core.
 
     Attributes, summed over calls:
-    live : blocks with a token.
-    row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each
-        block computed; with "block" those of both cores, with "H" and "I" each core loads half.
+    weight_loads : of an expert's weights; with "block" those of both cores, with "H" and "I" each core
+        loads half.
     exchanged : values that one core sends the other.
     """
 
@@ -108,15 +94,13 @@ class Blockwise(Executor):
         if sharding is not None:
             require("sharding", sharding, SHARDINGS)
         self.block_size, self.skip_blocks, self.sharding = block_size, skip_blocks, sharding
-        self.live = self.exchanged = 0
-        self.row_loads, self.weight_loads = Loads(), Loads()
+        self.weight_loads = self.exchanged = 0
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         m = block_map(ids, experts.num_experts, self.block_size)
         live = m.live
         todo = (live.nonzero().flatten() if self.skip_blocks else torch.arange(len(live))).tolist()
         executed = int((m.tokens >= 0).sum())
-        self.live += int(live.sum())
         self.count(executed, executed, len(todo) * self.block_size)
         cores = CORES if self.sharding == "block" else 1
         parts = [self._sum(m, todo[core::cores], x, weights, experts) for core in range(cores)]
@@ -141,8 +125,7 @@ class Blockwise(Executor):
             rows[used] = x[t]
             y = self._weighted(experts, expert, rows, w)
             out.index_add_(0, t, y[used].to(out.dtype))
-            self.row_loads.add(len(used), len(tokens) - len(used))
-            self.weight_loads.add(1, len(run) - 1)
+            self.weight_loads += 1
         return out
 
     def _weighted(self, experts: Any, expert: int, rows: Tensor, w: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.base.registry import require
-from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
+from moelab.experts.executor import Dispatch, Executor, dispatch, local_experts, zeros
 from moelab.experts.located import weighted
 from moelab.static.tiers import Group
 
@@ -167,7 +167,6 @@ class StaticExecutor(Executor):
         self.order = order
         self.saliency = saliency
         self.lossless = overflow == "pad"
-        self.by_layer: dict[int, Tally] = {}
         self._rng = torch.Generator().manual_seed(seed)
 
     @abstractmethod
@@ -207,9 +206,7 @@ class StaticExecutor(Executor):
                 scale[: counts[e]] = weights[tokens, kept.choices[mine]]
                 y = weighted(experts, e, buffer, scale)[: counts[e]]
                 out.index_add_(0, tokens, y.to(out.dtype))
-        done = len(routed), len(kept), sum(rows)
-        self.count(*done)
-        self.by_layer.setdefault(layer, Tally()).add(*done)
+        self.count(len(routed), len(kept), sum(rows))
 
     def admitted(
         self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int, chunk: slice

@@ -25,8 +25,9 @@ from moelab.base.records import Record, Records
 from moelab.calibration import calibrate
 from moelab.evaluation import accuracy, questions
 from moelab.recording import record
-from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
+
+from .chunk_loads import loads_of_ids
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
 MODES = {
