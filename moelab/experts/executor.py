@@ -16,7 +16,7 @@ the expert's input). Executors that go past `weighted` need an expert that is `p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -142,6 +142,18 @@ def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any)
     """Add each contribution y [n, H], weighted already, to its token: [T, H] like x."""
     out = zeros(x, weights, experts)
     return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)
+
+
+def add_padded(
+    out: Tensor, x: Tensor, tokens: Tensor, w: Tensor, slots: int, weighted: Callable[..., Tensor]
+) -> None:
+    """Add to out [T, H] what an expert makes of tokens [n] with weights [n], padded to so many slots.
+
+    weighted : its contribution to rows [slots, H] with weights [slots]."""
+    n = len(tokens)
+    rows, scale = x.new_zeros(slots, x.shape[1]), w.new_zeros(slots)
+    rows[:n], scale[:n] = x[tokens], w
+    out.index_add_(0, tokens, weighted(rows, scale)[:n].to(out.dtype))
 
 
 def local_experts(experts: Any) -> Sequence[int]:

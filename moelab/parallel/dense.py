@@ -10,7 +10,6 @@ norms, routers and the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,9 +53,11 @@ def _attends(module: nn.Module) -> bool:
     names = _names(module)
     if "o_proj" not in names or names - (QUERIES | KEYS | LATENT | NORMS | {"o_proj"}):
         return False
-    if not hasattr(module, "num_key_value_groups" if "k_proj" in names else "num_heads"):
+    size = getattr(module, "head_dim", None)
+    said = size and hasattr(module, "num_key_value_groups")
+    if not (said if "k_proj" in names else hasattr(module, "num_heads")):
         return False
-    return all(len(getattr(module, of).weight) == module.head_dim for of in names & NORMS)
+    return all(len(getattr(module, norm).weight) == size for norm in names & NORMS)
 
 
 def _cut_heads(name: str, module: Any, ranks: Exchange) -> None:
@@ -79,13 +80,9 @@ def _cut_heads(name: str, module: Any, ranks: Exchange) -> None:
     _add_up(module.o_proj, ranks.rank * n, n, heads, ranks, "attention")
 
 
-def _parameters(part: Any) -> Iterator[nn.Parameter]:
-    return part.parameters() if isinstance(part, nn.Module) else iter([part])
-
-
 def _keep(part: Any, first: int, n: int, of: int) -> None:
     """Of a layer's outputs, or of a parameter, n of so many equal parts."""
-    for p in _parameters(part):
+    for p in part.parameters() if isinstance(part, nn.Module) else [part]:
         p.data = _narrow(p.data, 0, first, n, of)
 
 

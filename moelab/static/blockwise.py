@@ -20,6 +20,7 @@ other, and form every partial sum; what they would exchange is counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from moelab.base.registry import require
-from moelab.experts.executor import Executor, dispatch, names, usual, zeros
+from moelab.experts.executor import Executor, add_padded, dispatch, names, usual, zeros
 from moelab.experts.located import weighted
 from moelab.experts.sharding import part_of, share
 
@@ -116,15 +117,11 @@ class Blockwise(Executor):
         out = zeros(x, weights, experts)
         for expert, group in groupby(todo, key=m.block_to_expert.tolist().__getitem__):
             run = list(group)
-            tokens = m.tokens[run].flatten()
-            used = (tokens >= 0).nonzero().flatten()
-            t = tokens[used]
-            w = weights.new_zeros(len(tokens))
-            w[used] = weights[t, m.choices[run].flatten()[used]]
-            rows = x.new_zeros(len(tokens), x.shape[1])
-            rows[used] = x[t]
-            y = self._weighted(experts, expert, rows, w)
-            out.index_add_(0, t, y[used].to(out.dtype))
+            used = m.tokens[run] >= 0  # slots behind them are empty
+            tokens = m.tokens[run][used]
+            w = weights[tokens, m.choices[run][used]]
+            compute = partial(self._weighted, experts, expert)
+            add_padded(out, x, tokens, w, used.numel(), compute)
             self.weight_loads += 1
         return out
 

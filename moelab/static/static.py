@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.base.registry import require
-from moelab.experts.executor import Dispatch, Executor, dispatch, local_experts, zeros
+from moelab.experts.executor import Dispatch, Executor, add_padded, dispatch, local_experts, zeros
 from moelab.experts.located import weighted
 from moelab.static.tiers import Group
 
@@ -201,11 +201,8 @@ class StaticExecutor(Executor):
             if n:
                 mine = slice(begins[e], begins[e] + counts[e])
                 tokens = kept.tokens[mine]
-                buffer, scale = x.new_zeros(n, x.shape[1]), weights.new_zeros(n)
-                buffer[: counts[e]] = x[tokens]
-                scale[: counts[e]] = weights[tokens, kept.choices[mine]]
-                y = weighted(experts, e, buffer, scale)[: counts[e]]
-                out.index_add_(0, tokens, y.to(out.dtype))
+                w = weights[tokens, kept.choices[mine]]
+                add_padded(out, x, tokens, w, n, partial(weighted, experts, e))
         self.count(len(routed), len(kept), sum(rows))
 
     def admitted(
