@@ -27,6 +27,7 @@ from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
+from moelab.experts import AS_THEY_LIE
 from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
 from moelab.models import discover, eager, plugged
@@ -186,7 +187,7 @@ class OpenOptions(Offloading):
 
     def completed(self) -> OpenOptions:
         """With what follows from executor, prefetch and calibration, unless it is given."""
-        kernels = "kernels" if self.executor in ("fast", "gemv") else False
+        kernels = "kernels" if self.executor in AS_THEY_LIE else False
         return replace(
             self,
             ahead=None if self.prefetch not in NONE and self.ahead == 0 else self.ahead,

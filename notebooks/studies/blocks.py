@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from moelab.base.registry import require
 from moelab.base.specs import DeviceSpec
@@ -113,3 +114,23 @@ def router_bytes(H: int, E: int, layers: int = 1) -> int:
     """Memory of replicated 16-bit routers, each [H, E] ("Router execution in sequence parallel
     mode")."""
     return 2 * H * E * layers
+
+
+class Shared(NamedTuple):
+    """What two cores do to share a layer's blocks, one way; exact counts."""
+
+    exchanged: int  # values that one core sends the other
+    loads: float  # experts whose weights the busier core reads; a half counts half
+    blocks: float  # that the busier core multiplies; a half counts half
+
+
+def shared(counts: Sequence[int], T: int, H: int, I: int, B: int) -> dict[str, Shared]:
+    """The guide's three LNC2 shardings of a gated layer, for the tokens of each expert, counts [E]."""
+    walked = [e for e, n in enumerate(counts) for _ in range(-(-int(n) // B))]
+    N, experts = len(walked), len({*walked})
+    cores = walked[::2], walked[1::2]
+    return {
+        "H": Shared(N * B * 2 * I, experts / 2, N / 2),
+        "I": Shared(N * B * H, experts / 2, N / 2),
+        "block": Shared(T * H, max(len({*of}) for of in cores), len(cores[0])),
+    }

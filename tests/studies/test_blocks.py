@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moelab import cards
 from moelab.static.blockwise import Blockwise, blocks_by_code
 from notebooks.studies import blocks
-from tests.static.test_neuron import cases
+from tests.static.test_neuron import H, I, cases
 
 
 def compositions(total, parts, most):
@@ -88,3 +88,18 @@ def test_what_there_is_no_arithmetic_for_is_refused():
     ):
         with pytest.raises(ValueError, match=told):
             wrong()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(1, 6))
+def test_what_cores_share_is_what_the_executor_counts(case, B):
+    x, ids, weights, experts = case
+    counts = torch.bincount(ids.flatten(), minlength=experts.num_experts + 1)[:-1]
+    for way, found in blocks.shared(counts.tolist(), len(x), H, I, B).items():
+        executor = Blockwise(B, sharding=way)
+        executor(x, ids, weights, experts)
+        if experts.has_gate or way != "H":
+            assert executor.exchanged == found.exchanged
+        half = 1 if way == "block" else 2
+        assert found.loads * half <= executor.weight_loads <= found.loads * 2
+        assert executor.tally.slots <= 2 * B * found.blocks
