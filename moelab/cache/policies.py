@@ -10,6 +10,10 @@ may also have
     forget(key)      told that a key left the cache or was not kept
     shape(L, E)      told once, before all else, how many layers and experts of each there are
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
+    prompted(counts) given when a prompt begins, a live int64 [L, E]: tokens of it that each expert gets; it stands
+                     still while the answer is decoded
+    prefilled(keys, n)  asked when a prompt has been read, if it has `prompted`, too: which of these keys, n at most,
+                     are to be in memory before the answer
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
 """
 
@@ -158,42 +162,6 @@ class Marking:
         self._unmarked.pop(key, None)
 
 
-class LeastStale:
-    """Stale experts first, then those of the layers whose next turn is furthest away.
-
-    After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the
-    last time that its layer ran. Among the stale, and then among the rest, the layer that ran last
-    goes first; within a layer, the least recently used. The paper's prefetching and its exact order
-    among the stale are left out."""
-
-    def __init__(self) -> None:
-        #: layer → key → last step, oldest first
-        self._layers: dict[int, dict[ExpertKey, int]] = {}
-        self._ran: dict[int, int] = {}
-        self._latest = 0
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        order = self._layers.setdefault(key.layer, {})
-        order.pop(key, None)
-        order[key] = self._ran[key.layer] = step
-        self._latest = key.layer
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        fresh = None
-        for layer in sorted(
-            self._layers, key=lambda layer: (layer <= self._latest, layer), reverse=True
-        ):
-            order = self._layers[layer]
-            key = next((key for key in order if key in resident), None)
-            if key is not None and order[key] < self._ran[layer]:
-                return key
-            fresh = fresh or key
-        return fresh
-
-    def forget(self, key: ExpertKey) -> None:
-        self._layers.get(key.layer, {}).pop(key, None)
-
-
 class FewestTokens(_ByPriority):
     """ZipMoE's own (§3.4): the expert that got the fewest tokens since the start goes, the newcomer
     included."""
@@ -205,6 +173,32 @@ class FewestTokens(_ByPriority):
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self.put(key, int(self._scores[key]))
+
+
+class Prompt(_ByPriority):
+    """The experts that got the most tokens of the prompt stay while it is answered.
+
+    Source: GPU-NDP §III-D, Fig. 7 (dataset-free prefetching). (1) The prefill counts. (2) Before the
+    answer, the most used are loaded, as many as there is memory for: of the model or, with a pool for
+    each layer, x of each, as in the paper. (3) Nothing that the prompt used less takes their place.
+    The paper has no cache during the prefill; here it keeps those that lead so far, so hardly any is
+    left to be loaded. Steps without phases are one prompt."""
+
+    selective = True
+
+    def prompted(self, counts: np.ndarray) -> None:
+        self._counts = counts
+        for key in [*self._priority]:
+            self.touch(key, 0)
+
+    def _rank(self, key: ExpertKey) -> tuple[int, int, int]:
+        return int(self._counts[key]), -key.layer, -key.expert
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self.put(key, self._rank(key))
+
+    def prefilled(self, keys: Iterable[ExpertKey], n: int) -> list[ExpertKey]:
+        return heapq.nlargest(n, (key for key in keys if self._counts[key]), key=self._rank)
 
 
 class Belady(_ByPriority):
@@ -248,12 +242,12 @@ POLICIES: dict[str, type | Entry] = {
     "lfu": LFU,
     "lrfu": LRFU,
     "marking": Marking,
-    "least-stale": LeastStale,
     "zipmoe": FewestTokens,
     "next-use": Entry(
         "moelab.cache.next_use:NextUse",
         "evicts what will be used last, by an estimate that learns while it runs",
     ),
+    "prompt": Prompt,
     "belady": Entry(
         Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True
     ),

@@ -20,7 +20,8 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, chain, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -115,6 +116,8 @@ class Residency:
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
+        self._prompt = np.zeros((L, E), np.int64)  # tokens of the latest prompt
+        self._phase = "prefill"
         self._make = make_policy(policy)
         self.clear()
         group = self._pools[0]
@@ -126,6 +129,47 @@ class Residency:
         self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
         places = accumulate(pools[state] for state in group)
         self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
+
+    def begin_forward(self, phase: str) -> list[Step]:
+        """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"). Returns steps
+        without tokens, one a layer: what a policy with `prefilled` wants to be loaded first."""
+        before, self._phase = self._phase, phase
+        if before == phase:
+            return []
+        if phase == "prefill":
+            self._prompt.fill(0)
+            self._tell_prompt()
+            return []
+        whole = [group.get(State.FULL) for group in self._groups if len(group) == 1]
+        choosing = [pool for pool in whole if pool and hasattr(pool.policy, "prefilled")]
+        scopes = [[keys] for keys in self._keys] if self.scope == "layer" else [self._keys]
+        return [step for of in zip(choosing, scopes) for step in self._refill(*of)]
+
+    def _tell_prompt(self) -> None:
+        for pool in (pool for group in self._groups for pool in group.values()):
+            if hasattr(pool.policy, "prompted"):
+                pool.policy.prompted(self._prompt)
+
+    def _refill(self, pool: Pool, keys: list[list[ExpertKey]]) -> list[Step]:
+        """Let a pool hold those of the keys that its policy chooses; whoever is there already stays
+        where there is room."""
+        wanted = dict.fromkeys(pool.policy.prefilled(chain.from_iterable(keys), pool.size))
+        lacking = sorted(wanted.keys() - pool.keys)
+        others = [key for key in pool.keys if key not in wanted]
+        evicted = others[: max(0, len(pool.keys) + len(lacking) - pool.size)]
+        for key in evicted:
+            pool.leave(key)
+        for key in lacking:
+            pool.keys[key] = None
+            pool.policy.touch(key, self._now)
+        self.counters.evictions += len(evicted)
+        steps = [
+            Step(layer, [Request(key, 0, State.MISSED, State.FULL) for key in of], [])
+            for layer, of in groupby(lacking, attrgetter("layer"))
+        ]
+        if steps:
+            steps[0].evicted.extend(evicted)
+        return steps
 
     def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
@@ -143,6 +187,8 @@ class Residency:
             keep = dict(zip(keys, before))
             evicted = []
         else:
+            for expert in experts if self._phase == "prefill" else ():
+                self._prompt[layer, expert] += tokens[expert]
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
                 self._scores[layer, experts] += counts * self._scores.size
@@ -174,6 +220,7 @@ class Residency:
                 policy.shape(self.L, self.E)
             if hasattr(policy, "follow"):
                 policy.follow(self._scores)
+        self._tell_prompt()
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
 

@@ -296,8 +296,7 @@ class Engine:
         operations; returns the time."""
         with self._one:
             self._require_sound()
-            with self.loader.changing():
-                self.controller.begin_forward(info.phase)
+            self._prepare(info.phase)
         self.decoding = info.phase == "decode"
         self._drafts = info.drafts
         if self.decoding and not exact and not self._far:
@@ -305,6 +304,20 @@ class Engine:
         self._used = self.loader.used
         self._began = self._idle_since = clock()
         return self._began
+
+    def _prepare(self, phase: str) -> None:
+        """Load what shall be there before a forward pass of this phase."""
+        with self.loader.changing():
+            steps = self.controller.begin_forward(phase)
+        for step in steps:
+            try:
+                with self.loader.changing():
+                    self.controller.load(step, self.loader.ready.put)
+                for _ in step.loads:
+                    self.loader.wait()
+            except BaseException:
+                self._broken = True
+                raise
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""

@@ -34,10 +34,11 @@ class StepController:
     log: EngineRun | None = None
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
-    def begin_forward(self, phase: str) -> None:
-        """A forward pass begins, "prefill" or "decode"."""
+    def begin_forward(self, phase: str) -> list[Step]:
+        """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it."""
         self.announced = None
         self.gate.begin_forward(phase)
+        return self.residency.begin_forward(phase)
 
     def end_forward(self, seconds: float | None) -> None:
         """It took so long (None: not to be compared with others, as it had drafts): what it has

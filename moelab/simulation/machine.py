@@ -89,6 +89,14 @@ class SimulatedMachine:
         there = [request.key for request in step.requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
 
+    def load(self, step: Step) -> None:
+        """Experts come that nothing is computed with yet."""
+        self._left = len(step.loads)
+
+    def loaded(self, key: ExpertKey) -> None:
+        """One of them is there."""
+        self._left -= 1
+
     def ready(self, key: ExpertKey) -> None:
         """An expert of the step is loaded."""
         self._ready.append([key])
@@ -100,6 +108,7 @@ class SimulatedMachine:
             self.now = self._running[0][0]
             while self._running and self._running[0][0] == self.now:
                 heappop(self._running)[2]()  # all that end together, before anything starts
+        self._wait(self.now)  # for what compute is not needed for
 
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
@@ -141,11 +150,17 @@ class SimulatedMachine:
         start = self.now
         if start > self._computed_until:
             start += self.machine.handover
-            waited = Event("compute", "wait", self._layer, -1, self._computed_until, start)
-            self._events.append(waited)
+            self._wait(start)
         only = keys[0].expert if len(keys) == 1 else -1
         end = start + self.delays.at_once([self._requests[key] for key in keys])
         self._compute(Event("compute", "expert", keys[0].layer, only, start, end), keys)
+
+    def _wait(self, until: float) -> None:
+        """Compute has had nothing to do since it computed."""
+        if until > self._computed_until:
+            waited = Event("compute", "wait", self._layer, -1, self._computed_until, until)
+            self._events.append(waited)
+            self._computed_until = until
 
     def _compute(self, event: Event, keys: Sequence[ExpertKey] = ()) -> None:
         self._compute_free = False

@@ -112,8 +112,11 @@ def simulate(
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
     for step, (tokens, phase, *drafts), predicted in passes:
+        for before in controller.begin_forward(phase):
+            simulated.load(before)
+            controller.load(before, simulated.loaded)
+            simulated.run()
         begun = simulated.now
-        controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
         controller.end_forward(None if any(drafts) else simulated.now - begun)
         done.append(Forward(begun, simulated.now, tokens, phase, *drafts))
