@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain, groupby
@@ -45,11 +45,13 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs, by ascending expert id; the experts that leave memory first."""
+    """What a layer's step needs, by ascending expert id; the experts that leave memory first; those
+    that are computed away from it."""
 
     layer: int
     requests: list[Request]
     evicted: list[ExpertKey]
+    away: list[Request] = field(default_factory=list)
 
     @cached_property
     def loads(self) -> list[Request]:
@@ -171,9 +173,9 @@ class Residency:
             steps[0].evicted.extend(evicted)
         return steps
 
-    def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
+    def begin(self, layer: int, tokens: Mapping[int, int], away: Set[int] = frozenset()) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
-        are evicted."""
+        are evicted. Those that are computed `away` from this memory are used, but do not come."""
         experts = sorted(tokens)
         try:
             keys = [self._keys[layer][expert] for expert in experts]
@@ -192,13 +194,16 @@ class Residency:
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
                 self._scores[layer, experts] += counts * self._scores.size
-            keep, evicted = self._place(layer, keys, before)
+            keep, evicted = self._place(layer, keys, before, away)
         self._count(keys, before, keep, evicted)
         self._now += 1
         requests = [
             Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)
         ]
-        return Step(layer, requests, evicted)
+        if not away:
+            return Step(layer, requests, evicted)
+        apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
+        return Step(layer, apart[0], evicted, apart[1])
 
     def fill(self) -> None:
         """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
@@ -248,7 +253,7 @@ class Residency:
         self.counters = CacheCounters()
 
     def _place(
-        self, layer: int, keys: list[ExpertKey], before: list[State]
+        self, layer: int, keys: list[ExpertKey], before: list[State], away: Set[int]
     ) -> tuple[dict[ExpertKey, State], list[ExpertKey]]:
         """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was
         evicted for it."""
@@ -261,11 +266,13 @@ class Residency:
             if goal is State.MISSED:
                 keep[key] = goal
                 continue
-            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):
-                moves.append((key, goal))  # only upward
-            else:
-                goal = state
+            comes = state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state)
+            goal = goal if comes else state
             group[goal].policy.touch(key, self._now)
+            if comes and key.expert in away:
+                group[goal].forget(key)
+            elif comes:  # only upward
+                moves.append((key, goal))
         if not math.isinf(self.margin):  # the best ranks choose first
             moves = deque(sorted(moves, key=lambda move: -self._scores[move[0]]))
         below = dict(zip(group, [*group][1:]))

@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -32,6 +33,7 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
+from moelab.offloading.host import Host
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
 from moelab.offloading.run import EngineRun
@@ -62,13 +64,21 @@ class Engine:
     loader : reads and decodes; closed with the engine.
     controller : decides, for the loader's queue.
     run : records what happens.
+    host : computes some experts where they lie, beside this, if the controller has a balance.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
+    def __init__(
+        self,
+        loader: Loader,
+        controller: StepController,
+        run: EngineRun,
+        host: Host | None = None,
+    ) -> None:
         self.loader = loader
+        self.host = host
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -79,6 +89,7 @@ class Engine:
         self._one = threading.Lock()  # one layer at a time
         self._idle_since: float | None = None  # in a forward: when experts were last computed
         self._drafts = 0  # in the forward
+        self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
         self._share = 0.0  # of a core that loading uses in a decode step, a running mean
         self._steps = 0  # that it is of
@@ -102,6 +113,8 @@ class Engine:
         self._one = threading.Lock()
         self._broken = True
         self.loader.forked()
+        if self.host is not None:
+            self.host.start()
 
     def close(self) -> None:
         """Stop the threads and let go of files and memory. What is running ends with an error."""
@@ -109,6 +122,8 @@ class Engine:
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
             self.loader.end()
+            if self.host is not None:
+                self.host.close()
             self._at_end.detach()
 
     # a layer
@@ -182,19 +197,53 @@ class Engine:
             return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
 
         E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        out = together(there, not loads) if there else torch.zeros_like(x)
+        aside = self._begin_aside(step.away, x, ids, weights, experts)
+        everything = not loads and not step.away
+        out = together(there, everything) if there else torch.zeros_like(x)
         if not self._far:
             late = self._as_loaded(loads)
             added = self._one_by_one(late, ids, weights, E, alone) if loads else []
             for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
                 out.index_add_(0, tokens, y)
-            return out
+            return out if aside is None else out.add_(self._from_aside(aside, experts.layer))
         while loads:
             late = [loads.pop(self.loader.wait())]
             while loads and not self.loader.ready.empty():
                 late.append(loads.pop(self.loader.wait()))
             out += together(late, False)
         return out
+
+    def _begin_aside(
+        self, away: list[Request], x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts
+    ) -> Future[Tensor] | None:
+        """Let the host compute these; [T, H]."""
+        if not away:
+            return None
+        host = self.host
+        host.dtype = x.dtype
+        there = host.experts(experts)
+        parts = {expert: rows for expert, *rows in assignments(ids, experts.num_experts)}
+
+        def compute() -> Tensor:
+            out = torch.zeros_like(x)
+            for request in away:
+                start = clock()
+                choice, tokens = parts[request.key.expert]
+                chosen = torch.full((len(tokens), 1), request.key.expert)
+                w = weights[tokens, choice][:, None]
+                out.index_add_(0, tokens, execute(host.executor, x[tokens], chosen, w, there))
+                self.timeline.add(Event("host", "expert", *request.key, start, clock()))
+            return out
+
+        return host.submit(compute)
+
+    def _from_aside(self, aside: Future[Tensor], layer: int) -> Tensor:
+        """What the host has computed, when it has."""
+        start = clock()
+        found = aside.result()
+        self._idle_since = clock()
+        self.timeline.add(Event("compute", "wait", layer, -1, start, self._idle_since))
+        return found
 
     def _one_by_one(
         self,
@@ -296,10 +345,11 @@ class Engine:
         operations; returns the time."""
         with self._one:
             self._require_sound()
+            self._events = len(self.timeline)
             self._prepare(info.phase)
         self.decoding = info.phase == "decode"
         self._drafts = info.drafts
-        if self.decoding and not exact and not self._far:
+        if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
         self._began = self._idle_since = clock()
@@ -333,7 +383,8 @@ class Engine:
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
         with self.loader.changing():
-            self.controller.end_forward(None if self._drafts else now - self._began)
+            took = None if self._drafts else now - self._began
+            self.controller.end_forward(took, self.timeline.since(self._events))
         return now
 
     def _narrow(self) -> None:
@@ -341,7 +392,8 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        if spare := int(self._share + 1 - SHARE):
+        others = 0 if self.host is None else self.host.threads
+        if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
 

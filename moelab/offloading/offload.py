@@ -29,11 +29,13 @@ from moelab.checkpoint.experts import CheckpointStore
 from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.link import PinnedReader
+from moelab.offloading.host import Host
+from moelab.offloading.hybrid import Balance
+from moelab.offloading.link import MemoryReader, PinnedReader
 from moelab.offloading.load_queue import order_of
 from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
+from moelab.offloading.run import EngineRun, EngineSettings, Timeline, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
     Sizes,
@@ -104,6 +106,15 @@ class Offloading:
     )
     bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
     verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
+    hybrid: int = option(
+        0,
+        "threads that compute missing experts where they lie, in the CPU's memory, which then holds all, "
+        "while others are sent (at bandwidth, if given): of each layer, as many as ends soonest by what "
+        "has been measured; not with exact, as last bits differ",
+        "memory",
+        type=whole(1),
+        metavar="N",
+    )
     device: str | torch.device | None = option(
         None,
         "where to compute: cpu (by default), or cuda, a GPU, whose memory --memory then is for",
@@ -128,6 +139,11 @@ class Offloading:
         if isinstance(self.plan, str):
             raise ValueError(
                 f"the plan is {self.plan!r}; it must be pools, or one of `moelab.zipmoe.planning.plans`"
+            )
+        if self.hybrid and (self.ahead or self.on.type != "cpu"):
+            raise ValueError(
+                f"hybrid is {self.hybrid}, with ahead={self.ahead} on {self.on}: nothing is prefetched "
+                "beside it, and both places that compute are threads of the CPU"
             )
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.mode == "pinned" and kind == "cpu":
@@ -181,7 +197,12 @@ def offload(
         if callable(delays):
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
+        host = None
         if not residency.holds_all:
+            if how.hybrid:
+                host = memory.host(reader)
+                unless_open.callback(host.close)
+                reader = MemoryReader(store, host.bytes, how.bandwidth)
             if callable(how.plan) and memory.sizes.sm:
                 memory = replace(memory, pools=how.plan(model, memory, delays))
                 residency = memory.residency()
@@ -189,8 +210,10 @@ def offload(
             unless_open.callback(loader.end)
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
-        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        engine = Engine(loader, controller, run)
+        balance = Balance(run.settings.sizes) if host else None
+        gate = PrefetchGate()
+        controller = StepController(residency, loader.queue, gate, order, run, balance=balance)
+        engine = Engine(loader, controller, run, host)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -227,6 +250,12 @@ class Memory:
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
         as_stored = compact and device.type == "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
+        if how.hybrid and not sizes.in_place:
+            raise ValueError(
+                f"hybrid computes experts where they lie, as they are stored, but those of "
+                f"{store.folder} are decoded first, or kept in parts: convert them with --codec raw or "
+                f"bf12, and give no plan"
+            )
         L = len(store.layers)
         E = max(len(layer.experts) for layer in store.layers)
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
@@ -256,7 +285,16 @@ class Memory:
         how = self.how
         if how.mode == "pinned":
             return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
-        return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
+        bandwidth = None if how.hybrid else how.bandwidth  # which is of the link, then
+        return Reader(self.store, how.mode, bandwidth=bandwidth, verify=how.verify)
+
+    def host(self, reader: Reader) -> Host:
+        """All experts in the CPU's memory, beside the budget."""
+        count = {"full": self.L * self.E, "e": 0, "sm": 0}
+        slots = Slots(self.store, count, self.sizes)
+        readers = threads_to_fill(slots, self.store.scratch)
+        loader = Loader(slots, reader, 0, Timeline(), readers=readers)
+        return Host(loader, self.how.hybrid)
 
     def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:
         """What loads the model's experts into this memory, and records it."""

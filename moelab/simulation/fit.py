@@ -8,7 +8,7 @@ was disturbed and counts as so long."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import fmean, median
@@ -43,6 +43,7 @@ def fitted(run: EngineRun, reads: bool = True) -> Machine:
         decide=_line(compute.decide),
         handover=_mean(compute.handover),
         predict=predict,
+        far=_line(compute.far),
     )
 
 
@@ -64,12 +65,15 @@ class _Compute:
     head : by tokens.    decide : by experts to load.    handover : of experts that were waited for.
     alone : one expert by itself, from the end of what was computed before, by its tokens.
     together : experts of one token in one call, by their number.
+    far : one expert where it lies, by its tokens.
     """
 
     def __init__(self) -> None:
         self.other: list[tuple[int, int, bool, float]] = []
         self.handover: list[float] = []
-        self.head, self.decide, self.alone, self.together = (defaultdict(list) for _ in range(4))
+        self.head, self.decide, self.alone, self.together, self.far = (
+            defaultdict(list) for _ in range(5)
+        )
 
     def add(
         self,
@@ -80,14 +84,19 @@ class _Compute:
     ) -> None:
         """One forward: its events, {expert: tokens} of each layer, and the layers that were
         predicted."""
+        far: Counter[int] = Counter()  # layer → experts that were computed where they lie
         loaded: dict[tuple[int, int], float] = {}  # (layer, expert) → the end of loading it
         for event in events:
-            if event.resource != "compute":
+            if event.resource == "host":
+                tokens_far = routed[event.layer][event.expert]
+                self.far[tokens_far].append(event.end - event.start)
+                far[event.layer] += 1
+            elif event.resource != "compute":
                 loaded[event[2:4]] = max(event.end, loaded.get(event[2:4], 0.0))
         compute = [event for event in events if event.resource == "compute"]
         for before, event, after in zip([None, *compute], compute, [*compute[1:], None]):
             seconds = event.end - event.start
-            if event.kind == "wait":
+            if event.kind == "wait" and event.expert >= 0:
                 since = max(loaded.get(event[2:4], event.end), event.start)
                 self.handover.append(max(event.end - since, 0.0))
             elif event.kind == "expert" and event.layer in routed:
@@ -97,7 +106,8 @@ class _Compute:
                     self.alone[wanted[event.expert]].append(gap + seconds)
                 elif max(wanted.values()) == 1:  # one call, of all that are not computed alone
                     calls = sum(e[1:3] == event[1:3] for e in compute)
-                    self.together[len(wanted) - calls + 1].append(seconds)
+                    n = len(wanted) - far[event.layer] - calls + 1
+                    self.together[n].append(seconds)
             elif event.kind == "other" and event.layer < 0:
                 self.head[tokens].append(seconds)
             elif event.kind == "other":

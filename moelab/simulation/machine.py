@@ -16,7 +16,7 @@ from moelab.cache.residency import Request, Step
 from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, read_name
 from moelab.simulation.costs import Machine
 
-DISK = -1
+DISK, HOST = -1, -2
 
 
 class SimulatedMachine:
@@ -30,6 +30,7 @@ class SimulatedMachine:
     slots : of each kind.
     resident : (key, state) of what is in memory.
     ahead : how many experts may be prefetched.
+    link : whether experts come over a link, not from a disk.
     """
 
     def __init__(
@@ -39,8 +40,10 @@ class SimulatedMachine:
         resident: Iterable[tuple[ExpertKey, State]] = (),
         ahead: int = 0,
         start: float = 0.0,
+        link: bool = False,
     ) -> None:
         self.machine = machine
+        self._source = "link" if link else "disk"
         self.delays = machine.delays
         number = {kind: count() for kind in KINDS}
         tensors = range(self.delays.N if self.delays.decode else 1)
@@ -61,6 +64,7 @@ class SimulatedMachine:
         }
         self.now = start
         self._events: list[Event] = []
+        self._told = 0
         self._running: list[tuple[float, int, Callable[[], None]]] = []  # heap of end, who, then
         self._disk_free = self._compute_free = True
         self._idle = list(range(machine.workers))
@@ -73,6 +77,11 @@ class SimulatedMachine:
         """All events so far, also those under way, in order of their start."""
         return sorted(self._events, key=lambda event: event.start)
 
+    def recent(self) -> list[Event]:
+        """Those since it was last asked."""
+        told, self._told = self._told, len(self._events)
+        return self._events[told:]
+
     def spend(self, layer: int, seconds: float) -> None:
         """Compute does something else than experts; disk and workers go on with what is
         prefetched."""
@@ -82,9 +91,17 @@ class SimulatedMachine:
             self.run()
 
     def begin(self, step: Step) -> None:
-        """A layer's step comes: its experts that are FULL can be computed."""
+        """A layer's step comes: its experts that are FULL can be computed, and those that are not
+        computed here."""
         self._layer = step.layer
-        self._left = len(step.requests)
+        self._left = len(step.requests) + len(step.away)
+        base, each = self.machine.far
+        start = self.now
+        for request in step.away:
+            end = start + base + each * request.tokens
+            aside = Event("host", "expert", *request.key, start, end)
+            self._begin(HOST, aside, lambda: self.loaded(None))
+            start = end
         self._requests = {request.key: request for request in step.requests}
         there = [request.key for request in step.requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
@@ -93,8 +110,8 @@ class SimulatedMachine:
         """Experts come that nothing is computed with yet."""
         self._left = len(step.loads)
 
-    def loaded(self, key: ExpertKey) -> None:
-        """One of them is there."""
+    def loaded(self, key: ExpertKey | None) -> None:
+        """One of them is there, or was computed elsewhere."""
         self._left -= 1
 
     def ready(self, key: ExpertKey) -> None:
@@ -133,7 +150,7 @@ class SimulatedMachine:
             self.queue.read_done(load, kinds, nbytes)
 
         end = self.now + seconds
-        read = Event("disk", read_name(kinds), *load.key, self.now, end, nbytes)
+        read = Event(self._source, read_name(kinds), *load.key, self.now, end, nbytes)
         self._begin(DISK, read, then)
 
     def _decode(self, load: Load, tensor: Any, operation: str) -> None:
