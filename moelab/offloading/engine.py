@@ -64,21 +64,15 @@ class Engine:
     loader : reads and decodes; closed with the engine.
     controller : decides, for the loader's queue.
     run : records what happens.
-    host : computes some experts where they lie, beside this, if the controller has a balance.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(
-        self,
-        loader: Loader,
-        controller: StepController,
-        run: EngineRun,
-        host: Host | None = None,
-    ) -> None:
+    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
         self.loader = loader
-        self.host = host
+        #: computes some experts where they lie, beside this
+        self.host = loader.reader if isinstance(loader.reader, Host) else None
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -113,8 +107,6 @@ class Engine:
         self._one = threading.Lock()
         self._broken = True
         self.loader.forked()
-        if self.host is not None:
-            self.host.start()
 
     def close(self) -> None:
         """Stop the threads and let go of files and memory. What is running ends with an error."""
@@ -122,8 +114,6 @@ class Engine:
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
             self.loader.end()
-            if self.host is not None:
-                self.host.close()
             self._at_end.detach()
 
     # a layer
@@ -197,15 +187,16 @@ class Engine:
             return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
 
         E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        aside = self._begin_aside(step.away, x, ids, weights, experts)
-        everything = not loads and not step.away
-        out = together(there, everything) if there else torch.zeros_like(x)
+        away = [request.key.expert for request in step.away]
+        if away:
+            aside = self.host.submit(self.host.compute, experts, away, x, ids, weights)
+        out = together(there, not (loads or away)) if there else torch.zeros_like(x)
         if not self._far:
             late = self._as_loaded(loads)
             added = self._one_by_one(late, ids, weights, E, alone) if loads else []
             for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
                 out.index_add_(0, tokens, y)
-            return out if aside is None else out.add_(self._from_aside(aside, experts.layer))
+            return self._from_host(aside, step.away, out) if away else out
         while loads:
             late = [loads.pop(self.loader.wait())]
             while loads and not self.loader.ready.empty():
@@ -213,37 +204,15 @@ class Engine:
             out += together(late, False)
         return out
 
-    def _begin_aside(
-        self, away: list[Request], x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts
-    ) -> Future[Tensor] | None:
-        """Let the host compute these; [T, H]."""
-        if not away:
-            return None
-        host = self.host
-        host.dtype = x.dtype
-        there = host.experts(experts)
-        parts = {expert: rows for expert, *rows in assignments(ids, experts.num_experts)}
-
-        def compute() -> Tensor:
-            out = torch.zeros_like(x)
-            for request in away:
-                start = clock()
-                choice, tokens = parts[request.key.expert]
-                chosen = torch.full((len(tokens), 1), request.key.expert)
-                w = weights[tokens, choice][:, None]
-                out.index_add_(0, tokens, execute(host.executor, x[tokens], chosen, w, there))
-                self.timeline.add(Event("host", "expert", *request.key, start, clock()))
-            return out
-
-        return host.submit(compute)
-
-    def _from_aside(self, aside: Future[Tensor], layer: int) -> Tensor:
-        """What the host has computed, when it has."""
+    def _from_host(self, aside: Future, away: list[Request], out: Tensor) -> Tensor:
+        """Add what the host computes meanwhile, when it has."""
         start = clock()
-        found = aside.result()
+        found, times = aside.result()
         self._idle_since = clock()
-        self.timeline.add(Event("compute", "wait", layer, -1, start, self._idle_since))
-        return found
+        self.timeline.add(Event("compute", "wait", away[0].key.layer, -1, start, self._idle_since))
+        for request, (begin, end) in zip(away, times):
+            self.timeline.add(Event("host", "expert", *request.key, begin, end))
+        return out.add_(found)
 
     def _one_by_one(
         self,

@@ -1,5 +1,5 @@
 """A second place that computes: all experts in the CPU's memory, as they are stored, and threads that
-compute some of them there, while others are sent over a link (`hybrid`).
+compute some of them there, while others are sent over a link (`moelab.offloading.hybrid`).
 
 On a machine without a GPU both places are groups of threads of one CPU, and the link is a copy from
 memory to memory, throttled to `bandwidth`: so a scheduler for two devices runs, and is measured, on
@@ -8,8 +8,8 @@ what people have."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
@@ -17,52 +17,70 @@ import torch
 from torch import Tensor
 
 from moelab.base.registry import make
-from moelab.models.experts import SeamExperts
-from moelab.offloading.loading import Loader, fill
+from moelab.models.experts import SeamExperts, assignments, execute
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone
-from moelab.store.reader import cast
+from moelab.store.layout import ExpertStore
+from moelab.store.reader import Chunks, Reader, cast
 
 
-class Host:
-    """All experts of a store in memory, and `threads` that compute there.
+class Host(Reader):
+    """Reads experts from a slot for each, and computes with them there.
 
-    loader : of a slot for each expert; it is done when this is made.
-    dtype : of the hidden states."""
+    held : (layer, expert) → its slot; filled and verified.
+    threads : that compute.    bandwidth : bytes a second at which experts are read.
+    """
 
-    def __init__(self, loader: Loader, threads: int) -> None:
-        fill(loader)
-        loader.stop()
-        self.slots: Slots = loader.slots
-        self._slot = {key: slots["full"] for key, slots in loader.queue.held.items()}
-        self.threads, self.dtype = threads, torch.get_default_dtype()
+    def __init__(
+        self,
+        store: ExpertStore,
+        slots: Slots,
+        held: dict[tuple[int, int], int],
+        threads: int,
+        bandwidth: float | None,
+    ) -> None:
+        self.slots, self.held, self.threads = slots, held, threads
         self.executor = make("executor", "fast")
-        self._layers: dict[int, SeamExperts] = {}
-        self.start()
+        super().__init__(store, "buffered", bandwidth, verify=False)
 
-    def start(self) -> None:
-        """Begin with a thread of its own, also in a forked process."""
-        self._thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
+    def forked(self) -> None:
+        """A thread of its own, also in a child process."""
+        super().forked()
+        thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
+        self.submit, self._end = thread.submit, thread.shutdown
 
     def close(self) -> None:
-        self._thread.shutdown()
+        """End the thread when it has done what it is at."""
+        self._end()
+        super().close()
 
-    def submit(self, compute: Callable[[], Tensor]) -> Future[Tensor]:
-        """Compute there, after what has been submitted before."""
-        return self._thread.submit(compute)
+    def read_parts(
+        self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
+    ) -> list[Chunks]:
+        """As of `Reader`."""
+        start = time.perf_counter()
+        (chunks,) = (self._chunks(layer, expert, *part) for part in parts.items())
+        chunks.data[:] = self.slots.bytes("full", self.held[layer, expert])[: len(chunks.data)]
+        self._count(len(chunks.data), start)
+        return [chunks]
 
-    def bytes(self, layer: int, expert: int) -> np.ndarray:
-        """An expert as it is stored: uint8."""
-        return self.slots.bytes("full", self._slot[layer, expert])
+    def compute(
+        self, layer: SeamExperts, chosen: list[int], x: Tensor, ids: Tensor, weights: Tensor
+    ) -> tuple[Tensor, list[tuple[float, float]]]:
+        """What these experts contribute, [T, H]; and when each was computed."""
 
-    def experts(self, experts: SeamExperts) -> SeamExperts:
-        """A layer's experts, whose weights are those that lie here."""
-        if (here := self._layers.get(experts.layer)) is None:
-            here = self._layers[experts.layer] = copy.copy(experts)
-            here.source = self
-        return here
+        def tensors(layer: int, expert: int) -> dict[str, Tensor]:
+            found = self.slots.tensors(self.held[layer, expert], layer, expert, reuse=True)
+            return cast(found, x.dtype)
 
-    def __call__(self, layer: int, expert: int) -> dict[str, Tensor]:
-        """The tensors of an expert, as a source of the seam; valid until the next call."""
-        tensors = self.slots.tensors(self._slot[layer, expert], layer, expert, reuse=True)
-        return cast(tensors, self.dtype)
+        here = copy.copy(layer)
+        here.source = tensors
+        parts = {expert: rows for expert, *rows in assignments(ids, layer.num_experts)}
+        out, times = torch.zeros_like(x), [time.perf_counter()]
+        for expert in chosen:
+            choice, tokens = parts[expert]
+            alone = torch.full((len(tokens), 1), expert)
+            w = weights[tokens, choice][:, None]
+            out.index_add_(0, tokens, execute(self.executor, x[tokens], alone, w, here))
+            times.append(time.perf_counter())
+        return out, list(zip(times, times[1:]))

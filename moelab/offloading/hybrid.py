@@ -15,7 +15,7 @@ time grows with each and far time falls, so where they cross is found by bisecti
 where all experts have as many tokens, as in decoding; else it may be off by about one expert's time.
 
 No time is asked from a clock here: an engine and a simulation tell `Balance` the events of each forward
-pass, and whatever has not been measured lately counts as nothing, so it is tried. Left out: what a
+pass. What has not been measured counts as nothing, so it is tried; all is measured anew now and then. Left out: what a
 transfer is worth to later tokens, and prefetching.
 
 A GPU is driven alike: near events are "compute", copies "link", experts on the CPU "host", and `trip` is
@@ -25,19 +25,19 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from statistics import median
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from statistics import fmean, median
 from typing import NamedTuple
+
+import numpy as np
 
 from moelab.base.specs import Event
 
-#: (units, seconds), in ascending order
-Points = tuple[tuple[float, float], ...]
-RECENT = 16  # measurements of a kind that a median is of
-STALE = 64  # forward passes after which one that was not repeated is forgotten
+#: seconds as base + per unit
+Linear = tuple[float, float]
+LONG = 3
+RECENT = 16  # measurements, of as many units, that count
+ANEW = 256  # forward passes after which everything is measured anew
 
 
 class Wanted(NamedTuple):
@@ -48,8 +48,7 @@ class Wanted(NamedTuple):
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """Seconds that were measured, launches included; nothing where nothing was.
 
     link : of an expert's transfer, by bytes.
@@ -57,22 +56,22 @@ class Rates:
     trip : of a layer's activations to the far place and back, if it computes any.
     """
 
-    link: Points = ()
-    near: Points = ()
-    far: Points = ()
+    link: Linear = (0.0, 0.0)
+    near: Linear = (0.0, 0.0)
+    far: Linear = (0.0, 0.0)
     trip: float = 0.0
 
+    def sent(self, one: Wanted) -> float:
+        """Seconds of an expert on the link."""
+        return self.link[0] + self.link[1] * one.nbytes if one.nbytes else 0.0
 
-@lru_cache(4096)
-def seconds(points: Points, n: float) -> float:
-    """On straight lines between points, in proportion beyond the last, and as the first below it."""
-    for (a, low), (b, high) in pairwise(points):
-        if a <= n <= b:
-            return low + (high - low) * (n - a) / (b - a)
-    if not points:
-        return 0.0
-    (first, least), (last, most) = points[0], points[-1]
-    return least if n < first else most * n / last
+    def here(self, one: Wanted) -> float:
+        """Seconds of computing an expert at the near place."""
+        return self.near[0] + self.near[1] * one.tokens
+
+    def there(self, one: Wanted) -> float:
+        """Seconds of computing an expert where it lies."""
+        return self.far[0] + self.far[1] * one.tokens
 
 
 def near_seconds(those: Iterable[Wanted], rates: Rates) -> float:
@@ -80,23 +79,22 @@ def near_seconds(those: Iterable[Wanted], rates: Rates) -> float:
     most tokens (Johnson 1954: the best order, as all take as long over the link)."""
     arrived = done = 0.0
     for one in sorted(those, key=lambda one: (one.nbytes > 0, -one.tokens)):
-        if one.nbytes:
-            arrived += seconds(rates.link, one.nbytes)
-        done = max(done, arrived) + seconds(rates.near, one.tokens)
+        arrived += rates.sent(one)
+        done = max(done, arrived) + rates.here(one)
     return done
 
 
 def far_seconds(those: Collection[Wanted], rates: Rates) -> float:
     """Until the far place has computed these, one after another."""
-    return bool(those) * rates.trip + sum(seconds(rates.far, one.tokens) for one in those)
+    return bool(those) * rates.trip + sum(map(rates.there, those))
 
 
 def split(wanted: Iterable[Wanted], rates: Rates) -> tuple[list[Wanted], list[Wanted]]:
     """(those to compute near, those to compute where they lie) of a layer's experts."""
 
     def gain(one: Wanted) -> float:
-        here = max(seconds(rates.near, one.tokens), one.nbytes and seconds(rates.link, one.nbytes))
-        return seconds(rates.far, one.tokens) / here if here else float("inf")
+        here = max(rates.here(one), rates.sent(one))
+        return rates.there(one) / here if here else float("inf")
 
     order = sorted(wanted, key=lambda one: (-gain(one), one.nbytes, -one.tokens, one.expert))
 
@@ -119,19 +117,23 @@ class Balance:
         self, sizes: Sequence[Sequence[int]], rates: Iterable[Rates] | None = None
     ) -> None:
         self.sizes, self.rates = sizes, Rates()
-        self._given: Iterator[Rates] | None = None if rates is None else iter(rates)
-        self._forward = 0
-        #: of what, how many units, about → (units, seconds) lately; and in which forward last
-        self._seen: dict[tuple[str, int], deque[tuple[float, float]]] = {}
-        self._latest: dict[tuple[str, int], int] = {}
+        self._given = None if rates is None else iter(rates)
+        self._forwards = 0
+        #: of what → units → seconds
+        self._seen: dict[str, dict[float, deque[float]]] = {}
+        self._tokens: dict[tuple[int, int], int] = {}  # (layer, expert) → computed far
         self._near: dict[int, list[int]] = {}  # layer → tokens of the experts that it computes near
-        self._far: dict[tuple[int, int], int] = {}  # (layer, expert) → its tokens
 
     def begin_forward(self) -> Rates:
         """What decides in this forward pass."""
-        self._far.clear()
+        self._tokens.clear()
         if self._given is not None:
             self.rates = next(self._given)
+        if self._forwards % ANEW == 0:
+            self._seen = {
+                what: defaultdict(lambda: deque(maxlen=RECENT)) for what in ("link", "near", "far")
+            }
+        self._forwards += 1
         return self.rates
 
     def away(self, layer: int, tokens: Mapping[int, int], there: Collection[int]) -> set[int]:
@@ -141,33 +143,41 @@ class Balance:
             self.rates,
         )
         self._near[layer] = [one.tokens for one in near]
-        self._far |= {(layer, one.expert): one.tokens for one in far}
+        self._tokens |= {(layer, one.expert): one.tokens for one in far}
         return {one.expert for one in far}
 
     def end_forward(self, events: Iterable[Event]) -> None:
         """What happened in the forward pass: the next one is decided by it, too."""
-        self._forward += 1
         near: dict[int, float] = defaultdict(float)
         for event in events:
             took = event.end - event.start
             if event.resource == "link":
-                self._add("link", event.bytes, took)
+                self._seen["link"][event.bytes].append(took)
             elif event.resource == "host":
-                self._add("far", self._far.get(event[2:4], 1), took)
+                self._seen["far"][self._tokens.get(event[2:4], 1)].append(took)
             elif event.kind == "expert":
                 near[event.layer] += took
-        for layer, took in near.items():
-            n = len(self._near[layer])
-            self._add("near", sum(self._near[layer]) / n, took / n)
-        for what in [of for of, last in self._latest.items() if last < self._forward - STALE]:
-            del self._seen[what], self._latest[what]
-        self.rates = Rates(*map(self._points, ("link", "near", "far")), self.rates.trip)
+        for layer, took in near.items():  # several at once are one event
+            tokens = self._near[layer]
+            self._seen["near"][fmean(tokens)].append(took / len(tokens))
+        self.rates = Rates(*map(line, self._seen.values()), self.rates.trip)
 
-    def _add(self, what: str, units: float, took: float) -> None:
-        key = what, int(units).bit_length()
-        self._seen.setdefault(key, deque(maxlen=RECENT)).append((units, took))
-        self._latest[key] = self._forward
 
-    def _points(self, what: str) -> Points:
-        known = [zip(*of) for (kind, _), of in self._seen.items() if kind == what]
-        return tuple(sorted((median(units), median(took)) for units, took in known))
+def mean(seconds: Collection[float]) -> float:
+    """The mean, 0 of nothing."""
+    longest = LONG * median(seconds) if seconds else 0.0
+    return fmean(min(one, longest) for one in seconds) if seconds else 0.0
+
+
+def line(samples: Mapping[float, Collection[float]]) -> Linear:
+    """(base, per unit) of seconds by a number, neither negative: through the mean of the number
+    that came most."""
+    points = {n: mean(seconds) for n, seconds in samples.items()}
+    if not points:
+        return 0.0, 0.0
+    often = max(points, key=lambda n: len(samples[n]))
+    each = 0.0
+    if len(points) > 1:
+        weights = [len(samples[n]) ** 0.5 for n in points]
+        each = max(np.polyfit([*points], [*points.values()], 1, w=weights)[0].item(), 0.0)
+    return max(points[often] - each * often, 0.0), each

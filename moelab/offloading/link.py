@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -124,33 +124,6 @@ def host_memory(n: int, device: torch.device, owner: Any) -> np.ndarray:
 
 def _unpin(memory: np.ndarray) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
-
-
-class MemoryReader(Reader):
-    """Reads experts from where they lie in memory, at no more than `bandwidth` bytes a second: a link
-    between two places of one machine.
-
-    find : (layer, expert) → uint8, as they are stored, verified."""
-
-    def __init__(
-        self,
-        store: ExpertStore,
-        find: Callable[[int, int], np.ndarray],
-        bandwidth: float | None = None,
-    ) -> None:
-        super().__init__(store, "buffered", bandwidth, verify=False)
-        self._find = find
-
-    def read_parts(
-        self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
-    ) -> list[Chunks]:
-        """As of `Reader`."""
-        start = time.perf_counter()
-        found = [self._chunks(layer, expert, part, buffer) for part, buffer in parts.items()]
-        for chunks in found:
-            chunks.data[:] = self._find(layer, expert)[: len(chunks.data)]
-        self._count(sum(len(chunks.data) for chunks in found), start)
-        return found
 
 
 class PinnedReader(Reader):

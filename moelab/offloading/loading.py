@@ -24,7 +24,8 @@ from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
-from moelab.offloading.link import MemoryReader, PinnedReader
+from moelab.offloading.host import Host
+from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
@@ -87,7 +88,7 @@ class Loader:
             in_place=self.in_place,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._source = "link" if isinstance(reader, MemoryReader) else "disk"
+        self._source = "link" if isinstance(reader, Host) else "disk"
         self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
         self._sends = self._lands and isinstance(reader, PinnedReader)
         self._readers = 0 if self._sends else readers

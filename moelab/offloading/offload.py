@@ -31,7 +31,7 @@ from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
-from moelab.offloading.link import MemoryReader, PinnedReader
+from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import order_of
 from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
 from moelab.offloading.prefetch_gate import PrefetchGate
@@ -197,12 +197,10 @@ def offload(
         if callable(delays):
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
-        host = None
         if not residency.holds_all:
             if how.hybrid:
-                host = memory.host(reader)
-                unless_open.callback(host.close)
-                reader = MemoryReader(store, host.bytes, how.bandwidth)
+                reader = memory.host(reader)
+                unless_open.callback(reader.close)
             if callable(how.plan) and memory.sizes.sm:
                 memory = replace(memory, pools=how.plan(model, memory, delays))
                 residency = memory.residency()
@@ -210,10 +208,10 @@ def offload(
             unless_open.callback(loader.end)
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
-        balance = Balance(run.settings.sizes) if host else None
-        gate = PrefetchGate()
-        controller = StepController(residency, loader.queue, gate, order, run, balance=balance)
-        engine = Engine(loader, controller, run, host)
+        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
+        if isinstance(reader, Host):
+            controller.balance = Balance(run.settings.sizes)
+        engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -294,7 +292,11 @@ class Memory:
         slots = Slots(self.store, count, self.sizes)
         readers = threads_to_fill(slots, self.store.scratch)
         loader = Loader(slots, reader, 0, Timeline(), readers=readers)
-        return Host(loader, self.how.hybrid)
+        fill(loader)
+        loader.stop()
+        held = {key: of["full"] for key, of in loader.queue.held.items()}
+        reader.close()
+        return Host(self.store, slots, held, self.how.hybrid, self.how.bandwidth)
 
     def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:
         """What loads the model's experts into this memory, and records it."""

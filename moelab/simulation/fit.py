@@ -11,16 +11,13 @@ from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf
-from statistics import fmean, median
-
-import numpy as np
 
 from moelab.base.specs import Event
+from moelab.offloading.hybrid import line, mean
 from moelab.offloading.load_queue import USES
 from moelab.offloading.run import EngineRun
-from moelab.simulation.costs import Delays, Linear, Machine
+from moelab.simulation.costs import Delays, Machine
 
-LONG = 3
 DECODES = (*USES, "check")
 
 
@@ -38,12 +35,12 @@ def fitted(run: EngineRun, reads: bool = True) -> Machine:
     return Machine(
         _delays(run, compute, reads),
         run.settings.workers,
-        other=_line(before),
-        head=_line(compute.head),
-        decide=_line(compute.decide),
-        handover=_mean(compute.handover),
+        other=line(before),
+        head=line(compute.head),
+        decide=line(compute.decide),
+        handover=mean(compute.handover),
         predict=predict,
-        far=_line(compute.far),
+        far=line(compute.far),
     )
 
 
@@ -125,7 +122,7 @@ class _Compute:
         for tokens, layer, asked, seconds in self.other:
             if tokens == least and layer:
                 took[asked].append(seconds)
-        return max(_mean(took[True]) - _mean(took[False]), 0.0) if len(took) == 2 else 0.0
+        return max(mean(took[True]) - mean(took[False]), 0.0) if len(took) == 2 else 0.0
 
 
 def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
@@ -151,11 +148,11 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
     decode = sum(decoding.values()) / loads
     apart = decoding["decompress"] + decoding["recover"]
     recover = decode * decoding["recover"] / apart if apart else 0.0
-    whole = _mean([rate for of in rates.values() for rate in of]) if nbytes else inf
-    base, token = _line(compute.alone)
+    whole = mean([rate for of in rates.values() for rate in of]) if nbytes else inf
+    base, token = line(compute.alone)
     return Delays(
-        e_read=e_bytes * (_mean(rates["read E"]) or whole),
-        sm_read=sm_bytes * (_mean(rates["read SM"]) or whole) if sm_bytes else 0.0,
+        e_read=e_bytes * (mean(rates["read E"]) or whole),
+        sm_read=sm_bytes * (mean(rates["read SM"]) or whole) if sm_bytes else 0.0,
         decompress=decode - recover,
         recover=recover,
         expert_base=base,
@@ -164,25 +161,5 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
         e_bytes=round(e_bytes),
         sm_bytes=round(sm_bytes),
         experts_bytes=run.settings.experts_bytes,
-        together=tuple((n, _mean(compute.together[n])) for n in sorted(compute.together) if n > 1),
+        together=tuple((n, mean(compute.together[n])) for n in sorted(compute.together) if n > 1),
     )
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    """The mean, 0 of nothing."""
-    longest = LONG * median(seconds) if seconds else 0.0
-    return fmean(min(one, longest) for one in seconds) if seconds else 0.0
-
-
-def _line(samples: Mapping[int, Sequence[float]]) -> Linear:
-    """(base, per unit) of seconds by a number, neither negative: through the mean of the number
-    that came most."""
-    points = {n: _mean(seconds) for n, seconds in samples.items()}
-    if not points:
-        return 0.0, 0.0
-    often = max(points, key=lambda n: len(samples[n]))
-    each = 0.0
-    if len(points) > 1:
-        weights = [len(samples[n]) ** 0.5 for n in points]
-        each = max(np.polyfit([*points], [*points.values()], 1, w=weights)[0].item(), 0.0)
-    return max(points[often] - each * often, 0.0), each

@@ -30,7 +30,7 @@ class SimulatedMachine:
     slots : of each kind.
     resident : (key, state) of what is in memory.
     ahead : how many experts may be prefetched.
-    link : whether experts come over a link, not from a disk.
+    source : where experts come from, "disk" or "link".
     """
 
     def __init__(
@@ -40,10 +40,10 @@ class SimulatedMachine:
         resident: Iterable[tuple[ExpertKey, State]] = (),
         ahead: int = 0,
         start: float = 0.0,
-        link: bool = False,
+        source: str = "disk",
     ) -> None:
         self.machine = machine
-        self._source = "link" if link else "disk"
+        self._source = source
         self.delays = machine.delays
         number = {kind: count() for kind in KINDS}
         tensors = range(self.delays.N if self.delays.decode else 1)
@@ -63,8 +63,7 @@ class SimulatedMachine:
             for kind in ("decompress", "recover", "decode")
         }
         self.now = start
-        self._events: list[Event] = []
-        self._told = 0
+        self.events: list[Event] = []
         self._running: list[tuple[float, int, Callable[[], None]]] = []  # heap of end, who, then
         self._disk_free = self._compute_free = True
         self._idle = list(range(machine.workers))
@@ -75,12 +74,7 @@ class SimulatedMachine:
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
-        return sorted(self._events, key=lambda event: event.start)
-
-    def recent(self) -> list[Event]:
-        """Those since it was last asked."""
-        told, self._told = self._told, len(self._events)
-        return self._events[told:]
+        return sorted(self.events, key=lambda event: event.start)
 
     def spend(self, layer: int, seconds: float) -> None:
         """Compute does something else than experts; disk and workers go on with what is
@@ -176,7 +170,7 @@ class SimulatedMachine:
         """Compute has had nothing to do since it computed."""
         if until > self._computed_until:
             waited = Event("compute", "wait", self._layer, -1, self._computed_until, until)
-            self._events.append(waited)
+            self.events.append(waited)
             self._computed_until = until
 
     def _compute(self, event: Event, keys: Sequence[ExpertKey] = ()) -> None:
@@ -196,4 +190,4 @@ class SimulatedMachine:
         """`who` begins something, and `then` has done it; of those that end together the disk is
         first, compute last."""
         heappush(self._running, (event.end, who, then))
-        self._events.append(event)
+        self.events.append(event)

@@ -110,13 +110,14 @@ def simulate(
         slot_counts(residency.pools, copies, staging or most),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
-        link=balance is not None,
+        source="link" if balance is not None else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
     for step, (tokens, phase, *drafts), predicted in passes:
+        told = len(simulated.events)
         for before in controller.begin_forward(phase):
             simulated.load(before)
             controller.load(before, simulated.loaded)
@@ -124,7 +125,7 @@ def simulate(
         begun = simulated.now
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
         took = None if any(drafts) else simulated.now - begun
-        controller.end_forward(took, simulated.recent())
+        controller.end_forward(took, simulated.events[told:])
         done.append(Forward(begun, simulated.now, tokens, phase, *drafts))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
