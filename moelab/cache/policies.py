@@ -10,10 +10,9 @@ may also have
     forget(key)      told that a key left the cache or was not kept
     shape(L, E)      told once, before all else, how many layers and experts of each there are
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
-    prompted(counts) given when a prompt begins, a live int64 [L, E]: tokens of it that each expert gets; it stands
-                     still while the answer is decoded
-    prefilled(keys, n)  asked when a prompt has been read, if it has `prompted`, too: which of these keys, n at most,
-                     are to be in memory before the answer
+    turn(phase, counts, n)  told when a prompt begins ("prefill") and before its answer ("decode"), with a live Counter:
+                     tokens of the prompt by key, which stands still meanwhile; then returns which of its keys, n at
+                     most, are to be in memory before the answer, else nothing: ()
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
 """
 
@@ -186,19 +185,17 @@ class Prompt(_ByPriority):
 
     selective = True
 
-    def prompted(self, counts: np.ndarray) -> None:
+    def turn(self, phase: str, counts: Mapping[ExpertKey, int], n: int) -> Collection[ExpertKey]:
         self._counts = counts
         for key in [*self._priority]:
             self.touch(key, 0)
-
-    def _rank(self, key: ExpertKey) -> tuple[int, int, int]:
-        return int(self._counts[key]), -key.layer, -key.expert
+        return heapq.nlargest(n, counts, key=self._rank) if phase == "decode" else ()
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self.put(key, self._rank(key))
 
-    def prefilled(self, keys: Iterable[ExpertKey], n: int) -> list[ExpertKey]:
-        return heapq.nlargest(n, (key for key in keys if self._counts[key]), key=self._rank)
+    def _rank(self, key: ExpertKey) -> tuple[int, int, int]:
+        return self._counts[key], -key.layer, -key.expert
 
 
 class Belady(_ByPriority):

@@ -16,11 +16,11 @@ so the δ ranks past the first pool, which are that pool's by their threshold, a
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping, Set
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, chain, groupby
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -118,8 +118,6 @@ class Residency:
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
-        self._prompt = np.zeros((L, E), np.int64)  # tokens of the latest prompt
-        self._phase = "prefill"
         self._make = make_policy(policy)
         self.clear()
         group = self._pools[0]
@@ -134,29 +132,21 @@ class Residency:
 
     def begin_forward(self, phase: str) -> list[Step]:
         """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"). Returns steps
-        without tokens, one a layer: what a policy with `prefilled` wants to be loaded first."""
-        before, self._phase = self._phase, phase
-        if before == phase:
-            return []
-        if phase == "prefill":
-            self._prompt.fill(0)
-            self._tell_prompt()
-            return []
-        whole = [group.get(State.FULL) for group in self._groups if len(group) == 1]
-        choosing = [pool for pool in whole if pool and hasattr(pool.policy, "prefilled")]
-        scopes = [[keys] for keys in self._keys] if self.scope == "layer" else [self._keys]
-        return [step for of in zip(choosing, scopes) for step in self._refill(*of)]
+        without tokens, one a layer: what a policy with `turn` wants to be loaded first."""
+        steps: list[Step] = []
+        for group, counts in zip(self._groups, self._prompts) if phase != self._phase else ():
+            if phase == "prefill":
+                counts.clear()
+            for pool in group.values():
+                if hasattr(pool.policy, "turn"):
+                    wanted = pool.policy.turn(phase, counts, pool.size)
+                    steps += self._refill(pool, wanted) if [*group] == [State.FULL] else []
+        self._phase = phase
+        return steps
 
-    def _tell_prompt(self) -> None:
-        for pool in (pool for group in self._groups for pool in group.values()):
-            if hasattr(pool.policy, "prompted"):
-                pool.policy.prompted(self._prompt)
-
-    def _refill(self, pool: Pool, keys: list[list[ExpertKey]]) -> list[Step]:
-        """Let a pool hold those of the keys that its policy chooses; whoever is there already stays
-        where there is room."""
-        wanted = dict.fromkeys(pool.policy.prefilled(chain.from_iterable(keys), pool.size))
-        lacking = sorted(wanted.keys() - pool.keys)
+    def _refill(self, pool: Pool, wanted: Collection[ExpertKey]) -> list[Step]:
+        """Let a pool of whole experts hold the wanted ones; who is there stays if there is room."""
+        lacking = sorted({*wanted} - pool.keys.keys())
         others = [key for key in pool.keys if key not in wanted]
         evicted = others[: max(0, len(pool.keys) + len(lacking) - pool.size)]
         for key in evicted:
@@ -165,12 +155,10 @@ class Residency:
             pool.keys[key] = None
             pool.policy.touch(key, self._now)
         self.counters.evictions += len(evicted)
-        steps = [
-            Step(layer, [Request(key, 0, State.MISSED, State.FULL) for key in of], [])
-            for layer, of in groupby(lacking, attrgetter("layer"))
-        ]
-        if steps:
-            steps[0].evicted.extend(evicted)
+        steps = []
+        for layer, of in groupby(lacking, attrgetter("layer")):
+            loads = [Request(key, 0, State.MISSED, State.FULL) for key in of]
+            steps.append(Step(layer, loads, [] if steps else evicted))
         return steps
 
     def begin(self, layer: int, tokens: Mapping[int, int], away: Set[int] = frozenset()) -> Step:
@@ -189,8 +177,10 @@ class Residency:
             keep = dict(zip(keys, before))
             evicted = []
         else:
-            for expert in experts if self._phase == "prefill" else ():
-                self._prompt[layer, expert] += tokens[expert]
+            if self._phase == "prefill":
+                self._prompts[layer % len(self._prompts)].update(
+                    {key: tokens[key.expert] for key in keys}
+                )
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
                 self._scores[layer, experts] += counts * self._scores.size
@@ -200,8 +190,6 @@ class Residency:
         requests = [
             Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)
         ]
-        if not away:
-            return Step(layer, requests, evicted)
         apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
         return Step(layer, apart[0], evicted, apart[1])
 
@@ -225,7 +213,10 @@ class Residency:
                 policy.shape(self.L, self.E)
             if hasattr(policy, "follow"):
                 policy.follow(self._scores)
-        self._tell_prompt()
+        #: of each group, tokens of the latest prompt by expert
+        self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
+        self._phase = ""
+        self.begin_forward("prefill")
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
 

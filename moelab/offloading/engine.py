@@ -119,14 +119,19 @@ class Engine:
     # a layer
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        with self._one:
-            self._require_sound()
+        with self._one, self._sound():
             self.computes_in = x.dtype  # which is another if the model was cast
-            try:
-                return self._step(x, ids, weights, experts)
-            except BaseException:
-                self._broken = True
-                raise
+            return self._step(x, ids, weights, experts)
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        """An error within the block leaves the engine broken."""
+        self._require_sound()
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
     def _require_sound(self) -> None:
         """Raise what ends a generation between two layers; after an error, start anew."""
@@ -189,14 +194,15 @@ class Engine:
         E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
         away = [request.key.expert for request in step.away]
         if away:
-            aside = self.host.submit(self.host.compute, experts, away, x, ids, weights)
+            given = experts, away, x, ids, weights, self.timeline.add
+            aside = self.host.submit(self.host.compute, *given)
         out = together(there, not (loads or away)) if there else torch.zeros_like(x)
         if not self._far:
             late = self._as_loaded(loads)
             added = self._one_by_one(late, ids, weights, E, alone) if loads else []
             for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
                 out.index_add_(0, tokens, y)
-            return self._from_host(aside, step.away, out) if away else out
+            return out.add_(self._from_host(aside, experts.layer)) if away else out
         while loads:
             late = [loads.pop(self.loader.wait())]
             while loads and not self.loader.ready.empty():
@@ -204,15 +210,13 @@ class Engine:
             out += together(late, False)
         return out
 
-    def _from_host(self, aside: Future, away: list[Request], out: Tensor) -> Tensor:
-        """Add what the host computes meanwhile, when it has."""
+    def _from_host(self, aside: Future[Tensor], layer: int) -> Tensor:
+        """What the host has computed meanwhile, when it has."""
         start = clock()
-        found, times = aside.result()
+        found = aside.result()
         self._idle_since = clock()
-        self.timeline.add(Event("compute", "wait", away[0].key.layer, -1, start, self._idle_since))
-        for request, (begin, end) in zip(away, times):
-            self.timeline.add(Event("host", "expert", *request.key, begin, end))
-        return out.add_(found)
+        self.timeline.add(Event("compute", "wait", layer, -1, start, self._idle_since))
+        return found
 
     def _one_by_one(
         self,
@@ -312,10 +316,15 @@ class Engine:
     def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
-        with self._one:
-            self._require_sound()
+        with self._one, self._sound():
             self._events = len(self.timeline)
-            self._prepare(info.phase)
+            with self.loader.changing():
+                steps = self.controller.begin_forward(info.phase)
+            for step in steps:  # what shall be there before
+                with self.loader.changing():
+                    self.controller.load(step, self.loader.ready.put)
+                for _ in step.loads:
+                    self.loader.wait()
         self.decoding = info.phase == "decode"
         self._drafts = info.drafts
         if (self.decoding or self.host) and not exact and not self._far:
@@ -323,20 +332,6 @@ class Engine:
         self._used = self.loader.used
         self._began = self._idle_since = clock()
         return self._began
-
-    def _prepare(self, phase: str) -> None:
-        """Load what shall be there before a forward pass of this phase."""
-        with self.loader.changing():
-            steps = self.controller.begin_forward(phase)
-        for step in steps:
-            try:
-                with self.loader.changing():
-                    self.controller.load(step, self.loader.ready.put)
-                for _ in step.loads:
-                    self.loader.wait()
-            except BaseException:
-                self._broken = True
-                raise
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""

@@ -61,17 +61,15 @@ class Rates(NamedTuple):
     far: Linear = (0.0, 0.0)
     trip: float = 0.0
 
-    def sent(self, one: Wanted) -> float:
-        """Seconds of an expert on the link."""
-        return self.link[0] + self.link[1] * one.nbytes if one.nbytes else 0.0
 
-    def here(self, one: Wanted) -> float:
-        """Seconds of computing an expert at the near place."""
-        return self.near[0] + self.near[1] * one.tokens
+def at(line: Linear, n: float) -> float:
+    """Seconds of n units."""
+    return line[0] + line[1] * n
 
-    def there(self, one: Wanted) -> float:
-        """Seconds of computing an expert where it lies."""
-        return self.far[0] + self.far[1] * one.tokens
+
+def over_link(one: Wanted, rates: Rates) -> float:
+    """Seconds of an expert's transfer, if it needs one."""
+    return at(rates.link, one.nbytes) if one.nbytes else 0.0
 
 
 def near_seconds(those: Iterable[Wanted], rates: Rates) -> float:
@@ -79,22 +77,22 @@ def near_seconds(those: Iterable[Wanted], rates: Rates) -> float:
     most tokens (Johnson 1954: the best order, as all take as long over the link)."""
     arrived = done = 0.0
     for one in sorted(those, key=lambda one: (one.nbytes > 0, -one.tokens)):
-        arrived += rates.sent(one)
-        done = max(done, arrived) + rates.here(one)
+        arrived += over_link(one, rates)
+        done = max(done, arrived) + at(rates.near, one.tokens)
     return done
 
 
 def far_seconds(those: Collection[Wanted], rates: Rates) -> float:
     """Until the far place has computed these, one after another."""
-    return bool(those) * rates.trip + sum(map(rates.there, those))
+    return bool(those) * rates.trip + sum(at(rates.far, one.tokens) for one in those)
 
 
 def split(wanted: Iterable[Wanted], rates: Rates) -> tuple[list[Wanted], list[Wanted]]:
     """(those to compute near, those to compute where they lie) of a layer's experts."""
 
     def gain(one: Wanted) -> float:
-        here = max(rates.here(one), rates.sent(one))
-        return rates.there(one) / here if here else float("inf")
+        here = max(at(rates.near, one.tokens), over_link(one, rates))
+        return at(rates.far, one.tokens) / here if here else float("inf")
 
     order = sorted(wanted, key=lambda one: (-gain(one), one.nbytes, -one.tokens, one.expert))
 
@@ -117,33 +115,27 @@ class Balance:
         self, sizes: Sequence[Sequence[int]], rates: Iterable[Rates] | None = None
     ) -> None:
         self.sizes, self.rates = sizes, Rates()
-        self._given = None if rates is None else iter(rates)
+        self._given = rates and iter(rates)
         self._forwards = 0
-        #: of what → units → seconds
-        self._seen: dict[str, dict[float, deque[float]]] = {}
-        self._tokens: dict[tuple[int, int], int] = {}  # (layer, expert) → computed far
-        self._near: dict[int, list[int]] = {}  # layer → tokens of the experts that it computes near
+        #: layer → its experts that are computed near, and far
+        self._placed: dict[int, tuple[list[Wanted], list[Wanted]]] = {}
 
     def begin_forward(self) -> Rates:
         """What decides in this forward pass."""
-        self._tokens.clear()
         if self._given is not None:
             self.rates = next(self._given)
-        if self._forwards % ANEW == 0:
-            self._seen = {
-                what: defaultdict(lambda: deque(maxlen=RECENT)) for what in ("link", "near", "far")
-            }
+        if self._forwards % ANEW == 0:  # units → seconds
+            self._link, self._near, self._far = (
+                defaultdict(lambda: deque(maxlen=RECENT)) for _ in range(3)
+            )
         self._forwards += 1
         return self.rates
 
     def away(self, layer: int, tokens: Mapping[int, int], there: Collection[int]) -> set[int]:
         """The experts of {expert: tokens} to compute where they lie; `there` are in near memory."""
-        near, far = split(
-            (Wanted(e, n, 0 if e in there else self.sizes[layer][e]) for e, n in tokens.items()),
-            self.rates,
-        )
-        self._near[layer] = [one.tokens for one in near]
-        self._tokens |= {(layer, one.expert): one.tokens for one in far}
+        sizes = self.sizes[layer]
+        wanted = [Wanted(e, n, 0 if e in there else sizes[e]) for e, n in tokens.items()]
+        _, far = self._placed[layer] = split(wanted, self.rates)
         return {one.expert for one in far}
 
     def end_forward(self, events: Iterable[Event]) -> None:
@@ -152,15 +144,17 @@ class Balance:
         for event in events:
             took = event.end - event.start
             if event.resource == "link":
-                self._seen["link"][event.bytes].append(took)
+                self._link[event.bytes].append(took)
             elif event.resource == "host":
-                self._seen["far"][self._tokens.get(event[2:4], 1)].append(took)
+                far = self._placed[event.layer][1]
+                tokens = sum(one.tokens for one in far if one.expert == event.expert)
+                self._far[tokens].append(took)
             elif event.kind == "expert":
                 near[event.layer] += took
         for layer, took in near.items():  # several at once are one event
-            tokens = self._near[layer]
-            self._seen["near"][fmean(tokens)].append(took / len(tokens))
-        self.rates = Rates(*map(line, self._seen.values()), self.rates.trip)
+            tokens = [one.tokens for one in self._placed[layer][0]]
+            self._near[fmean(tokens)].append(took / len(tokens))
+        self.rates = Rates(line(self._link), line(self._near), line(self._far), self.rates.trip)
 
 
 def mean(seconds: Collection[float]) -> float:

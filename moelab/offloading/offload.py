@@ -35,7 +35,7 @@ from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import order_of
 from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.run import EngineRun, EngineSettings, Timeline, experts_bytes
+from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import (
     Sizes,
@@ -181,7 +181,7 @@ def offload(
     build = partial(opening.build, checkpoint, how.dtype, external=True)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
-        reader = memory.reader()
+        reader = memory.reader(how.hybrid and not residency.holds_all)
         unless_open.callback(reader.close)
         if residency.holds_all:
             beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))
@@ -198,9 +198,6 @@ def offload(
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
         if not residency.holds_all:
-            if how.hybrid:
-                reader = memory.host(reader)
-                unless_open.callback(reader.close)
             if callable(how.plan) and memory.sizes.sm:
                 memory = replace(memory, pools=how.plan(model, memory, delays))
                 residency = memory.residency()
@@ -279,24 +276,13 @@ class Memory:
         how = self.how
         return Residency(self.L, self.E, self.pools, how.cache, how.scope)
 
-    def reader(self) -> Reader:
+    def reader(self, hybrid: int) -> Reader:
         how = self.how
         if how.mode == "pinned":
             return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
-        bandwidth = None if how.hybrid else how.bandwidth  # which is of the link, then
-        return Reader(self.store, how.mode, bandwidth=bandwidth, verify=how.verify)
-
-    def host(self, reader: Reader) -> Host:
-        """All experts in the CPU's memory, beside the budget."""
-        count = {"full": self.L * self.E, "e": 0, "sm": 0}
-        slots = Slots(self.store, count, self.sizes)
-        readers = threads_to_fill(slots, self.store.scratch)
-        loader = Loader(slots, reader, 0, Timeline(), readers=readers)
-        fill(loader)
-        loader.stop()
-        held = {key: of["full"] for key, of in loader.queue.held.items()}
-        reader.close()
-        return Host(self.store, slots, held, self.how.hybrid, self.how.bandwidth)
+        if hybrid:
+            return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
+        return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
     def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:
         """What loads the model's experts into this memory, and records it."""

@@ -14,7 +14,8 @@ exact); intervals are of 95 %, over prompts. Loading is not overlapped with anyt
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ import torch
 from moelab.base.library import token_count
 from moelab.base.progress import progress
 from moelab.base.records import Record
-from moelab.base.specs import MoESpec
+from moelab.base.specs import ExpertKey, MoESpec
 from moelab.cache.policies import Prompt
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -41,6 +42,18 @@ from moelab.trace import DECODE, PREFILL, RoutingTrace
 #: arithmetic and knowledge stand for Fig. 6's GSM8K and MMLU
 SOURCES = ("arithmetic", "knowledge", "code")
 WAYS = ("dataset-free", "calibrated, same source", "calibrated, other sources")
+
+
+class Chosen(Prompt):
+    """As `Prompt`, but what is to be resident may be said: a mask [L, E] of all its instances."""
+
+    resident: np.ndarray | None = None
+
+    def turn(self, phase: str, counts: Mapping[ExpertKey, int], n: int) -> Collection[ExpertKey]:
+        if self.resident is not None:
+            layer = min(counts).layer
+            counts = Counter(ExpertKey(layer, int(e)) for e in np.flatnonzero(self.resident[layer]))
+        return super().turn(phase, counts, n)
 
 
 class Answer(NamedTuple):
@@ -76,7 +89,11 @@ class Prefetcher:
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
         checkpoint = Checkpoint.at(source)
         store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype())
-        self.spec, self.x, self.policy = store.spec, (x := x or store.spec.K), Prompt()
+        self.spec, self.x, self.policy = (
+            store.spec,
+            (x := x or store.spec.K),
+            type("Own", (Chosen,), {}),
+        )
         if not 1 <= x <= self.spec.E:
             raise ValueError(
                 f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched"
@@ -104,6 +121,7 @@ class Prefetcher:
         if steps < 1:
             raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
         offloading = self.model.moelab
+        self.policy.resident = None
         offloading.reset()
         with torch.inference_mode():
             out = self.model(input_ids=torch.tensor([list(ids)]), use_cache=True)
@@ -111,8 +129,8 @@ class Prefetcher:
             found = {}
             for name, way in choose.items():
                 resident = way(counts)
-                offloading.residency.begin_forward("prefill")  # as if it had been another's
-                self.policy.prompted(resident.astype(np.int64))
+                self.policy.resident = resident
+                offloading.residency.begin_forward("chosen")  # so that an answer begins anew
                 offloading.reset()
                 tokens = self._decode(out.logits, copy.deepcopy(out.past_key_values), steps)
                 counters, begin = offloading.residency.counters, offloading.forwards[0].start

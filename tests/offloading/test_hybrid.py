@@ -19,6 +19,7 @@ from moelab.offloading.hybrid import (
     Balance,
     Rates,
     Wanted,
+    at,
     far_seconds,
     near_seconds,
     split,
@@ -65,7 +66,7 @@ def test_no_way_is_faster_by_more_than_an_expert(wanted, link, near, far, trip):
     of = rates(link, near, far, trip)
     here, there = split(wanted, of)
     assert sorted(here + there) == sorted(wanted)
-    most = max(link + of.here(one) + of.there(one) for one in wanted)
+    most = max(link + at(of.near, one.tokens) + at(of.far, one.tokens) for one in wanted)
     assert took(here, there, of) <= best(wanted, of) + most + 1e-9
 
 
