@@ -107,12 +107,12 @@ def split(wanted: Iterable[Wanted], rates: Rates) -> tuple[list[Wanted], list[Wa
 class Balance:
     """Decides layer by layer which experts are computed where they lie.
 
-    sizes : [L][E] of bytes that a transfer takes.
+    sizes : [L][E] of bytes that an expert's reads transfer.
     rates : to go by, one for each forward pass; by default what has been measured until then.
     """
 
     def __init__(
-        self, sizes: Sequence[Sequence[int]], rates: Iterable[Rates] | None = None
+        self, sizes: Sequence[Sequence[tuple[int, ...]]], rates: Iterable[Rates] | None = None
     ) -> None:
         self.sizes, self.rates = sizes, Rates()
         self._given = rates and iter(rates)
@@ -134,7 +134,7 @@ class Balance:
     def away(self, layer: int, tokens: Mapping[int, int], there: Collection[int]) -> set[int]:
         """The experts of {expert: tokens} to compute where they lie; `there` are in near memory."""
         sizes = self.sizes[layer]
-        wanted = [Wanted(e, n, 0 if e in there else sizes[e]) for e, n in tokens.items()]
+        wanted = [Wanted(e, n, 0 if e in there else sum(sizes[e])) for e, n in tokens.items()]
         _, far = self._placed[layer] = split(wanted, self.rates)
         return {one.expert for one in far}
 

@@ -207,7 +207,7 @@ def offload(
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
         if isinstance(reader, Host):
-            controller.balance = Balance(run.settings.sizes)
+            controller.balance = Balance(run.settings.experts_bytes)
         engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 

@@ -56,11 +56,6 @@ class EngineSettings:
     device: str = "cpu"
 
     @property
-    def sizes(self) -> list[list[int]]:
-        """[L][E] of bytes that are read of an expert."""
-        return [list(map(sum, layer)) for layer in self.experts_bytes]
-
-    @property
     def mean_bytes(self) -> tuple[float, float]:
         """Of an expert's two reads; of a resident model's, all is in the first."""
         pairs = [pair for layer in self.experts_bytes for pair in layer]
@@ -192,13 +187,14 @@ class EngineRun(Recorded):
         of a part of the model that was called by itself."""
         self._steps: list[tuple[int, dict[int, int]]] = []
         self._predictions: list[tuple[int, list[int]]] = []
-        self._rates: Rates | None = None
+        #: what decides in the forward pass that begins
+        self.rating: Rates | None = None
 
     def end_forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
         self.steps.append(self._steps)
         self.predictions.append(self._predictions)
-        self.rates.append(self._rates)
+        self.rates.append(self.rating)
         self.begin_forward()
 
     def accepted(self, right: int) -> None:
@@ -208,10 +204,6 @@ class EngineRun(Recorded):
     def layer(self, layer: int, tokens: dict[int, int]) -> None:
         """A layer runs."""
         self._steps.append((layer, tokens))
-
-    def rated(self, rates: Rates) -> None:
-        """These decide in the forward pass that begins."""
-        self._rates = rates
 
     def predicted(self, layer: int, experts: list[int]) -> None:
         """Experts are announced for a layer to come."""

@@ -44,7 +44,7 @@ class StepController:
         if self.balance is not None:
             rates = self.balance.begin_forward()
             if self.log is not None:
-                self.log.rated(rates)
+                self.log.rating = rates
         return self.residency.begin_forward(phase)
 
     def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> None:

@@ -216,7 +216,7 @@ def replay(
         staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
-        balance=Balance(settings.sizes, rates) if rates else None,
+        balance=Balance(settings.experts_bytes, rates) if rates else None,
     )
 
 

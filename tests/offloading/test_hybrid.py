@@ -92,7 +92,7 @@ def test_eq_1_and_3_within_an_expert(T_w, T_g, T_n, T_a, K):
 
 
 def test_what_was_measured_decides_and_is_forgotten():
-    balance = Balance([[BYTES] * 4])
+    balance = Balance([[(BYTES, 0)] * 4])
     assert balance.begin_forward() == Rates()
     assert balance.away(0, {0: 1, 2: 3}, there={0}) == {0, 2}  # unknown: it is tried
     balance.end_forward([Event("host", "expert", 0, e, 0, 1 + e) for e in (0, 2)])
@@ -113,7 +113,7 @@ DELAYS = Delays(0.5, 0.0, 0.0, 0.0, 0.1, 0.01, e_bytes=BYTES)
 
 
 def play(steps, forwards, machine, told, pools, cache="lrfu"):
-    balance = Balance([[BYTES] * E] * L, None if told is None else [told] * len(steps))
+    balance = Balance([[(BYTES, 0)] * E] * L, None if told is None else [told] * len(steps))
     return simulate(steps, forwards, Residency(L, E, pools, cache), machine, balance=balance)
 
 
@@ -173,6 +173,25 @@ def models(tmp_path_factory):
     return open_model(folder / "model"), folder / "raw"
 
 
+@pytest.fixture(scope="module")
+def bf16(tmp_path_factory):
+    return tiny.save("qwen3_moe", tmp_path_factory.mktemp("bf16"), torch.bfloat16)
+
+
+@pytest.mark.parametrize("codec", ["bf12", None])
+def test_experts_are_computed_as_they_are_stored(bf16, codec, tmp_path):
+    """A codec that is read in place, and a checkpoint's own files."""
+    stored = convert(bf16, tmp_path / "store", codec) if codec else bf16
+    with (
+        open_model(stored, memory=0.5, hybrid=1, executor="fast") as model,
+        open_model(bf16) as eager,
+    ):
+        with torch.inference_mode():
+            ids = torch.arange(3, 20)[None]
+            torch.testing.assert_close(model(ids).logits, eager(ids).logits, rtol=0.05, atol=0.05)
+        assert model.moelab.metrics().busy["host"] > 0
+
+
 def aside(events):
     return [
         (e.layer, e.expert) for e in sorted(events, key=lambda e: e.start) if e.resource == "host"
@@ -208,7 +227,7 @@ def test_threads_and_the_simulator_decide_alike_and_the_output_is_the_models(
             replay(session.run, device="rtx-5080")
 
 
-def test_what_cannot_be_hybrid_says_so(models, tmp_path):
+def test_what_cannot_be_hybrid_says_so(models, bf16, tmp_path):
     _, store = models
     for how in (
         {"executor": "exact"},
@@ -217,9 +236,7 @@ def test_what_cannot_be_hybrid_says_so(models, tmp_path):
     ):
         with pytest.raises(ValueError, match="hybrid"):
             open_model(store, memory=0.5, hybrid=1, **how)
-    packed = convert(
-        tiny.save("qwen3_moe", tmp_path / "m", torch.bfloat16), tmp_path / "s", "huffman"
-    )
+    packed = convert(bf16, tmp_path / "s", "huffman")
     with pytest.raises(ValueError, match="hybrid"):
         open_model(packed, memory=0.5, hybrid=1, executor="fast")
     with open_model(store, memory=1.0, hybrid=1, executor="fast") as model:  # all are near
