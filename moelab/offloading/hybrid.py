@@ -115,7 +115,7 @@ class Balance:
         self, sizes: Sequence[Sequence[tuple[int, ...]]], rates: Iterable[Rates] | None = None
     ) -> None:
         self.sizes, self.rates = sizes, Rates()
-        self._given = rates and iter(rates)
+        self._given = None if rates is None else iter(rates)
         self._forwards = 0
         #: layer → its experts that are computed near, and far
         self._placed: dict[int, tuple[list[Wanted], list[Wanted]]] = {}
