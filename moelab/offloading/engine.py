@@ -34,6 +34,7 @@ from moelab.cache.residency import Request, Step
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
 from moelab.offloading.host import Host
+from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
 from moelab.offloading.run import EngineRun
@@ -73,6 +74,8 @@ class Engine:
         self.loader = loader
         #: computes some experts where they lie, beside this
         self.host = loader.reader if isinstance(loader.reader, Host) else None
+        if self.host is not None:
+            controller.balance = Balance(run.settings.experts_bytes)
         self.controller = controller
         self.residency = controller.residency
         self.run = run

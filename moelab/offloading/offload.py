@@ -30,7 +30,6 @@ from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.host import Host
-from moelab.offloading.hybrid import Balance
 from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import order_of
 from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
@@ -206,8 +205,6 @@ def offload(
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        if isinstance(reader, Host):
-            controller.balance = Balance(run.settings.experts_bytes)
         engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 

@@ -191,12 +191,6 @@ def replay(
             "a moelab.RoutingTrace"
         )
     settings = run.settings
-    rates = [rates for rates in run.rates if rates is not None]
-    if rates and device is not None:
-        raise ValueError(
-            "this run computed experts where they lie, at rates of its own machine, which a card does "
-            "not say: leave out device="
-        )
     policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
@@ -216,7 +210,7 @@ def replay(
         staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
-        balance=Balance(settings.experts_bytes, rates) if rates else None,
+        balance=Balance(settings.experts_bytes, run.rates) if any(run.rates) else None,
     )
 
 
@@ -233,6 +227,11 @@ def machine_of(
     """The machine where a run was, or what the card of a device says of another; parameters and
     errors as of `replay`. A run that has read nothing will do unless `reads`."""
     if device is not None:
+        if any(run.rates):
+            raise ValueError(
+                "this run computed experts where they lie, at rates of its own machine, which a card "
+                "does not say: leave out device="
+            )
         device = device if isinstance(device, DeviceSpec) else load_device(device)
         return _on_device(device, run)
     where = run.settings.device if run.settings.experts_bytes else "a model in memory"
