@@ -167,6 +167,12 @@ class OpenOptions(Offloading):
                 f"dense is {self.dense!r}; it must be one of {', '.join(DENSE)}, and only the executor "
                 f'"fast" computes with it'
             )
+        if self.hybrid and (self.executor == "exact" or self.prefetch not in ("auto", *NONE)):
+            raise ValueError(
+                f"hybrid with the executor {self.executor!r} and prefetch {self.prefetch!r}: experts that "
+                'are computed elsewhere are added up otherwise, so give executor="fast"; nothing is '
+                "prefetched beside it"
+            )
         _check("cache", self.cache)
         _check_device(self.device)
         _check("executor", self.executor)
@@ -190,7 +196,9 @@ class OpenOptions(Offloading):
         kernels = "kernels" if self.executor in AS_THEY_LIE else False
         return replace(
             self,
-            ahead=None if self.prefetch not in NONE and self.ahead == 0 else self.ahead,
+            ahead=None
+            if self.prefetch not in NONE and self.ahead == 0 and not self.hybrid
+            else self.ahead,
             compact=kernels if self.compact is None else self.compact,
             delays=quick_delays if self.delays is None else self.delays,
             plan=partial(auto_pools, self.parts.get("trace")) if self.plan == "auto" else self.plan,
