@@ -2,7 +2,7 @@
 baseline.
 
     moelab evaluate                                  the small model, moelab's own tasks
-    moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator FILE
+    moelab evaluate --modes hint:router,speculative:hybrid,router-free --estimator FILE
     moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
     moelab evaluate MODEL --modes npumoe,npumoe:order=router:slack=0.75 --calibration FILE
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import moelab
-from moelab.api import make_executor
+from moelab.api import make_executor, parts_of
 from moelab.base import registry
 from moelab.base.arguments import one_of, output, whole
 from moelab.base.files import results_root, write_json
@@ -43,7 +43,7 @@ from moelab.models.identity import identity
 from moelab.offloading.budget import memory
 from moelab.recording import record
 from moelab.speculate import MODES, PREDICTORS, Speculation, default_vectors, takes
-from moelab.speculate.estimator import Estimator
+from moelab.speculate.predictors import require_parts
 from moelab.store.layout import INDEX
 
 BASELINE = "baseline"
@@ -107,7 +107,12 @@ def _add_ways(add: Callable[..., Any]) -> None:
         metavar="B",
         help="texts a forward pass (%(default)s); 1 where an executor drops tokens",
     )
-    add("--estimator", type=Path, metavar="FILE", help="a trained one, for it and router-free")
+    add(
+        "--estimator",
+        metavar="FILE",
+        help="of `moelab train estimator`, for the predictors estimator and hybrid, and router-free",
+    )
+    add("--vectors", metavar="FILE", help="of `moelab train vectors`, else they are measured")
     add(
         "--calibration",
         type=Path,
@@ -212,16 +217,12 @@ def parse_mode(text: str, args: argparse.Namespace) -> tuple[str, Make, bool]:
             registry.make("executor", name, **options)
         return text, partial(_executing, name, options), lossless
     predictor = given or ("estimator" if mode == "router-free" else "quasi")
-    known = [name for name in PREDICTORS if "choice" not in takes(name)]
-    registry.require("predictor", predictor, known)
+    registry.require("predictor", predictor, PREDICTORS)
     if (mode == "router-free") > (predictor == "estimator"):
         raise ValueError(
             f"{text!r}: without routers only the estimator can choose experts; write router-free"
         )
-    if predictor == "estimator" and args.estimator is None:
-        raise ValueError(
-            f"{text} needs --estimator FILE: moelab.speculate.training.train makes one (notebook 04)"
-        )
+    require_parts(predictor, ("trace", *(("estimator", "choice") if args.estimator else ())))
 
     def speculating(model: Any, parts: Ingredients) -> Any:
         made = registry.make("predictor", predictor, model, **parts.of(predictor))
@@ -293,11 +294,14 @@ class Ingredients:
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         self.model, self.args, self.seed = model, args, args.seed
-        self.estimator = args.estimator and Estimator.load(args.estimator, model)
+        self.given = parts_of(args.estimator, args.vectors)
 
     def of(self, predictor: str) -> Record:
-        """Argument → value of what a predictor takes."""
-        return {name: getattr(self, name) for name in takes(predictor)}
+        """Argument → value of what a predictor takes and finds here."""
+        parts = (
+            (name, self.given.get(name) or getattr(self, name, None)) for name in takes(predictor)
+        )
+        return {name: part for name, part in parts if part is not None}
 
     @cached_property
     def prompts(self) -> list[questions.Prompt]:

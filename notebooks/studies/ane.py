@@ -12,13 +12,13 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.predict import DeviceModel
 from moelab.ane.systems import SYSTEMS
 from moelab.cards import load_model
 from moelab.viz import theme
-from moelab.viz.plotly_json import Figure
 
 from .ane_device import Modelled, fitted, prefill_of
 from .ane_popularity import assumed_counts, assumed_loads

@@ -96,9 +96,10 @@ def test_a_plan_answers_as_it_does_by_itself_and_says_what_it_drops(model, tmp_p
     "modes, message",
     [
         ("guess", "no mode 'guess'. There are: baseline, hint"),
-        ("hint:hybrid", "There are: router, quasi"),
+        ("hint:hybrid", "needs estimator= (--estimator FILE); `moelab train estimator MODEL FILE`"),
+        ("hint:psychic", "There are: router, quasi"),
         ("router-free:quasi", "only the estimator"),
-        ("router-free", "needs --estimator FILE"),
+        ("router-free", "needs estimator= (--estimator FILE); `moelab train estimator MODEL FILE`"),
         ("executor:fsat", "there is no executor"),
         ("executor:capacity:2", "OPTION=VALUE"),
         ("executor:capacity:colour=2", "colour"),
