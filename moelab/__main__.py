@@ -51,6 +51,11 @@ COMMANDS = {
         "say what this machine can do, what will run and what not",
         "",
     ),
+    "neuron": (
+        "moelab.neuron.commands",
+        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
+        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
+    ),
     "generate": (
         "moelab.generate",
         "generate text: in memory, within a memory budget, or on several processes",
@@ -82,6 +87,11 @@ COMMANDS = {
         "moelab.evaluation.calibrate",
         "count which experts a model's tokens visit, and keep the counts",
         "Qwen/Qwen3-30B-A3B qwen.safetensors",
+    ),
+    "train": (
+        "moelab.evaluation.train",
+        "train a predictor of experts, or measure its default vectors, and keep it",
+        "estimator Qwen/Qwen3-30B-A3B qwen.estimator.safetensors",
     ),
     "trace": (
         "moelab.evaluation.traces",

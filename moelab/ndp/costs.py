@@ -19,7 +19,6 @@ from functools import cached_property
 
 import numpy as np
 
-from moelab.base.configs import geometric_bytes
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.ndp.hardware import Hardware
 
@@ -36,7 +35,6 @@ class Costs:
     def __init__(self, spec: MoESpec, hardware: Hardware) -> None:
         self.spec = spec
         self.hardware = hardware
-        self.width = max(2.0, DTYPE_BYTES[spec.dtype])  # bytes a weight
 
     def transfer(self, pieces: int = 1) -> float:
         """Seconds of sending an expert to the GPU over the link, in so many messages."""
@@ -84,22 +82,6 @@ class Costs:
         )
         return np.where(n > 0, time, 0.0)
 
-    @cached_property
-    def dense_bytes(self) -> int:
-        """On the GPU, of all weights but the routed experts; in the model's dtype but at least 16
-        bits."""
-        return geometric_bytes(self.spec)
-
-    @cached_property
-    def head(self) -> int:
-        """Weights of the LM head, as many as of the input embedding."""
-        return self.spec.vocab * self.spec.H
-
-    @cached_property
-    def dense_params(self) -> float:
-        """Weights on the GPU that every token passes: all of these but the input embedding."""
-        return self.dense_bytes / self.width - self.head
-
     def kv_bytes(self, positions: int) -> int:
         """Bytes of keys and values of that many tokens, of all layers."""
         s = self.spec
@@ -111,21 +93,22 @@ class Costs:
         s = self.spec
         h = self.hardware
         attention = 2 * s.num_layers * s.heads * s.head_dim * S * S
-        flops = 2 * S * (self.dense_params - self.head) + 2 * self.head + attention
-        return max(flops / h.gpu_flops, (self.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth)
+        head = s.vocab * s.H
+        flops = 2 * S * (s.dense_params - head) + 2 * head + attention
+        return max(flops / h.gpu_flops, (s.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth)
 
     def dense_decode(self, positions: int) -> float:
         """Seconds of everything but the routed experts for a token with so many before it."""
-        weights = self.dense_params * self.width
+        weights = self.spec.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
         read = (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
-        return max(read, 2 * self.dense_params / self.hardware.gpu_flops)
+        return max(read, 2 * self.spec.dense_params / self.hardware.gpu_flops)
 
     def free_gpu_bytes(self, tokens: int) -> float:
         """Left beside weights, keys and values of that many tokens, and two experts' buffers for
         weights in transit."""
         return (
             self.hardware.gpu_memory
-            - self.dense_bytes
+            - self.spec.dense_bytes
             - self.kv_bytes(tokens)
             - 2 * self.spec.expert_bytes
         )

@@ -95,7 +95,9 @@ def test_x_grows_until_memory_is_full(E, memory):
     """Memory is filled a layer at a time, beside weights, keys and values, and two in transit."""
     costs = Costs(toy.spec(E=E, K=1), toy.machine(gpu_memory=memory))
     expert, x = 3 * 512 * 1024 * 2, 0
-    used = costs.dense_bytes + 64 * 2 * 2 * 2 * 2 * 64 + 2 * expert  # K and V, 2 heads of 64, bf16
+    used = (
+        costs.spec.dense_bytes + 64 * 2 * 2 * 2 * 2 * 64 + 2 * expert
+    )  # K and V, 2 heads of 64, bf16
     while x < E and used + 2 * expert <= memory:
         used, x = used + 2 * expert, x + 1
     assert experts_that_fit(costs, 64) == x

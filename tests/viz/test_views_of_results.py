@@ -93,7 +93,7 @@ def test_tiny_tensors_do_not_take_all_colours_of_the_map():
     known = [(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]
     part = survey.parts(small_model())[0]
     tree = [treemap.Node(str(v), "", "", nbytes, v, part) for v, nbytes in known]
-    marker = treemap.draw(tree, treemap.BOUND).traces[0]["marker"]
+    marker = treemap.draw(tree, treemap.BOUND).data[0].marker
     assert (marker["cmin"], marker["cmax"]) == (0.65, 0.67)
 
 
