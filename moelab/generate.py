@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from moelab.api import OpenOptions, open_model
+from moelab.api import NONE, OpenOptions, open_model
 from moelab.base import registry
 from moelab.base.arguments import output, whole
 from moelab.base.files import writable
@@ -210,6 +210,9 @@ def generate(
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         if other := not_followed(network):
             told = f"decoding greedily, not by its generation_config.json's {other}"
+            print(told, file=sys.stderr)
+        if opening.get("speculate") not in NONE:
+            told = "predictions are executed, which changes the text: moelab evaluate --modes says what it costs"
             print(told, file=sys.stderr)
     with network:
         made = _generate(network, prompt, max_new_tokens, parallel, stream, drafts)
