@@ -263,23 +263,25 @@ def _check_predictors(prefetch: Any, speculate: Any, given: Collection[str]) -> 
 def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> dict[str, Any]:
     """Of what is given, files or objects: the parts of predictors (`moelab.speculate.INGREDIENTS`).
     TypeError for what is neither."""
-    parts = {}
-    for name, given, load, kind in (
-        ("estimator", estimator, Estimator.load, Callable),
-        ("vectors", vectors, DefaultVectors.load, DefaultVectors),
-        ("calibration", calibration, Calibration.load, Calibration | RoutingTrace),
-    ):
-        if isinstance(given, str | Path):
-            given = load(given)
-        elif not isinstance(given, kind | None):
-            told = f"a file, or what {load.__qualname__} reads"
-            raise TypeError(f"the {name} is {given!r}; it must be {told}")
-        parts[name] = given
-    trained = parts["estimator"]
-    parts["trace"] = parts.pop("calibration")
-    parts["vectors"] = parts["vectors"] or getattr(trained, "vectors", None)
-    parts["choice"] = getattr(trained, "choice", None)
+    estimator = _read("estimator", estimator, Estimator, Callable)
+    vectors = _read("vectors", vectors, DefaultVectors, DefaultVectors)
+    parts = {
+        "estimator": estimator,
+        "choice": getattr(estimator, "choice", None),
+        "vectors": vectors or getattr(estimator, "vectors", None),
+        "trace": _read("calibration", calibration, Calibration, Calibration | RoutingTrace),
+    }
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def _read(name: str, given: Any, reader: Any, kind: Any) -> Any:
+    """What is given, read if it is a file."""
+    if isinstance(given, str | Path):
+        return reader.load(given)
+    if not isinstance(given, kind | None):
+        told = f"a file, or what {reader.__name__}.load reads"
+        raise TypeError(f"the {name} is {given!r}; it must be {told}")
+    return given
 
 
 def _check_device(device: Any) -> None:
