@@ -149,6 +149,10 @@ class OpenOptions(Offloading):
         _check("executor", self.executor)
         _check_predictors(self.prefetch, self.speculate, self.parts)
 
+    @property
+    def executes(self) -> bool:
+        return self.speculate not in NONE
+
     @cached_property
     def parts(self) -> dict[str, Any]:
         """What predictors are made of, files read, as far as it is given."""
@@ -201,7 +205,7 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
             calibration.require(identity(model), model.spec)
         if asked.executor != "exact":
             model.moelab.enter(_executing(model, asked.executor, calibration, asked.dense))
-        if asked.speculate not in NONE or asked.memory is not None and asked.prefetch not in NONE:
+        if asked.executes or asked.memory is not None and asked.prefetch not in NONE:
             model.moelab.enter(_predicting(model, asked.prefetch, asked.speculate, asked.parts))
         model.moelab.reset()  # of what was run to measure default vectors
         unless_open.pop_all()
