@@ -91,7 +91,7 @@ class OpenOptions(Offloading):
     speculate: Any = option(
         None,
         "execute the experts that this predicts for the next layer, in decode steps, without waiting "
-        "for its router: faster where experts are loaded, at a cost in accuracy that `moelab evaluate "
+        "for its router, so that what is loaded ahead is what runs; at a cost in accuracy that `moelab evaluate "
         "--modes speculative:NAME` measures; router-free: the estimator's, and routers do not run",
         names="predictor",
         also=(ROUTER_FREE, "none"),

@@ -50,7 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_ESTIMATOR,
         help="residual begins as the next router, appendix-a is the paper's (%(default)s)",
     )
-    add("--parameters", type=whole(1), default=150_000, metavar="N", help="(%(default)s)")
+    add(
+        "--parameters",
+        type=whole(1),
+        default=150_000,
+        metavar="N",
+        help="of the estimator (%(default)s)",
+    )
     add(
         "--train-tokens",
         type=whole(1),
