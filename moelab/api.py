@@ -19,15 +19,18 @@ from typing import Any
 
 import torch
 
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.opening import backend_for, open_beside, prompts_through
 from moelab.base import registry
 from moelab.base.library import passages, token_count
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
+from moelab.experts import AS_THEY_LIE
 from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
-from moelab.models import eager, plugged
+from moelab.models import discover, eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.offloading.budget import memory as budget
@@ -43,6 +46,7 @@ from moelab.speculate import (
     takes,
 )
 from moelab.speculate.predictors import require_parts
+from moelab.static.static import NEED_SALIENCY, ORDERS, OVERFLOW, Saliency
 from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
 from moelab.trace import RoutingTrace
@@ -51,6 +55,8 @@ from moelab.zipmoe.planner import auto_pools
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
+#: of an option in the docs, by what it needs
+MARKS = {"": "", "memory": "*", "ane": "**"}
 #: what `prefetch` may be for loading on demand, and `speculate` for what the routers choose
 NONE = (None, "none")
 #: what `speculate` may be to run no router where the estimator has predicted (§6.4)
@@ -130,19 +136,42 @@ class OpenOptions(Offloading):
         "external neither reads nor allocates the experts and supplies them one by one from the "
         "checkpoint, slowly, until another source is plugged in (moelab.models.plug)",
     )
+    ane: str | Path | None = option(
+        None,
+        "a folder of `moelab ane convert`: prompts run through its packages, by Core ML on a Mac and "
+        "elsewhere by an evaluator, and meanwhile the CPU computes the experts that the plan leaves to "
+        "it; it decodes, too, with experts read when they are needed, within --memory, by default what "
+        "the packages leave",
+        type=Path,
+        metavar="FOLDER",
+    )
+    overflow: str = option(
+        "prune",
+        "tokens beyond an expert's static capacity: prune drops them, pad launches the graph again",
+        "ane",
+        choices=OVERFLOW,
+    )
+    order: str = option("saliency", "which tokens prune drops first", "ane", choices=tuple(ORDERS))
 
     def __post_init__(self) -> None:
-        needing = [f for f in fields(self) if f.metadata["needs"]]
-        given = [f.name for f in needing if getattr(self, f.name) not in (f.default, None)]
-        if self.memory is None and given:
+        self._require_needed("memory", "for experts that are loaded when they are needed")
+        self._require_needed("ane", "for prompts through the packages of a Neural Engine")
+        registry.require("overflow", self.overflow, OVERFLOW)
+        registry.require("order", self.order, ORDERS)
+        if self.ane is not None and self.on.type != "cpu":
             raise ValueError(
-                f"{', '.join(given)}: for experts that are loaded when they are needed; give "
-                f"memory= (--memory), too"
+                f"the device is {str(self.device)!r}; beside a Neural Engine the CPU computes"
             )
         if self.dense is not None and (self.dense not in DENSE or self.executor != "fast"):
             raise ValueError(
                 f"dense is {self.dense!r}; it must be one of {', '.join(DENSE)}, and only the executor "
                 f'"fast" computes with it'
+            )
+        if self.hybrid and (self.executor == "exact" or self.prefetch not in ("auto", *NONE)):
+            raise ValueError(
+                f"hybrid with the executor {self.executor!r} and prefetch {self.prefetch!r}: experts that "
+                'are computed elsewhere are added up otherwise, so give executor="fast"; nothing is '
+                "prefetched beside it"
             )
         _check("cache", self.cache)
         _check_device(self.device)
@@ -158,12 +187,22 @@ class OpenOptions(Offloading):
         """What predictors are made of, files read, as far as it is given."""
         return parts_of(self.estimator, self.vectors, self.calibration)
 
+    def _require_needed(self, needs: str, purpose: str) -> None:
+        """ValueError for options without the one that they need; beside packages, experts are loaded
+        when they are needed."""
+        of = [f for f in fields(self) if f.metadata["needs"] == needs]
+        given = [f.name for f in of if getattr(self, f.name) not in (f.default, None)]
+        if given and self.ane is None and getattr(self, needs) is None:
+            raise ValueError(f"{', '.join(given)}: {purpose}; give {needs}= (--{needs}), too")
+
     def completed(self) -> OpenOptions:
         """With what follows from executor, prefetch and calibration, unless it is given."""
-        kernels = "kernels" if self.executor in ("fast", "gemv") else False
+        kernels = "kernels" if self.executor in AS_THEY_LIE else False
         return replace(
             self,
-            ahead=None if self.prefetch not in NONE and self.ahead == 0 else self.ahead,
+            ahead=None
+            if self.prefetch not in NONE and self.ahead == 0 and not self.hybrid
+            else self.ahead,
             compact=kernels if self.compact is None else self.compact,
             delays=quick_delays if self.delays is None else self.delays,
             plan=partial(auto_pools, self.parts.get("trace")) if self.plan == "auto" else self.plan,
@@ -184,12 +223,15 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
 
     Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache
     nor the network; ValueError for a dense model, an unknown architecture, a damaged or incomplete
-    checkpoint, a budget that is too small, an unknown name, another model's calibration or
-    predictor; TypeError for an unknown option."""
+    checkpoint, a budget that is too small, an unknown name, another model's calibration,
+    predictor or packages; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
         checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
-    if asked.memory is None:
+    if asked.ane is not None:
+        backend = backend_for(ConvertedModel(asked.ane))
+        model = open_beside(backend.converted, checkpoint, asked.memory, asked.completed())
+    elif asked.memory is None:
         model = open_checkpoint(
             checkpoint, experts=asked.experts, dtype=asked.dtype, device=asked.device
         )
@@ -205,17 +247,20 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
             calibration.require(identity(model), model.spec)
         if asked.executor != "exact":
             model.moelab.enter(_executing(model, asked.executor, calibration, asked.dense))
-        if asked.executes or asked.memory is not None and asked.prefetch not in NONE:
+        ahead = model.moelab.engine is not None and asked.prefetch not in NONE
+        if asked.executes or ahead:
             model.moelab.enter(_predicting(model, asked.prefetch, asked.speculate, asked.parts))
+        if asked.ane is not None:
+            model.moelab.enter(prompts_through(model, backend, asked.overflow, asked.order))
         model.moelab.reset()  # of what was run to measure default vectors
         unless_open.pop_all()
     return model
 
 
 open_model.__doc__ = "\n".join(
-    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only:"]
+    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only, ** with `ane`:"]
     + [
-        f"    {f.name}{'*' * bool(f.metadata['needs'])} : {f.metadata['purpose']} [{f.default!r}]"
+        f"    {f.name}{MARKS[f.metadata['needs']]} : {f.metadata['purpose']} [{f.default!r}]"
         for f in fields(OpenOptions)
     ]
 )
@@ -355,6 +400,8 @@ def _executing(
         else executor
     )
     with Patches() as patches:
+        if (saliency := getattr(run, "saliency", None)) is not None:
+            patches.enter_context(saliency)
         patches.enter_context(plugged(model, run or eager))
         if executor == "fast":
             patches.enter_context(FastDecode(model, dense=dense))
@@ -370,8 +417,10 @@ def make_executor(
     Static capacities ("tiered", "grouped") follow from the calibration, see `static.tiers`."""
     if name == "exact":
         return None
-    if name in ("tiered", "grouped") and not options:
-        options = executor_options(name, model.spec, calibration)
+    if name in ("tiered", "grouped") and not {"capacities", "groups"} & set(options):
+        options = executor_options(name, model.spec, calibration) | options
+        if options["overflow"] == "prune" and options.get("order", "saliency") in NEED_SALIENCY:
+            options.setdefault("saliency", Saliency(model, discover(model)))
     return registry.make("executor", name, **options)
 
 

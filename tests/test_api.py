@@ -65,8 +65,8 @@ def test_a_resident_model_says_the_steps_that_the_engine_sees(name, tmp_path):
             tokens(lm)
             runs.append(lm.moelab.run)
     assert runs[0].steps == runs[1].steps and len(runs[0].steps) > 1
-    assert [forward[2:] for forward in runs[0].forwards] == [
-        forward[2:] for forward in runs[1].forwards
+    assert [forward[2:6] for forward in runs[0].forwards] == [
+        forward[2:6] for forward in runs[1].forwards
     ]
 
 

@@ -165,14 +165,16 @@ def test_a_training_that_was_cut_off_goes_on_with_what_it_has(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     "parallel, executor",
-    [("ep", "neuron"), ("auto", "fast")],
+    [("tp", "neuron"), ("auto", "fast")],
 )
 def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
     alone = generate(max_new_tokens=8, dtype="float32")
     made = launch(generate, 2, None, None, 8, parallel, None, executor, "float32")
-    timed = {name: getattr(made[0], name) for name in ("seconds", "ttft", "tpot")}
+    timed = {name: getattr(made[0], name) for name in ("seconds", "ttft", "tpot", "cpu_seconds")}
     assert made[0] == replace(made[1], **timed)
     assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
+    others = sum(p.numel() * 4 for n, p in open_model().named_parameters() if ".experts." not in n)
+    assert (max(made[0].other_bytes) < others) == (parallel == "tp")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation import accuracy
-from moelab.evaluation.intervals import Interval, ratio
+from moelab.evaluation.intervals import Interval
 from moelab.evaluation.questions import REMEMBERED, prompts
 from moelab.offloading.session import Session
 from moelab.recording import record
@@ -51,6 +51,7 @@ from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 
 from .predictor_scores import Score, score
+from .ratios import ratio
 
 #: of all prompts
 SOURCES = ("code", "prose", "needle_multikey", "lookup")

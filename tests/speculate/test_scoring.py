@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab.evaluation.intervals import ratio
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
@@ -17,6 +16,7 @@ from moelab.speculate.training import choose
 from moelab.trace import DECODE, PREFILL
 from notebooks.studies.passes import walk
 from notebooks.studies.predictor_scores import Score, score
+from notebooks.studies.ratios import ratio
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
 

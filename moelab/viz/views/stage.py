@@ -18,6 +18,8 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from plotly.graph_objects import Figure
+
 from moelab.advice.machine import here
 from moelab.base.progress import progress
 from moelab.base.records import Rows
@@ -31,7 +33,6 @@ from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz import theme
 from moelab.viz.charts import finish, gantt, hover, pattern
 from moelab.viz.figures import kind_of
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import (
