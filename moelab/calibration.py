@@ -1,7 +1,7 @@
 """Calibration: expert popularity, counted offline from a trace (NPUMoE §3.3, §4.1).
 
 `calibrate(trace)` keeps the counts and the identity of their model. What needs the order of the
-tokens is computed from the trace: loads of prefill chunks (`notebooks/studies/chunk_loads.py`), experts that a
+tokens is computed from the trace: loads of prefill chunks (`notebooks/studies/chunks.py`), experts that a
 batch activates together (`notebooks/studies/popularity.py`)."""
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from moelab.evaluation import accuracy, questions
 from moelab.recording import record
 from moelab.trace import PREFILL, RoutingTrace
 
-from .chunk_loads import loads_of_ids
+from .chunks import loads_of_ids
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
 MODES = {

@@ -35,7 +35,7 @@ from moelab.evaluation.questions import prompts
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
 
-from .chunk_loads import chunk_loads
+from .chunks import chunk_loads
 
 #: two forms of one question, as different as two question-answering data sets: a buried fact, a
 #: claim about one

@@ -25,7 +25,7 @@ from moelab.ane.systems import (
 )
 from moelab.base.specs import MoESpec
 from notebooks.studies.ane_popularity import assumed_counts, assumed_loads
-from notebooks.studies.chunk_loads import loads_of_ids
+from notebooks.studies.chunks import loads_of_ids
 
 PHI, QWEN = cards.load_model("Phi-3.5-MoE"), cards.load_model("Qwen3-30B-A3B")
 SMALL = MoESpec("small", "test", 3, (0, 2), E=6, K=2, H=8, I=16, heads=2, kv_heads=1, head_dim=4)
