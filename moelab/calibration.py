@@ -70,17 +70,6 @@ class Calibration:
             f"Expert numbers mean nothing in another model: record and calibrate {spec.name} itself."
         )
 
-    def __add__(self, other: Calibration) -> Calibration:
-        """The calibration of both sets of prompts; ValueError if they are of different models."""
-        other.require(self.model_id, self.spec)
-        return Calibration(
-            self.counts_by_phase + other.counts_by_phase,
-            tuple(a + b for a, b in zip(self.tokens, other.tokens)),
-            self.spec,
-            self.model_id,
-            " + ".join(source for source in (self.source, other.source) if source),
-        )
-
     def save(self, path: str | Path) -> Path:
         """Write to `path` atomically (a .safetensors file); returns the path."""
         return save_tensors(

@@ -2,6 +2,7 @@
 
     moelab generate --prompt "the red fox" --max-new-tokens 40
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
+    moelab generate Qwen3-30B-A3B --ane FOLDER --prompt-file question.txt
     torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --tp 2
     torchrun --nproc-per-node 8 -m moelab generate Qwen3-30B-A3B --parallel auto
 
@@ -23,15 +24,15 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moelab.api import OpenOptions, make_predictor, open_model
+from moelab.api import OpenOptions, open_model
 from moelab.base import registry
 from moelab.base.arguments import output, whole
 from moelab.base.files import writable
-from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation.questions import prompts
@@ -40,15 +41,14 @@ from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread, variant_of
-from moelab.speculate import Estimator
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
 SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
-#: registered names that are not offered, since they need what no file has
-NOT_OFFERED = ("belady", "hybrid")
+#: a registered name that is not offered, since it needs the future
+NOT_OFFERED = ("belady",)
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,12 @@ class Generation:
     tpot: float | None
     hit_rate: float | None
     read_bytes_per_token: float | None
+    ttft_split: dict[str, float] | None  # these four as in `Metrics`, too
+    launches: int | None
+    cpu_seconds: float | None
+    energy: dict[str, float] | None
+    ane: str | None  # what ran the prompt's graphs
+    drop_rate: float | None  # share of a prompt's choices of experts that these had no room for
     expert_bytes: list[int]  # of routed experts, held by each rank; empty in one process
     other_bytes: list[int]  # of all other weights
     sent: dict[str, list[int]]  # label → bytes that each rank sent to others
@@ -78,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a checkpoint folder, a store or a hub id (default: the small model)",
     )
-    add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text = parser.add_mutually_exclusive_group().add_argument
+    text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
     add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     add(
         "--drafts",
@@ -88,12 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number, or auto for as many as are seen to be faster (default: none)",
     )
     _add_opening(parser)
-    add("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
-    add(
-        "--calibration",
-        metavar="FILE",
-        help="of `moelab calibrate`, for executors with capacities and for --plan auto",
-    )
     add(
         "--parallel",
         choices=(*VARIANTS, "auto"),
@@ -124,49 +126,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document")
 
 
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as text: {error}") from None
+
+
 def _drafts(text: str) -> int | str:
     return text if text == "auto" else whole(0)(text)
 
 
 def _add_opening(parser: argparse.ArgumentParser) -> None:
     """The options of `open_model`, and what their names are for at the end of --help."""
-    kinds = [parser.epilog or ""]
+    kinds = {}
     for name, of in OPENING.items():
         flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
             flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
-            kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
+            kinds[kind] = f"{kind}s:\n{registry.describe(kind, offered)}"
         if needs := of.metadata["needs"]:
             purpose = f"with --{needs}, {purpose}"
         if of.default is not None:
             purpose += f" (default: {of.default})"
         parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **flag)
-    parser.epilog = "\n\n".join(kinds)
+    parser.epilog = "\n\n".join([parser.epilog or "", *kinds.values()])
 
 
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    for needs, prefetch in (("estimator", "estimator"), ("calibration", "static")):
-        if args.prefetch == prefetch and getattr(args, needs) is None:
-            raise ValueError(
-                f"--prefetch {prefetch} needs --{needs} FILE; `moelab calibrate` makes a calibration, "
-                "moelab.speculate.train an estimator (notebook 04)"
-            )
-    if args.estimator is not None:
-        options["prefetch"] = lambda model: make_predictor(
-            model, "estimator", estimator=Estimator.load(args.estimator, model)
-        )
-    if args.calibration:
-        options["calibration"] = Calibration.load(args.calibration)
     shared = "RANK" in os.environ
     if not shared and (args.parallel or args.tp or args.sequence_router):
         raise ValueError(
             "--parallel, --tp and --sequence-router need several processes: torchrun --nproc-per-node 2 -m moelab "
             "generate --parallel auto …"
         )
-    alone = [of for of in (*OPENING, "calibration", "drafts") if of in options and of not in SHARED]
+    alone = [of for of in (*OPENING, "drafts") if of in options and of not in SHARED]
     if shared and alone:
         raise ValueError(
             f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
@@ -238,6 +235,8 @@ def generate(
     if stream:
         for reason in getattr(network, "reasons", ()):
             print(reason, file=sys.stderr)
+        if network.moelab.planned is not None:
+            print(f"prompts run by {network.moelab.planned.backend.name}", file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         if other := not_followed(network):
             told = f"decoding greedily, not by its generation_config.json's {other}"
@@ -282,6 +281,7 @@ def _generate(
         print("\033[0m", end="")
     tokens, found = out[0, length:].tolist(), network.moelab.metrics()
     held = spread(network) if parallel else dict(ranks=1, expert_bytes=[], other_bytes=[], sent={})
+    planned = network.moelab.planned
     return Generation(
         prompt,
         tokens,
@@ -292,12 +292,26 @@ def _generate(
         tpot=found.tpot,
         hit_rate=found.hit_rate,
         read_bytes_per_token=found.read_bytes_per_token,
+        ttft_split=found.ttft_split,
+        launches=found.launches,
+        cpu_seconds=found.cpu_seconds,
+        energy=found.energy,
+        ane=None if planned is None else planned.backend.name,
+        drop_rate=None if planned is None else planned.total.drop_rate,
         **held,
     )
 
 
 def _told(result: Generation) -> str:
     lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {summary_line(result)}"]
+    if result.ane:
+        split = result.ttft_split.items()
+        took = ", ".join(f"{kind} {seconds:.3f} s" for kind, seconds in split if seconds >= 5e-4)
+        lines.append(
+            f"the prompt, by {result.ane}: {result.launches or 0} launches, {result.drop_rate:.1%} of "
+            f"the choices dropped, {result.cpu_seconds:.2f} s of CPU; {took}"
+        )
+        lines += [f"{mj / 1e3:.2f} J of {part}" for part, mj in (result.energy or {}).items()]
     if result.parallel:
         held, others = (
             ", ".join(f"{n / 1e6:,.1f}" for n in of)

@@ -32,15 +32,10 @@ from moelab.base.registry import require
 from moelab.experts.executor import Executor, add_padded, dispatch, names, usual, zeros
 from moelab.experts.located import weighted
 from moelab.experts.sharding import part_of, share
+from moelab.static.parallelism import blocks_by_code
 
 SHARDINGS = ("H", "I", "block")
 CORES = 2  # physical ones of a logical NeuronCore
-
-
-def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N, the blocks of B tokens that hold any routing of T tokens to K of E experts, as the SDK's code
-    has it: E − 1 experts with a token each, and all other pairs one expert's."""
-    return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
 
 
 @dataclass(frozen=True, eq=False)

@@ -22,6 +22,7 @@ from torch import Tensor
 from moelab.experts.executor import Executor, Sorted, local_experts, zeros
 from moelab.experts.located import weighted
 from moelab.static.blockwise import Blockwise
+from moelab.static.parallelism import neuron_choice
 from moelab.static.static import CapacityFactor
 
 
@@ -44,26 +45,6 @@ class AllExperts(Executor):
         routed = int((ids < E).sum())
         self.count(routed, routed, T * len(local))
         return out.to(x.dtype)
-
-
-def neuron_choice(
-    T: int,
-    K: int,
-    E: int,
-    *,
-    decode: bool,
-    block_size: int = 512,
-    capacity_factor: float | None = None,
-    alpha: float = 1.0,
-) -> str:
-    """ "selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
-    if decode:
-        return "all_experts" if alpha * E <= T * K else "selective"
-    if capacity_factor is not None and capacity_factor < E / K:  # from E/K on it is taken for None
-        return "capacity"
-    if alpha * E > T * K:
-        return "selective"
-    return "all_experts" if block_size > T * K else "blockwise"
 
 
 class NeuronRule(Executor):

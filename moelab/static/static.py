@@ -48,6 +48,7 @@ ORDERS: dict[str, Order] = {
     # the opposite of saliency, for control: the strongest are dropped first
     "strongest": lambda d, weights, saliency, rng: -saliency[d.tokens],
 }
+OVERFLOW = ("prune", "pad")
 NEED_SALIENCY = ("saliency", "strongest")
 #: names under which architectures keep a decoder layer's attention
 ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
@@ -156,7 +157,7 @@ class StaticExecutor(Executor):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require("overflow", overflow, ("prune", "pad"))
+        require("overflow", overflow, OVERFLOW)
         require("order", order, ORDERS)
         if overflow == "prune" and order in NEED_SALIENCY and saliency is None:
             raise ValueError(
