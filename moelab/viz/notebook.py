@@ -45,11 +45,7 @@ FAILED = (
 def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:
     """Show a figure with its caption below; `alt` describes it in words, `name` is that under which
     a run keeps it."""
-    drawn = theme.to_json(fig)
-    drawn |= {
-        "data": theme.packed(drawn["data"]),
-        "config": theme.CONFIG,
-    }
+    drawn = theme.to_json(fig) | {"config": theme.CONFIG}
     display(
         {theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"},
         raw=True,
@@ -87,34 +83,20 @@ def interact(
     """
     if not shown:
         function(**{name: control.value for name, control in controls.items()})
-    _turn(function, controls, shown_again=True)
+    _live(controls, function)
 
 
-def _turn(
-    function: Callable[..., Any], controls: Mapping[str, Any], shown_again: bool = False
-) -> None:
-    """Show controls, and below them what `function` shows when one is turned; shown_again : and
-    at once, in the place of what the cell has shown."""
+def _live(controls: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Show controls, and below them what `function` shows for their values, in the place of what
+    the cell has shown; headless, what they are of."""
     text = f"[To be turned in JupyterLab: {', '.join(of.description for of in controls.values())}]"
     if os.environ.get("MOELAB_HEADLESS"):
         return display({"text/plain": text}, raw=True)
-    shown = ipywidgets.Output()
-
-    def turned(_: Any = None) -> None:
-        shown.clear_output(wait=True)
-        with shown:
-            function(**{name: control.value for name, control in controls.items()})
-
     for control in controls.values():
         control.style.description_width, control.layout.width = LABEL, "auto"
-        control.observe(turned, "value")
-    box = ipywidgets.VBox([*controls.values(), shown])
-    if shown_again:
-        turned()
-        box.add_class("moelab-turned")
-    live(box, text)
-    if shown_again:
-        display({"text/html": FAILED, "text/plain": ""}, raw=True)
+    shown = ipywidgets.interactive_output(function, controls)
+    live(ipywidgets.VBox([*controls.values(), shown]).add_class("moelab-turned"), text)
+    display({"text/html": FAILED, "text/plain": ""}, raw=True)
 
 
 def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
@@ -137,7 +119,11 @@ def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
             options=values, value=space[name], description=name, continuous_update=False
         )
 
+    own = {name: space[name] for name in choices}
+
     def again(**given: Any) -> None:
+        if given == own:
+            return
         with TemporaryDirectory() as folder:
             print("running", ", ".join(f"{name} = {value}" for name, value in given.items()), "…")
             kept = {of: copy(getattr(space["run"], of)) for of in ("metrics", "figures", "tables")}
@@ -146,7 +132,7 @@ def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
             for cell in cells[first[-1] :]:
                 exec(compile(cell, "<cell>", "exec"), names)
 
-    _turn(again, controls)
+    _live(controls, again)
 
 
 def follow_the_theme() -> None:

@@ -118,7 +118,7 @@ def test_no_element_of_a_view_comes_from_a_name(word):
     from plotly.graph_objects import Figure
 
     from moelab.viz.views.base import View
-    from moelab.viz.views.detailed import html_rows
+    from moelab.viz.views.page import html_rows
 
     pages = {}
     for said in ("word", word):

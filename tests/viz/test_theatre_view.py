@@ -99,7 +99,9 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
         view.set(way="magic")
     path = view.data.simulation.to_perfetto(tmp_path / "trace.json")
     assert path.stat().st_size > 1000 and view.errors.outputs == ()
-    assert "moelab view theatre" in view.commands[0] and "way=speculative" in view.commands[0]
+    assert "moelab view theatre" in view.command(
+        **view.values
+    ) and "way=speculative" in view.command(**view.values)
 
 
 def test_a_click_selects_the_token():

@@ -17,7 +17,6 @@ import csv
 import io
 import math
 import os
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -134,11 +133,9 @@ class View:
     controls : argument of `compute` → its `Control`.
     compute : values → data.   draw : data → a plotly figure, or several, one below the other.
     rows : data → dictionaries, one a row of the CSV.
-    command : values → (a line for a shell, Python) that give the same data.
+    command : values → the line for a shell that gives the same data.
     words : data → (caption, the picture in words).
     plays : controls that a page has, too: all that their values show is computed for it.
-    below : what makes further widgets of the view, below the picture; it may call `set` and
-        `refresh`.
 
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
     """
@@ -153,21 +150,21 @@ class View:
         compute: Callable[..., Any],
         draw: Callable[[Any], Figure | Iterable[Figure]],
         rows: Callable[[Any], list[Mapping[str, Any]]],
-        command: Callable[..., tuple[str, str]],
+        command: Callable[..., str],
         words: Callable[[Any], tuple[str, str]],
         plays: Sequence[str] = (),
-        below: Callable[[View], Sequence[Any]] = lambda view: (),
     ) -> None:
-        self.name, self.controls, self.plays, self._below = name, dict(controls), plays, below
+        self.name, self.controls, self.plays = name, dict(controls), plays
         self.compute, self.command, self.words_of = compute, command, words
         self._draw = draw
         self._rows = rows
-        self._turn, self._quiet = threading.RLock(), False
+        self._quiet = False
         self.values: dict[str, Any] = {}
-        self._put({name: control.value for name, control in controls.items()})
-        self.refresh()
+        self.set(**{name: control.value for name, control in controls.items()})
 
-    def _put(self, values: Mapping[str, Any]) -> None:
+    def set(self, **values: Any) -> View:
+        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
+        is displayed changes in place; the browser draws a figure while the next one is made."""
         values = {name: rounded(value) for name, value in values.items()}
         for name, value in values.items():
             require("control", name, self.controls)
@@ -176,36 +173,21 @@ class View:
                     f"the view {self.name} has {name}={value!r}; it must be {must.words}"
                 )
         self.values |= values
-
-    def set(self, **values: Any) -> View:
-        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
-        is displayed changes in place."""
-        self._put(values)
-        if "widget" in self.__dict__:
+        shown = "widget" in self.__dict__
+        if shown:
             self._quiet = True
-            try:
-                for name in values.keys() & self._built.keys():
-                    self._built[name].value = self.values[name]
-            finally:
-                self._quiet = False
-        self.refresh()
+            for name in values.keys() & self._built.keys():
+                self._built[name].value = values[name]
+            self._quiet = False
+        data, figures = self.compute(**self.values), []
+        for i, figure in enumerate(self.drawn(data)):
+            figures.append(figure)
+            if shown:
+                self._show(i, figure)
+        self.data, self.figures = data, figures
+        if shown:
+            self._tell()
         return self
-
-    def refresh(self) -> None:
-        """Compute and draw again, with the same values; the browser draws a figure while the next
-        one is made."""
-        with self._turn:
-            data = self.compute(**self.values)
-            figures = []
-            live = "widget" in self.__dict__
-            for i, figure in enumerate(self.drawn(data)):
-                figures.append(figure)
-                if live:
-                    self._show(i, figure)
-            self.data = data
-            self.figures = figures
-            if live:
-                self._tell()
 
     def drawn(self, data: Any) -> Iterable[Figure]:
         """The figures of some data."""
@@ -216,13 +198,6 @@ class View:
     def figure(self) -> Figure:
         """The first, or only, figure."""
         return self.figures[0]
-
-    picture = property(lambda self: self.pictures[0])
-
-    @property
-    def commands(self) -> tuple[str, str]:
-        """(a line for a shell, Python) that reproduce what is seen."""
-        return self.command(**self.values)
 
     @property
     def words(self) -> tuple[str, str]:
@@ -272,10 +247,14 @@ class View:
         self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
         self._tools = toolbar(self)
         parts = [*self._built.values(), self._caption, *self.pictures, self._tools, self.errors]
-        box = ipywidgets.VBox([*parts, *self._below(self)], layout={"width": "100%"})
+        box = ipywidgets.VBox([*parts, *self._below()], layout={"width": "100%"})
         box.add_class("moelab-view")
         self._tell()
         return box
+
+    def _below(self) -> Sequence[Any]:
+        """Further widgets, below the pictures."""
+        return ()
 
     def _pictures(self) -> list[Any]:
         from moelab.viz.views.widgets import chart
@@ -283,31 +262,25 @@ class View:
         return [chart(theme.to_json(figure)) for figure in self.figures]
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
-        def turn() -> None:
-            self._put({name: change["new"]})
-            self.refresh()
-
         if not self._quiet:
-            self.guarded(turn)
+            self.guarded(lambda: self.set(**{name: change["new"]}))
 
     def guarded(self, function: Callable[[], Any]) -> None:
         """Call a function; what it raises is shown below the picture, where the notebook runner
-        finds it too. Works in any thread, and what was shown before stays."""
-        with self._turn:
-            try:
-                function()
-                told = ()
-            except Exception as error:
-                told = (
-                    {
-                        "output_type": "error",
-                        "ename": type(error).__name__,
-                        "evalue": str(error),
-                        "traceback": traceback.format_exception(error),
-                    },
-                )
-            if self.errors.outputs != told:
-                self.errors.outputs = told
+        finds it too, and what was shown before stays."""
+        told = ()
+        try:
+            function()
+        except Exception as error:
+            told = (
+                {
+                    "output_type": "error",
+                    "ename": type(error).__name__,
+                    "evalue": str(error),
+                    "traceback": traceback.format_exception(error),
+                },
+            )
+        self.errors.outputs = told
 
     def _show(self, i: int, figure: Figure) -> None:
         self.pictures[i].figure = theme.to_json(figure)
@@ -317,5 +290,4 @@ class View:
         self._caption.value = (
             f'<p role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></p>'
         )
-        with self._tools.hold_sync():
-            self._tools.shell, self._tools.python = self.commands
+        self._tools.shell = self.command(**self.values)

@@ -98,11 +98,11 @@ def _frame(view: Any, values: dict[str, Any], parts: dict[str, int]) -> dict[str
     figures = [
         [
             parts.setdefault(json.dumps(part), len(parts))
-            for part in (found["layout"], *theme.packed(found["data"]))
+            for part in (found["layout"], *found["data"])
         ]
         for found in map(theme.to_json, view.drawn(data))
     ]
-    command, _ = view.command(**values)
+    command = view.command(**values)
     return {"caption": caption, "alt": alt, "command": command, "figures": figures}
 
 
@@ -114,7 +114,7 @@ def whole(view: Any, packed: dict[str, str], script: str) -> str:
     return PAGE.format(
         title=escape(view.name.replace("_", " ").capitalize()),
         caption=escape(caption),
-        command=escape(view.commands[0]),
+        command=escape(view.command(**view.values)),
         made=escape(
             f"{on['date'][:16].replace('T', ' ')} UTC, on {on['cpu']}, {on['cores']} cores"
         ),

@@ -1,5 +1,5 @@
-"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, a
-routing trace of whatever program, or one that is drawn."""
+"""What the views look at: one generation of an opened model, or a routing trace of whatever
+program."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ import torch
 from moelab.base.registry import find, names
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.residency import Residency
-from moelab.cards import load_model
 from moelab.evaluation.questions import prompts
 from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Machine
-from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.simulation.traced import as_opened, run_of
 from moelab.trace import DECODE, RoutingTrace
@@ -29,11 +27,6 @@ from moelab.trace import DECODE, RoutingTrace
 TOKENS = 16
 #: decode steps of a trace that are looked at
 TRACED = 64
-#: decode steps of a run that is drawn for a card: to fill the cache, and those that are timed
-TIMED = 12
-DRAWN = 60 + TIMED
-#: tokens whose keys and values it is said to have
-CONTEXT = 4096
 
 
 @dataclass
@@ -42,13 +35,11 @@ class Recorded:
 
     before : the residency as it was when the run began.
     ids, new : token ids of the prompt and generated ones, [] where they are not known.
-    source, memory : what opens the model again, and its bytes for experts; None if that is not
-        known, or all are there.
-    options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by
-        default.
+    source, flags : what a command says of it: what it was of, and how it was opened and what was
+        asked of it, {} if as by default.
+    memory : bytes for experts of an opened model; None if all are there.
     trace : that it was made from.
     how : words for whose routing this is.
-    context : tokens that a run that is drawn is said to go on from; 0 of one that was recorded.
     """
 
     name: str
@@ -56,14 +47,12 @@ class Recorded:
     before: Residency
     ids: list[int] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
-    source: str | None = None
+    source: str = "TRACE"
+    flags: dict[str, Any] = field(default_factory=dict)
     memory: int | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    asked: dict[str, Any] = field(default_factory=dict)
     model: Any = field(default=None, repr=False)
     trace: RoutingTrace | None = None
     how: str = "of this text"
-    context: int = 0
 
     @classmethod
     def of(
@@ -78,16 +67,15 @@ class Recorded:
     ) -> Recorded:
         """A generation of an opened model."""
         session = lm.moelab
-        policy, options = run.settings.policy, {}
-        if isinstance(policy, str) and policy != DEFAULT_POLICY:
-            options["cache"] = policy
+        policy = run.settings.policy
+        flags = {"memory": session.budget, "cache": policy if isinstance(policy, str) else None}
         if session.speculation is not None:
-            used = type(session.speculation.predictor)
             known = {find("predictor", name): name for name in names("predictor")}
-            options |= {"prefetch": known[used]} if used in known else {}
-        asked = {} if prompt is None else {"prompt": prompt}
-        asked |= {} if tokens == TOKENS else {"tokens": tokens}
-        opened = lm.name_or_path, session.budget, options, asked
+            flags["prefetch"] = known.get(type(session.speculation.predictor))
+        flags |= {"prompt": prompt, "tokens": tokens}
+        usual = None, DEFAULT_POLICY, TOKENS
+        flags = {name: value for name, value in flags.items() if value not in usual}
+        opened = lm.name_or_path, flags, session.budget
         return cls(run.settings.spec.name, run, before, ids, new, *opened, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
@@ -138,9 +126,7 @@ def recorded(
     """What is looked at.
 
     source : a model that `moelab.open_model` has opened, which then generates greedily, and
-        prefetches in every token if it was opened to prefetch; an `EngineRun`, such as
-        `lm.moelab.run`; a `RoutingTrace`; or the name of a model card, whose routing is then drawn
-        as `routing_of` says.
+        prefetches in every token if it was opened to prefetch; or a `RoutingTrace`.
     prompt : a text or token ids; by default a few words of a library.
     tokens : that are generated, by default `TOKENS`; of a trace, the first so many that are decoded,
         by default `TRACED`.
@@ -154,20 +140,14 @@ def recorded(
             "memory and cache are of a trace, a prompt is of a model; a model has its memory from "
             "moelab.open_model"
         )
-    if isinstance(source, str) and source in names("model"):
-        return _drawn(source)
     if traced:
         found = _of_trace(source, tokens, **kept)
-    elif isinstance(source, EngineRun):
-        run = source.since()
-        found = Recorded(run.settings.spec.name, run, as_opened(run.settings))
     elif hasattr(source, "moelab"):
         found = _generate(source, prompt, tokens or TOKENS)
     else:
         raise TypeError(
             f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
-            "has opened, of its run (lm.moelab.run), of a moelab.RoutingTrace, or of a card: "
-            f"{', '.join(names('model'))}"
+            "has opened, or of a moelab.RoutingTrace"
         )
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
         raise ValueError(
@@ -212,18 +192,11 @@ def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Re
     decode, prompts are taken token by token."""
     decoded = trace.in_phase(DECODE)
     how = "recorded" if decoded is trace else "recorded, prompts taken token by token"
-    trace, asked = decoded, kept | ({} if tokens is None else {"tokens": tokens})
+    trace, flags = decoded, kept | ({} if tokens is None else {"tokens": tokens})
     order = trace.sequence.long().argsort(stable=True)
     seen = torch.empty(len(trace), dtype=torch.long)
     seen[order] = (trace.phase[order] == DECODE).cumsum(0)
     trace = trace.select(seen <= (tokens or TRACED))
     run = run_of(trace, **{"memory": "50%"} | kept)
     before = as_opened(run.settings)
-    return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how=how)
-
-
-def _drawn(name: str) -> Recorded:
-    spec = load_model(name)
-    routing, how = routing_of(spec)
-    found = _of_trace(routing.trace(spec, [DRAWN]), DRAWN)
-    return replace(found, asked={}, how=how, context=CONTEXT)
+    return Recorded(trace.spec.name, run, before, flags=flags, trace=trace, how=how)

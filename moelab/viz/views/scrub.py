@@ -6,6 +6,7 @@ player moves through them in the browser, so it needs no kernel, and a saved pag
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -191,8 +192,9 @@ def _script(view: Scrubber) -> str:
     """The player, of what it is given by a page instead of a kernel."""
     player = Path(__file__).with_name("player.js").read_text(encoding="utf-8")
     values = {"data": content(view.data[0]), "token": view.values["token"]}
+    told = json.dumps(values).replace("<", "\\u003c")  # nothing in it ends the script
     return f"""{player.replace("export default", "const widget =")}
-const values = {theme.in_script(values)};
+const values = {told};
 widget.render({{el: document.getElementById("view"), model: {{
   get: (name) => values[name], set: (name, value) => {{ values[name] = value; }}, save_changes() {{}}, on() {{}},
   off() {{}} }} }});"""

@@ -285,17 +285,15 @@ def view_of(staged: Stage) -> View:
         "token": slider("decode step", min(1, staged.last), 0, staged.last),
     }
     said = command("theatre", staged.found)
-    return View("theatre", controls, compute, draw, rows, said, words, ("way", "token"), _clicks)
+    return Theatre("theatre", controls, compute, draw, rows, said, words, ("way", "token"))
 
 
-def _clicks(view: View) -> list[Any]:
-    """A click on a bar of the strip selects its token."""
+class Theatre(View):
+    """A view in which a click on a bar of the strip selects its token."""
 
-    def clicked(what: Mapping[str, Any]) -> None:
-        view.guarded(lambda: view.set(token=what["point"]))
-
-    view.pictures[1].on_click(clicked)
-    return []
+    def _below(self) -> Sequence[Any]:
+        self.pictures[1].on_click(lambda what: self.guarded(lambda: self.set(token=what["point"])))
+        return ()
 
 
 def of_trace(found: Recorded) -> Stage:

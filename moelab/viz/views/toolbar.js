@@ -94,8 +94,6 @@ function render({ model, el }) {
   button("HTML", "save a page that works without a network", () => void model.send({ file: "html" }));
   button("copy command", "the line for a shell that gives these numbers",
     () => copy(model.get("shell")).then(() => `copied: ${model.get("shell")}`));
-  button("copy Python", "the Python that gives this view",
-    () => copy(model.get("python")).then(() => "copied"));
   bar.append(told);
   el.append(bar);
 

@@ -52,7 +52,6 @@ class Toolbar(anywidget.AnyWidget):
     _esm = Path(__file__).with_name("toolbar.js")
     name = traitlets.Unicode().tag(sync=True)
     shell = traitlets.Unicode().tag(sync=True)
-    python = traitlets.Unicode().tag(sync=True)
     #: class of what is hidden where the toolbar is shown
     still = traitlets.Unicode().tag(sync=True)
 
