@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
-from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -143,39 +140,3 @@ def follow_the_theme() -> None:
 def live(widget: ipywidgets.Widget, text: str) -> None:
     """Show a widget; `text` is what a reader sees where nothing is live."""
     display(widget._repr_mimebundle_() | {"text/plain": text}, raw=True)
-
-
-class Still:
-    """What a reader of the saved notebook sees in the place of a view: the last picture that the
-    browser drew of each of its parts, which send a message {"png"}, and its words.
-
-    tools : the view's toolbar, which hides this where it is itself shown. words : () → (caption, the
-        picture in words).
-    """
-
-    def __init__(
-        self,
-        tools: Any,
-        pictures: Iterable[ipywidgets.Widget],
-        words: Callable[[], tuple[str, str]],
-    ) -> None:
-        self._name, self._words = f"moelab-still-{tools.model_id}", words
-        self._pngs: dict[int, str] = {}
-        self._handle = display(self._bundle(), raw=True, display_id=True)
-        tools.still = self._name
-        for i, picture in enumerate(pictures):
-            picture.on_msg(partial(self._keep, i))
-
-    def _bundle(self) -> dict[str, str]:
-        caption, alt = map(escape, self._words())
-        shown = "".join(
-            f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{png}">'
-            for _, png in sorted(self._pngs.items())
-        )
-        told = f"{FAILED}<div class={self._name}>{shown}<p><em>{caption}</em></p></div>"
-        return {"text/html": told, "text/plain": ""}
-
-    def _keep(self, i: int, _: Any, message: Mapping[str, Any], buffers: Sequence[Any]) -> None:
-        if "png" in message:
-            self._pngs[i] = b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()
-            self._handle.update(self._bundle(), raw=True)

@@ -31,9 +31,6 @@ from moelab.trace.reading import READERS
 from moelab.viz import theme, views
 from moelab.viz.views.recorded import TOKENS, TRACED, Recorded
 
-#: the views that take an opened model
-OF_A_MODEL = ("budget", "scrubber", "theatre")
-
 
 def command(name: str, found: Recorded) -> Callable[..., str]:
     """What reproduces a view of a recorded run: values → a line for a shell."""
@@ -50,13 +47,6 @@ def command(name: str, found: Recorded) -> Callable[..., str]:
 
 def _word(value: Any) -> str:
     return quote(",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
-
-
-def read(value: Any, text: str) -> Any:
-    """Text from a command line as a value like the one that a control has."""
-    if isinstance(value, tuple):
-        return tuple(text.split(","))
-    return type(value)(text) if isinstance(value, (int, float)) else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,7 +121,7 @@ def _view(args: argparse.Namespace) -> Any:
     if args.view == "arena":
         traces = [load(path, args.model) for path in args.what[1:]]
         return turned(make(_class(what), *traces), args.parameter)
-    if args.view not in OF_A_MODEL:
+    if args.view == "model_map":
         return turned(make(*args.what), args.parameter)
     if what and Path(what).is_file() and Path(what).suffix in READERS:
         if args.prefetch:
@@ -146,7 +136,7 @@ def _view(args: argparse.Namespace) -> Any:
 WRITERS: dict[str, Callable[[Any], bytes]] = {
     ".html": lambda view: view.html().encode(),
     ".csv": lambda view: view.csv().encode(),
-    ".png": lambda view: theme.render_png(view.figure),
+    ".png": lambda view: theme.render_png(view.figures[0]),
 }
 
 
@@ -176,8 +166,11 @@ def turned(view: Any, assignments: list[str]) -> Any:
         registry.require("control", name, view.values)
         if not given:
             raise ValueError(f"-p {assignment}: write -p {name}=value")
+        is_now = view.values[name]
         try:
-            values[name] = read(view.values[name], text)
+            values[name] = (
+                tuple(text.split(",")) if isinstance(is_now, tuple) else type(is_now)(text)
+            )
         except ValueError:
             raise ValueError(
                 f"-p {assignment}: it must be like {name}={_word(view.values[name])}"

@@ -3,7 +3,7 @@ program."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -58,15 +58,16 @@ class Recorded:
     def of(
         cls,
         lm: Any,
-        run: EngineRun,
-        before: Residency,
-        ids: list[int],
-        new: list[int],
         prompt: str | Sequence[int] | None,
         tokens: int,
+        generate: Callable[[list[int]], list[int]],
     ) -> Recorded:
-        """A generation of an opened model."""
+        """What an opened model does in `generate`, of a prompt's token ids to so many new ones."""
         session = lm.moelab
+        ids = prompt_ids(lm, prompt)
+        before, first = deepcopy(session.residency), len(session.forwards)
+        new = generate(ids)
+        run = session.run.since(first)
         policy = run.settings.policy
         flags = {"memory": session.budget, "cache": policy if isinstance(policy, str) else None}
         if session.speculation is not None:
@@ -170,21 +171,17 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
-    session = lm.moelab
-    ids = torch.tensor([prompt_ids(lm, prompt)])
-    before = deepcopy(session.residency)
-    first = len(session.forwards)
-    with torch.inference_mode(), ungated(session.engine) if session.engine else nullcontext():
-        out = lm.generate(
-            ids.to(lm.device),
-            attention_mask=torch.ones_like(ids).to(lm.device),
-            **greedy(lm),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-        )
-    run = session.run.since(first)
-    new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1] :].tolist()
-    return Recorded.of(lm, run, before, ids[0].tolist(), new, prompt, tokens)
+    engine = lm.moelab.engine
+
+    def generate(ids: list[int]) -> list[int]:
+        given = torch.tensor([ids], device=lm.device)
+        count = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        with torch.inference_mode(), ungated(engine) if engine else nullcontext():
+            mask = torch.ones_like(given)
+            out = lm.generate(given, attention_mask=mask, **greedy(lm), **count)
+        return out[0, 0 if lm.config.is_encoder_decoder else len(ids) :].tolist()
+
+    return Recorded.of(lm, prompt, tokens, generate)
 
 
 def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Recorded:

@@ -22,7 +22,7 @@ from moelab.base.records import Rows
 from moelab.base.specs import Event, State
 from moelab.offloading.metrics import Forward
 from moelab.viz import theme
-from moelab.viz.charts import EDGE, finish, hover, whole_steps
+from moelab.viz.charts import EDGE, add_points, finish, whole_steps
 from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
@@ -127,14 +127,8 @@ def draw(found: Scrub, token: int) -> Figure:
         size = 8 if place > RESIDENT else 5
         look = {"symbol": symbol, "size": size, "color": colour, "line": EDGE | {"width": 0.5}}
         if symbol:
-            figure.add_scatter(
-                x=experts,
-                y=layers,
-                mode="markers",
-                name=what,
-                hovertemplate=hover("layer %{y}, expert %{x}", what),
-                marker=look,
-            )
+            points = [*zip(experts, layers)]
+            add_points(figure, points, what, 0, "layer %{y}, expert %{x}", marker=look)
     figure.update_yaxes(range=[len(states) - 0.4, -0.6], dtick=whole_steps(len(states)))
     height = 120 + 26 * len(states)
     return finish(figure, "expert", "MoE layer", legend=f"step {token}", height=height)
@@ -171,15 +165,11 @@ class Scrubber(View):
     controls_shown = False
 
     def _pictures(self) -> list[Any]:
-        from moelab.viz.views.widgets import player
+        from moelab.viz.views.widgets import Player
 
-        return [
-            player(
-                content(self.data[0]),
-                self.values["token"],
-                lambda token: self.values.update(token=token),
-            )
-        ]
+        player = Player(data=content(self.data[0]), token=self.values["token"])
+        player.observe(lambda change: self.values.update(token=change["new"]), "token")
+        return [player]
 
     def _show(self, i: int, figure: Figure) -> None:
         self.pictures[0].token = self.values["token"]
@@ -229,7 +219,7 @@ def scrubber(source: Any, prompt: Any = None, tokens: int | None = None, **kept:
         "scrubber",
         {"token": slider("forward pass", 1, 0, len(scrubbed.words) - 1)},
         lambda token: (scrubbed, token),
-        lambda data: draw(*data),
+        lambda data: [draw(*data)],
         lambda data: rows(data[0]),
         command("scrubber", found),
         lambda data: words(data[0]),

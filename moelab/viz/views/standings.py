@@ -81,15 +81,8 @@ def arena(mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each
         imports = f"from {home} import {contest.own.name}; import moelab.lab"
         return f'python -c "{imports}; print({call}.csv())"'
 
-    return View(
-        "arena",
-        {},
-        lambda: contest,
-        draw,
-        _rows,
-        command,
-        words,
-    )
+    compute, figures = lambda: contest, lambda contest: [draw(contest)]
+    return View("arena", {}, compute, figures, _rows, command, words)
 
 
 def _rows(contest: Contest) -> Rows:

@@ -98,7 +98,7 @@ function render({ model, el }) {
   el.append(bar);
 
   const receive = (message, buffers) => {
-    save(new Blob([buffers[0]], { type: message.type }), message.name);
+    save(new Blob([buffers[0]]), message.name);
     tell(`saved ${message.name}`);
   };
   model.on("msg:custom", receive);

@@ -3,32 +3,28 @@ would do.
 
     views.model_map("Qwen/Qwen3-30B-A3B")
 
-Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
-checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
+Layers, their experts, their tensors; a click opens one. The checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from plotly.graph_objects import Figure
 
 from moelab.base.progress import progress
 from moelab.base.records import Rows
-from moelab.base.registry import names, require
+from moelab.base.registry import names
 from moelab.base.table import format_value
 from moelab.checkpoint.checkpoint import locate
 from moelab.viz import survey
 from moelab.viz.charts import finish
-from moelab.viz.figures import microscope
-from moelab.viz.notebook import LABEL
-from moelab.viz.theme import SCALE, to_json
+from moelab.viz.theme import SCALE
 from moelab.viz.views.base import View, menu
-from moelab.viz.views.page import html_rows
 
 BOUND = "entropy bound"
 ERROR = "error of "
@@ -125,69 +121,7 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
     return finish(figure, height=560, showlegend=False, margin=margin)
 
 
-class ModelMap(View):
-    """The map with a menu of rectangles below, of which one is looked at closely."""
-
-    @property
-    def names(self) -> list[str]:
-        """Of the rectangles in the menu."""
-        return [node.name for node in self.data[0][:MOST]]
-
-    def detail(self, name: str) -> tuple[str, Figure | None]:
-        """What is told of a rectangle, as HTML, and the bits of a tensor; ValueError: there is
-        none."""
-        require("tensor", name, self.names)
-        tree, colour = self.data
-        node = next(node for node in tree if node.name == name)
-        about = [("MB", node.bytes / 1e6), (colour, node.value)]
-        if node.part is None or survey.bound(node.part) is None:
-            return html_rows(["", name], about), None
-        stored = node.part.stored
-        about += [("shape", " × ".join(map(str, stored.shape))), ("type", stored.dtype)]
-        about.append(("read (MB)", min(stored.nbytes, survey.SAMPLE) / 1e6))
-        bits = microscope(survey.histogram(node.part), stored.dtype)
-        return html_rows(["", name], about), bits
-
-    # ---- in Jupyter
-
-    def _below(self) -> list[Any]:
-        import ipywidgets
-
-        from moelab.viz.views.widgets import chart
-
-        self._menu = ipywidgets.Combobox(
-            description="tensor",
-            ensure_option=True,
-            continuous_update=False,
-            placeholder="type to find, or click in the picture",
-            style={"description_width": LABEL},
-            layout={"width": "auto"},
-        )
-        self._menu.observe(lambda change: self.guarded(self._look), "value")
-        self._text, self._close = ipywidgets.HTML(), chart({"data": [], "layout": {}})
-        self._text.add_class("moelab-details")
-        self.pictures[0].on_click(self._clicked)
-        return [self._menu, self._text, self._close]
-
-    def _look(self) -> None:
-        chosen = self._menu.value
-        self._text.value, figure = self.detail(chosen) if chosen else ("", None)
-        self._close.layout.display = "none" if figure is None else None
-        if figure is not None:
-            self._close.figure = to_json(figure)
-
-    def _clicked(self, clicked: Mapping[str, Any]) -> None:
-        name = clicked["data"][0] if isinstance(clicked["data"], list) else clicked["data"]
-        if name in self._menu.options:  # not all of a large checkpoint are
-            self._menu.value = name
-
-    def _tell(self) -> None:
-        super()._tell()
-        self._menu.options = self.names
-        self._look()
-
-
-def model_map(model: str | Path | None = None) -> ModelMap:
+def model_map(model: str | Path | None = None) -> View:
     """The checkpoint of a model as a map.
 
     model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
@@ -218,11 +152,11 @@ def model_map(model: str | Path | None = None) -> ModelMap:
         words = ["moelab view model_map", *([quote(str(model))] if model is not None else [])]
         return " ".join([*words, f"-p colour={quote(colour)}"])
 
-    return ModelMap(
+    return View(
         "model_map",
         {"colour": menu("colour", BOUND, colours)},
         lambda colour: (nodes(parts, values(colour), path.name), colour),
-        lambda data: draw(*data),
+        lambda data: [draw(*data)],
         _rows,
         command,
         words,
