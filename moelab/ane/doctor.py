@@ -86,7 +86,9 @@ def diagnose(converted: ConvertedModel, timeout: float = 300.0) -> list[Checkup]
     return checkups
 
 
-def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> ConvertedBackend:
+def coreml_backend(
+    converted: ConvertedModel, checkups: Sequence[Checkup], units: str = "CPU_AND_NE"
+) -> ConvertedBackend:
     """A backend that runs a converted model's packages by Core ML, named by how many operations are
     on the ANE; RuntimeError: a package that cannot be loaded, crashes or takes too long."""
     for checkup in checkups:
@@ -99,6 +101,6 @@ def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> Co
     sums = {converted.folder / entry["file"]: entry["checksum"] for entry in converted.packages}
     return ConvertedBackend(
         converted,
-        runner=lambda path: CoreMLRunner(path, sums[path]),
+        runner=lambda path: CoreMLRunner(path, sums[path], units),
         name=f"Core ML, {on_ane} of {total} operations on the ANE by the compute plan",
     )

@@ -201,7 +201,7 @@ class Figure:
 
     value: float
     unit: str
-    kind: Literal["measured", "published", "fitted"]
+    kind: Literal["measured", "published", "fitted", "assumed"]
     source: str
 
 

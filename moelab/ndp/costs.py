@@ -92,12 +92,10 @@ class Costs:
         once."""
         s = self.spec
         h = self.hardware
-        head = self.spec.vocab * self.spec.H
         attention = 2 * s.num_layers * s.heads * s.head_dim * S * S
-        flops = 2 * S * (self.spec.dense_params - head) + 2 * head + attention
-        return max(
-            flops / h.gpu_flops, (self.spec.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth
-        )
+        head = s.vocab * s.H
+        flops = 2 * S * (s.dense_params - head) + 2 * head + attention
+        return max(flops / h.gpu_flops, (s.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth)
 
     def dense_decode(self, positions: int) -> float:
         """Seconds of everything but the routed experts for a token with so many before it."""

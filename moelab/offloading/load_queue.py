@@ -17,11 +17,10 @@ where experts that stay have taken what was left free, they give way to a demand
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import groupby
-from operator import itemgetter
+from itertools import islice
 from typing import Any, NamedTuple
 
 from moelab.base.registry import make
@@ -40,15 +39,17 @@ HOLDS = {
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
 #: expert → kind → the slot that it holds
 Held = dict[ExpertKey, dict[str, int]]
-#: what is read of an expert → the slot that it fills
-FILLS = {"E": "e", "SM": "sm"}
-IN_PLACE = {"E": "full", "SM": "full"}
+#: what one read is of → the slots that it fills
+FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
+#: state → what is left to read of an expert
+LACKS = {State.MISSED: "both", State.E: "SM", State.SM: "E"}
 
 
 class Order(NamedTuple):
     """The order of one layer's operations, by expert id.
 
-    io : what the disk reads, (expert, "E" or "SM"); of one expert next to each other, they are one read.
+    io : what the disk reads, (expert, "E", "SM" or "both" in one request): what is read apart can be
+        decompressed while the rest is read; one request is made and decoded in one go.
     decode : the experts, the most urgent first: they get slots and workers in this order.
     """
 
@@ -57,19 +58,14 @@ class Order(NamedTuple):
 
 
 def given_order(requests: Iterable[Any]) -> Order:
-    """Experts as they are given, of each first E, then SM."""
+    """Experts as they are given, each in one read."""
     missing = [request for request in requests if request.state is not State.FULL]
-    io = [
-        (request.key.expert, part)
-        for request in missing
-        for part, kind in FILLS.items()
-        if kind not in HOLDS[request.state]
-    ]
+    io = [(of.key.expert, LACKS[of.state]) for of in missing if of.state in LACKS]
     return Order(io, [request.key.expert for request in missing])
 
 
 def plain_order(requests: Iterable[Any]) -> Order:
-    """The experts with the most tokens first, as they compute longest; each in one read."""
+    """The experts with the most tokens first, as they compute longest."""
     return given_order(sorted(requests, key=lambda r: (-r.tokens, r.key.expert)))
 
 
@@ -85,6 +81,13 @@ def order_of(scheduler: Any, delays: Any, workers: int) -> Callable[[Any], Order
 def read_name(kinds: tuple[str, ...]) -> str:
     """What the timeline calls a read."""
     return "read " + kinds[0].upper() if kinds in (("e",), ("sm",)) else "read"
+
+
+class Piece(NamedTuple):
+    """What one worker decodes: a tensor, or one shard of it."""
+
+    tensor: Any
+    shard: int | None = None
 
 
 Phase = Enum("Phase", "WAITING LOADING LOADED DROPPED")
@@ -112,7 +115,7 @@ class Load:
 
     keep : the state in which it will stay; None while it is prefetched.
     slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
-    todo : tensor → what is left: "decode", "recover", or "decompressing" while that is under way.
+    todo : piece → what is left: "decode", "recover", or "decompressing" while that is under way.
     busy : operations under way.    nbytes : bytes read so far.
     """
 
@@ -121,7 +124,7 @@ class Load:
     slots: dict[str, int]
     lacks: list[str]
     reads: set[str]
-    todo: dict[str, str]
+    todo: dict[Piece, str]
     phase: Phase = Phase.WAITING
     busy: int = 0
     nbytes: int = 0
@@ -135,7 +138,9 @@ class LoadQueue:
     held : slots of the experts that are in memory already.
     counts : of what is prefetched.
     tensors : of an expert, which are decoded one by one; by default it is decoded as one.
-    separable : whether a tensor of a load can be decompressed before its SM-chunk is there.
+    shards : of a tensor of a load that can be decoded apart, and decompressed before its SM-chunk is
+        there; 0 of one that cannot.
+    workers : that decode: where fewer tensors wait for them, these are decoded shard by shard.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
 
     demanded : what the running layer needs, the most urgent first, until it needs nothing more of it.
@@ -151,14 +156,17 @@ class LoadQueue:
         *,
         held: Held | None = None,
         counts: PrefetchCounts | None = None,
-        tensors: Callable[[ExpertKey], Iterable[str]] = lambda key: ("",),
-        separable: Callable[[Load, str], bool] = lambda load, tensor: True,
+        tensors: Callable[[ExpertKey], Iterable[Any]] = lambda key: ("",),
+        shards: Callable[[Load, Any], int] = lambda load, tensor: 1,
+        workers: int = 1,
         in_place: bool = False,
     ) -> None:
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
-        self._kinds, self._fills = (KINDS, FILLS) if not in_place else (("full",), IN_PLACE)
-        self._tensors = (lambda key: ()) if in_place else tensors
-        self._separable = separable
+        self._kinds, self._fills = KINDS, FILLS
+        self._tensors, self._shards, self._workers = tensors, shards, workers
+        if in_place:
+            self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
+            self._tensors = lambda key: ()
         taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
         self.free = {
             kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
@@ -253,25 +261,44 @@ class LoadQueue:
                 return load, kinds
         return None
 
-    def next_decode(self) -> tuple[Load, str, str] | None:
-        """The most urgent (load, tensor, operation of `USES`) that can begin. `decode_done` must
+    def next_decode(self) -> tuple[Load, Piece, str] | None:
+        """The most urgent (load, piece, operation of `USES`) that can begin. `decode_done` must
         follow."""
-        for load in self._loads():
-            if load.phase is Phase.LOADING and "e" not in load.reads:
-                for tensor, stage in load.todo.items():
-                    if stage == "decompressing":
-                        continue
-                    if "sm" not in load.reads:
-                        del load.todo[tensor]
-                        operation = stage
-                    elif stage == "decode" and self._separable(load, tensor):
-                        load.todo[tensor] = "decompressing"
-                        operation = "decompress"
-                    else:
-                        continue
-                    load.busy += 1
-                    return load, tensor, operation
-        return None
+        ready = ((load, piece) for load in self._loads() for piece in self._decodable(load))
+        if (found := next(ready, None)) is None:
+            return None
+        load, piece = found
+        if piece.shard is None and load.todo[piece] == "decode":
+            piece = self._split(load, piece, ready)
+        stage = load.todo.pop(piece)
+        if "sm" in load.reads:
+            load.todo[piece] = "decompressing"
+            stage = "decompress"
+        load.busy += 1
+        return load, piece, stage
+
+    def _split(self, load: Load, piece: Piece, ready: Iterator[tuple[Load, Piece]]) -> Piece:
+        """A tensor or, where fewer than one for each worker can be decoded, the first of its
+        shards, which take its place."""
+        shards = self._shards(load, piece.tensor)
+        others = (1 for _, other in ready if other.shard is None)
+        if shards < 2 or sum(islice(others, self._workers)) >= self._workers - 1:
+            return piece
+        del load.todo[piece]
+        parts = [Piece(piece.tensor, shard) for shard in range(shards)]
+        load.todo |= dict.fromkeys(parts, "decode")
+        return parts[0]
+
+    def _decodable(self, load: Load) -> Iterator[Piece]:
+        """The pieces of a load of which a worker can do something now."""
+        if load.phase is Phase.LOADING and "e" not in load.reads:
+            for piece, stage in load.todo.items():
+                if stage == "decompressing":
+                    continue
+                if "sm" not in load.reads or (
+                    stage == "decode" and self._shards(load, piece.tensor)
+                ):
+                    yield piece
 
     def read_done(
         self, load: Load, kinds: Iterable[str], nbytes: int, error: BaseException | None = None
@@ -287,10 +314,10 @@ class LoadQueue:
         self._done(load, error)
 
     def decode_done(
-        self, load: Load, tensor: str, operation: str, error: BaseException | None = None
+        self, load: Load, piece: Piece, operation: str, error: BaseException | None = None
     ) -> None:
         if operation == "decompress":
-            load.todo[tensor] = "recover"
+            load.todo[piece] = "recover"
         self._done(load, error)
 
     def _loads(self) -> list[Load]:
@@ -298,8 +325,8 @@ class LoadQueue:
 
     def _load(self, key: ExpertKey, keep: State | None, slots: dict[str, int]) -> Load:
         lacks = [kind for kind in self._kinds if kind not in slots]
-        reads = set(lacks).intersection(self._fills.values())
-        todo = dict.fromkeys(self._tensors(key), "decode")
+        reads = set(lacks).intersection(self._fills["both"])
+        todo = dict.fromkeys(map(Piece, self._tensors(key)), "decode")
         return Load(key, keep, slots, lacks, reads, todo)
 
     def _line_up(self, those: dict[ExpertKey, Load], given: list[Load], order: Order) -> None:
@@ -311,10 +338,7 @@ class LoadQueue:
                 "decode; make the order from the same requests"
             )
         those |= {loads[expert].key: loads[expert] for expert in order.decode}
-        reads = [
-            (loads[expert], tuple(sorted({self._fills[part] for _, part in parts})))
-            for expert, parts in groupby(order.io, itemgetter(0))
-        ]
+        reads = ((loads[expert], self._fills[part]) for expert, part in order.io)
         self._reads += dict.fromkeys(reads)  # in place, an expert's two parts are one
 
     def _admit(self) -> None:

@@ -24,8 +24,9 @@ from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
+from moelab.offloading.host import Host
 from moelab.offloading.link import PinnedReader
-from moelab.offloading.load_queue import USES, Load, LoadQueue, PrefetchCounts, read_name
+from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
@@ -83,10 +84,12 @@ class Loader:
             ahead,
             counts=counts,
             tensors=lambda key: store.layers[key.layer].tensors,
-            separable=lambda load, name: two_stages and store.entries(*load.key)[name].separable,
+            shards=lambda load, name: store.entries(*load.key)[name].shards * two_stages,
+            workers=workers,
             in_place=self.in_place,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
+        self._source = "link" if isinstance(reader, Host) else "disk"
         self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
         self._sends = self._lands and isinstance(reader, PinnedReader)
         self._readers = 0 if self._sends else readers
@@ -238,7 +241,7 @@ class Loader:
                 begin = max(start, self._served)
                 self._served = max(end, self._served)
                 name = read_name(kinds)
-                self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
+                self.timeline.add(Event(self._source, name, *load.key, begin, self._served, nbytes))
             queue.read_done(load, kinds, nbytes, error)
         if not self.in_place:
             self._work.ring()
@@ -264,7 +267,7 @@ class Loader:
             self.queue.read_done(load, kinds, chunks.nbytes)
         self.slots.send(copies)
 
-    def _next_decode(self) -> tuple[Load, str, str, dict[str, Chunks]] | None:
+    def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
         another's."""
         if (found := self.queue.next_decode()) is None:
@@ -276,20 +279,21 @@ class Loader:
         step_back()
         decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
-            load, tensor, operation, chunks = found
+            load, piece, operation, chunks = found
             start = clock()
             error = None
             try:
-                for part in chunks.values():  # not when it is read: decoding finds it cached
-                    self._check_first(part, tensor)
-                out = self.slots.tensors(load.slots["full"], load.key.layer)[tensor]
-                decode(operation, chunks, tensor, out, load.slots["full"])
+                # not when it is read: decoding finds it cached; of a tensor in shards by the first
+                for part in chunks.values() if not piece.shard else ():
+                    self._check_first(part, piece.tensor)
+                out = self.slots.tensors(load.slots["full"], load.key.layer)[piece.tensor]
+                decode(operation, chunks, piece, out, load.slots["full"])
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             except BaseException as caught:
                 error = caught
             self._used[me] = time.thread_time()
             with self.changing() as queue:
-                queue.decode_done(load, tensor, operation, error)
+                queue.decode_done(load, piece, operation, error)
 
 
 def threads_to_fill(slots: Slots, scratch: int) -> int:

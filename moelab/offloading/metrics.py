@@ -59,18 +59,15 @@ class Metrics:
         runs from the end of the forward before to the end of this one, so sampling counts.
     prefill_tokens, decode_tokens : tokens that went in; without drafts that were wrong, as in
         all that is said of a token.
-    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
-        over its tokens; those of decoding over its tokens.
+    read_bytes, read_bytes_per_token : all reads; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
-    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
-        forwards.
-    read_rate : bytes a second over the time that the disk, or the link, is busy.
-    overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
+    busy : {resource: seconds of anything but waiting}.
+    overlap_efficiency : 1 − stall ÷ busy time of the disk, or the link: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
     hits, misses, evictions : requests for experts by the state they were found in ({"F":
         …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F).
     prefetched : counts and bytes of the experts read ahead, and what became of them.
-    peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
+    peak_rss_bytes : of the process, see `process`; None for a simulation.
     """
 
     ttft: float | None
@@ -79,13 +76,10 @@ class Metrics:
     prefill_tokens: int
     decode_tokens: int
     read_bytes: int
-    read_bytes_per_prefill_token: float | None
     read_bytes_per_token: float | None
     stall: float
     stall_per_step: float | None
     busy: dict[str, float]
-    utilisation: dict[str, float | None]
-    read_rate: float | None
     overlap_efficiency: float | None
     ttft_split: dict[str, float] | None = None
     launches: int | None = None
@@ -97,7 +91,6 @@ class Metrics:
     hit_rate: float | None = None
     prefetched: dict[str, int] | None = None
     peak_rss_bytes: int | None = None
-    major_faults: int | None = None
 
     def __repr__(self) -> str:
         return f"<Metrics: {summary_line(self)}>"
@@ -152,9 +145,8 @@ def metrics(
         tokens[one.phase] += one.kept
         decoding += one.end - end_before if one.phase == "decode" else 0.0
     prefill, decode = took["prefill"], took["decode"]
-    total, waited = sum(read.values()), sum(stall.values())
+    waited = sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
-    inside = sum(prefill) + sum(decode)
     return Metrics(
         ttft=median(prefill) if prefill else None,
         launches=launches or None,
@@ -162,14 +154,11 @@ def metrics(
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
-        read_bytes=int(total),
-        read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
+        read_bytes=int(sum(read.values())),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
         stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
-        utilisation={name: _ratio(busy[name], inside) for name in sorted(busy)},
-        read_rate=_ratio(total, reading),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
         **_of_prefills([*zip(forwards, split)]),
@@ -209,17 +198,15 @@ def _per_token(decode: list[Forward]) -> float | None:
 
 
 def process() -> dict[str, int | None]:
-    """Peak memory and page faults of this process since it began; None where the system does not
-    tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
+    """Peak memory of this process since it began; None where the system does not tell. It is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     peak = None
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)[1])
     if peak is None and sys.platform == "darwin":
-        peak = usage.ru_maxrss
-    return {"peak_rss_bytes": peak, "major_faults": usage.ru_majflt}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_rss_bytes": peak}
 
 
 def _ratio(part: float, whole: float) -> float | None:

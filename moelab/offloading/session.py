@@ -91,7 +91,7 @@ class Session:
     engine, store, budget : of an offloaded model: what loads and computes its experts, where they
         are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
-    speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
+    speculation : the `Speculation` on whose predictions it runs, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
         text's own (False).
     planned : what runs prompts through a Neural Engine's graphs, if the model was opened so:
@@ -173,7 +173,8 @@ class Session:
         if self.planned is not None:
             parts += [f"prompts by {self.planned.backend.name}"]
         if self.speculation is not None:
-            parts += [f"prefetch {named(self.speculation.predictor)}"]
+            hint = self.speculation.mode == "hint"
+            parts += [f"{'prefetch' if hint else 'speculate'} {named(self.speculation.predictor)}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from moelab.base.schema import Count, Must, Size
 from moelab.base.specs import DeviceSpec, ExpertKey, MoESpec
+from moelab.store.codecs import shard_count
 
 #: nothing that is measured takes longer
 HOUR = 3600.0
@@ -34,7 +35,7 @@ class Delays:
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
     decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
     expert_base, expert_token : computing it takes `expert_base + expert_token · tokens`.
-    N : tensors of an expert, which are decoded one by one.
+    N : tensors of an expert, which are decoded one by one.    shards : of a tensor's exponents.
     e_bytes, sm_bytes : what the two reads transfer.
     experts_bytes : [L][E] of these two numbers for each expert; the seconds are the mean expert's.
     together : (n, seconds) of one token's n experts in one call, ascending, n above 1; none if each
@@ -48,6 +49,7 @@ class Delays:
     expert_base: Seconds
     expert_token: Seconds
     N: Size = 3
+    shards: Size = 1
     e_bytes: Count = 0
     sm_bytes: Count = 0
     experts_bytes: tuple[tuple[tuple[Count, Count], ...], ...] = ()
@@ -103,6 +105,7 @@ class Machine:
     handover : until threads have woken up, between an expert's last read and its computation, if
         that waits for it.
     predict : of a prediction of a layer's experts.
+    far : of an expert that is computed where it lies: (base, per token).
     """
 
     delays: Delays
@@ -112,6 +115,7 @@ class Machine:
     decide: Linear = (0.0, 0.0)
     handover: Seconds = 0.0
     predict: Seconds = 0.0
+    far: Linear = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -178,12 +182,14 @@ def delays_of(
         decompress_gbs = device["decompress_gbs"]
     half = spec.expert_bytes / 2
     read, other = delays_in_place(device, spec, rho * half, spec.expert_bytes, dense_bytes)
+    N = 3 if spec.gated else 2
     delays = replace(
         read,
         sm_read=half / rates.read,
         decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory,
-        N=3 if spec.gated else 2,
+        N=N,
+        shards=shard_count(round(half / N)),
         sm_bytes=round(half),
     )
     return delays, other

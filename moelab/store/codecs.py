@@ -82,7 +82,7 @@ class PackedTensor(tuple[Plane, ...]):
         return sum(len(shard) for plane in self for shard in plane.shards)
 
 
-def shard_count(n_bytes: int, most: int) -> int:
+def shard_count(n_bytes: int, most: int = SHARDS) -> int:
     """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than
     `MIN_SHARD`."""
     return max(1, min(most, n_bytes // MIN_SHARD))

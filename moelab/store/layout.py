@@ -45,7 +45,7 @@ from moelab.base.specs import MoESpec
 from moelab.store import fewbit
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.codecs import find_codec, read_codec
+from moelab.store.codecs import find_codec, read_codec, shard_bounds
 from moelab.store.headers import DTYPES, Shape, header_bytes, nbytes
 
 FORMAT = "moelab-store"
@@ -117,10 +117,16 @@ class TensorEntry(NamedTuple):
         return len(self.planes) == 1 and self.codec.in_place
 
     @property
-    def separable(self) -> bool:
-        """Whether it can be decoded in two stages: 16-bit weights whose exponents are
-        compressed."""
-        return len(self.planes) == 2 and self.codec is not RAW
+    def shards(self) -> int:
+        """Of its exponents, each of which can be decoded by itself; 0 if it cannot be decoded in two
+        stages, as 16-bit weights can whose exponents are compressed."""
+        if len(self.planes) != 2 or self.codec is RAW:
+            return 0
+        return len(self.planes[0][1]) if self.planes[1][0] is RAW else 1
+
+    def bounds(self, shard: int) -> tuple[int, int]:
+        """The first weight of a shard, and the first behind it."""
+        return shard_bounds(self.n, self.shards)[shard]
 
     def stored(self, part: str = "both") -> int:
         """Bytes of its chunks of a part, without padding."""

@@ -101,12 +101,17 @@ class Chunks:
     offset: int
     nbytes: int
 
-    def plane(self, name: str, i: int) -> Plane:
-        """Plane `i` of a tensor, as views of `data`."""
+    def plane(self, name: str, i: int, shard: int | None = None) -> Plane:
+        """Plane `i` of a tensor or of one shard of it, as views of `data`."""
         codec, chunks = self.entries[name].planes[i]
         begins = (chunk.offset - self.offset for chunk in chunks)
-        shards = (self.data[at : at + c.length] for at, c in zip(begins, chunks))
-        return Plane(codec, tuple(shards))
+        blobs = tuple(self.data[at : at + c.length] for at, c in zip(begins, chunks))
+        if shard is not None and i == 0:
+            blobs = blobs[shard : shard + 1]
+        elif shard is not None:
+            begin, end = self.entries[name].bounds(shard)
+            blobs = (blobs[0][begin:end],)
+        return Plane(codec, blobs)
 
 
 class Reader:
@@ -316,10 +321,12 @@ def decode(e: Chunks, sm: Chunks, out: Tensors | None = None) -> Tensors:
     return out
 
 
-def decode_tensor(e: Chunks, sm: Chunks, name: str, out: torch.Tensor) -> None:
-    """One tensor of an expert into `out`, as `decode` does with all of them."""
+def decode_tensor(
+    e: Chunks, sm: Chunks, name: str, out: torch.Tensor, shard: int | None = None
+) -> None:
+    """One tensor of an expert into `out`, as `decode` does with all of them, or one shard of it."""
     entry = e.entries[name]
-    planes = tuple((e if i == 0 else sm).plane(name, i) for i in range(len(entry.planes)))
+    planes = tuple((e if i == 0 else sm).plane(name, i, shard) for i in range(len(entry.planes)))
     with named(e, name):
         decompress_tensor(PackedTensor(planes), out)
 

@@ -5,7 +5,7 @@ Source: ZipMoE §3.2 and Fig. 6: decompression needs the E-chunks only, recovery
 the SM-chunks. The exponents of N weights, N bytes, are decompressed into the upper half of the
 tensor's own 2N bytes, and recovery joins them from the front: the weight i at bytes 2i, 2i+1 never
 reaches an exponent at byte N+j that is still needed, since 2i+1 < N+i+1 for every i < N. So no
-other memory is needed.
+other memory is needed. A shard is a tensor of its own, in its part of `out`.
 
 Shapes: a tensor of N weights, its exponents uint8 [N], its sign-mantissa bytes uint8 [N].
 """
@@ -24,19 +24,19 @@ from moelab.store.reader import Chunks, named
 _BLOCK = 1 << 14
 
 
-def decompress(e: Chunks, name: str, out: torch.Tensor) -> None:
-    """Stage 1: the exponents of a separable tensor into the upper half of `out`. Raises StoreError
-    if damaged."""
+def decompress(e: Chunks, name: str, out: torch.Tensor, shard: int | None = None) -> None:
+    """Stage 1: the exponents of a tensor that has `shards`, or of one of them, into the upper half of
+    `out`. Raises StoreError if damaged."""
     with named(e, name):
-        unpack_plane(e.plane(name, 0), as_bytes(out, writable=True)[out.numel() :])
+        unpack_plane(e.plane(name, 0, shard), as_bytes(out, writable=True)[out.numel() :])
 
 
-def recover(sm: Chunks, name: str, out: torch.Tensor) -> None:
+def recover(sm: Chunks, name: str, out: torch.Tensor, shard: int | None = None) -> None:
     """Stage 2: join the exponents in the upper half of `out` with the sign-mantissa bytes, in
     place."""
     words = as_bytes(out, writable=True).view(np.uint16)
     with named(sm, name):
-        _recover(plane_bytes(sm.plane(name, 1), len(words)), words)
+        _recover(plane_bytes(sm.plane(name, 1, shard), len(words)), words)
 
 
 @kernel

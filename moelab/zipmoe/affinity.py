@@ -53,13 +53,8 @@ def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
 def order_by_expert(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
     """Algorithm 1's order of experts, but the chunks of each in one request, so that they are
     decoded in one go."""
-    plan = order(requests, delays, workers)
-    parts: dict[int, list[str]] = {}
-    for expert, part in plan.io:
-        parts.setdefault(expert, []).append(part)
-    return plan._replace(
-        io=[(expert, part) for expert in plan.decode for part in sorted(parts.get(expert, ()))]
-    )
+    by_id = {request.key.expert: request for request in requests}
+    return given_order(by_id[i] for i in order(by_id.values(), delays, workers).decode)
 
 
 def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:
@@ -68,14 +63,14 @@ def default_order(requests: Iterable[Any], delays: Delays, workers: int) -> Orde
 
 
 def by_expert(delays: Delays) -> bool:
-    """Whether the chunks of a miss had better be one request: reading all E-chunks first, as
-    Algorithm 1 does, pays for two requests and two passes over the weights only where
-    decompressing takes longer than reading SM-chunks."""
+    """Whether the chunks of a miss had better be one request. Read apart, the exponents are
+    decompressed while SM-chunks are read, which pays for two requests and two passes over the
+    weights only where decompressing takes longer than a measured SM-read, its request included."""
     return delays.decompress <= delays.sm_read or not delays.sm_read
 
 
 def naive_order(requests: Iterable[Any], delays: Delays | None = None, workers: int = 1) -> Order:
-    """The baseline: experts in ascending id, of each first E, then SM."""
+    """The baseline: experts in ascending id."""
     return given_order(sorted(requests, key=lambda r: r.key.expert))
 
 

@@ -10,24 +10,23 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import torch
 
 from moelab.models.seam import discover
-from moelab.offloading.run import experts_bytes
 from moelab.simulation.costs import Delays
 from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader, cast, decode_tensor, empty_tensors
-from moelab.store.stages import decompress, recover
+from moelab.store.reader import Reader, cast, decode, empty_tensors
+from moelab.store.stages import decompress
 
 ROUNDS = 5
-TOKENS = 16
 
 
 def quick_delays(store: ExpertStore, model: Any) -> Delays:
-    """Medians of five reads, decodings and computations of the store's first experts."""
+    """Medians of five reads, decodings and computations of the store's first experts. Computing
+    counts as proportional to tokens, by which a schedule orders experts."""
     seconds: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -39,7 +38,7 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
     experts = discover(model)[0].seam
     entries = store.entries(0, 0)
     out = empty_tensors(entries)
-    apart = [name for name in entries if entries[name].separable]
+    x = torch.zeros(1, store.spec.H, dtype=model.dtype, device=model.device)
     with Reader(store) as reader, torch.inference_mode():
         buffers = {part: reader.buffer(part) for part in ("E", "SM")}
         for i in range(ROUNDS):
@@ -49,32 +48,22 @@ def quick_delays(store: ExpertStore, model: Any) -> Delays:
                 with timed(part):
                     read[part] = reader.read(0, expert, part, buffer)
             with timed("decompress"):
-                for name in apart:
-                    decompress(read["E"], name, out[name])
-            with timed("recover"):
-                for name, tensor in out.items():
-                    if name in apart:
-                        recover(read["SM"], name, tensor)
-                    else:
-                        decode_tensor(read["E"], read["SM"], name, tensor)
+                for name in entries:
+                    if entries[name].shards:
+                        decompress(read["E"], name, out[name])
+            with timed("decode"):
+                decode(read["E"], read["SM"], out)
             weights = {name: t.to(model.device) for name, t in cast(out, model.dtype).items()}
-            for tokens in (1, TOKENS):
-                x = torch.zeros(tokens, store.spec.H, dtype=model.dtype, device=model.device)
-                with timed(f"{tokens} tokens"):
-                    experts.ffn(x, weights).cpu()
+            with timed("compute"):
+                experts.ffn(x, weights).cpu()
     took = {name: median(values) for name, values in seconds.items()}
-    token = max(0.0, (took[f"{TOKENS} tokens"] - took["1 tokens"]) / (TOKENS - 1))
-    every = experts_bytes(store)
-    e_bytes, sm_bytes = (round(fmean(pair[part] for pair in every[0])) for part in (0, 1))
     return Delays(
         e_read=took["E"],
-        sm_read=took["SM"] * (sm_bytes > 0),
+        sm_read=took["SM"] * (store.stored_bytes(0, 0, "SM") > 0),
         decompress=took["decompress"],
-        recover=took["recover"],
-        expert_base=max(0.0, took["1 tokens"] - token),
-        expert_token=token,
-        N=len(store.entries(0, 0)),
-        e_bytes=e_bytes,
-        sm_bytes=sm_bytes,
-        experts_bytes=every,
+        recover=max(0.0, took["decode"] - took["decompress"]),
+        expert_base=0.0,
+        expert_token=took["compute"],
+        N=len(entries),
+        shards=max(1, *(entry.shards for entry in entries.values())),
     )

@@ -33,9 +33,9 @@ from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.simulation.traced import forwards_of
 from moelab.trace import DECODE, RoutingTrace
-from moelab.zipmoe import selection
 from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import plans
+from moelab.zipmoe.selection import sample, selection_probabilities
 
 #: tokens that are played to fill the cache, and then to be timed
 WARM = 64
@@ -56,10 +56,7 @@ def drawn(shares: np.ndarray, tokens: int, seed: int = 0) -> list[list[tuple[int
     independently."""
     layers = []
     for layer, f in enumerate(shares):
-        f, k = selection.whole(f)
-        layers.append(
-            selection.sample(selection.selection_probabilities(f, k), k, tokens, seed + layer)
-        )
+        layers.append(sample(*selection_probabilities(f), tokens, seed + layer))
     return [
         [
             (layer, dict.fromkeys(np.flatnonzero(found[token]).tolist(), 1))
@@ -169,13 +166,11 @@ def _candidates(
     L, E = shares.shape
     copies, layers = (L, 1) if scope == "layer" else (1, L)
     each = room // copies
-    full = sizes.full
-    sm = sizes.sm
-    e = sizes.e
-    bytes_of = {"F": full} | ({"C": sm + e, "S": sm, "E": e} if sm and e else {})
-    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in bytes_of.items()]
-    if len(pools) > 1 and each >= layers * min(sm, e):
-        f, k = selection.whole(np.sort(shares, 1)[:, ::-1].mean(0))
-        found = plans(f, each, (full, sm, e), k, machine.delays, machine.workers, layers=layers)
-        pools += [one.pools for one in found[:most]]
-    return list(dict.fromkeys(pools))
+    full, sm, e = sizes.full, sizes.sm, sizes.e
+    if not (sm and e):
+        return [Pools(F=min(E * layers, each // full))]
+    of = {"F": full, "C": sm + e, "S": sm, "E": e}
+    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in of.items()]
+    f = np.sort(shares, 1)[:, ::-1].mean(0)
+    found = plans(f, each, (full, sm, e), machine.delays, machine.workers, layers=layers)
+    return list(dict.fromkeys([*pools, *(one.pools for one in found[:most])]))

@@ -1,7 +1,6 @@
 """Planning: how to divide a budget between the pools F, C, S and E, from expert popularity.
 
-Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of 3, which reads a miss
-twice and leaves out computing). The most popular experts of a layer lie in pool F, the next in C,
+Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of `algorithm_3`). The most popular experts of a layer lie in pool F, the next in C,
 then S, then E, so each pool is an interval of ranks. A step's hits in the intervals follow
 conditional Bernoulli sampling (`moelab.zipmoe.selection`); every pattern of hits has a time, and the
 division with the least expected time is chosen; of equally good ones, to 1e-9, that with more in F,
@@ -14,7 +13,7 @@ of the time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -38,16 +37,27 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
     seconds [n].
 
     The longest of three lower bounds of any schedule: all reads, then what is left to do of the
-    last expert; all decoding, then computation of the last; all computations, after the first
-    decoding if nothing is ready. What comes after the last read is its decoding, or only recovery
-    if its exponents were there before."""
-    F, C, _, E = hits.T
+    last expert; all decoding, after the first E-read if no exponents are there, then computation of
+    the last; all computations, after the first decoding if nothing is ready. What comes after the
+    last read is its decoding, or only recovery if its exponents were there before: where SM-chunks
+    are read, and read apart."""
+    F, C, S, E = hits.T
     compute = delays.expert(1)
     decode = delays.decode / workers
-    last = np.where(by_expert(delays) & (E == 0), decode, delays.recover / workers)
+    exponents_last = (E == 0) & (by_expert(delays) | (k == F + C + S))
+    last = np.where(exponents_last, decode, delays.recover / workers)
     disk = reading(hits, k, delays) + np.where(k > F + C, last + compute, 0)
-    work = (k - F) * decode + np.where(k > F, compute, 0)
+    first = np.where(C + E == 0, delays.e_read, 0)
+    work = (k - F) * decode + np.where(k > F, first + compute, 0)
     return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))
+
+
+def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
+    """The paper's estimate, which lets workers read E-chunks, too, and leaves out recovery,
+    computing and all waiting: [n, 4] → seconds [n]."""
+    F, C, _, E = hits.T
+    work = (k - F - C - E) * delays.e_read + (k - F) * delays.decompress
+    return np.maximum(reading(hits, k, delays), work / workers)
 
 
 class CachePlan(NamedTuple):
@@ -61,12 +71,12 @@ def plans(
     f: np.ndarray,
     budget_bytes: int,
     sizes: tuple[int, int, int],
-    k: int,
     delays: Delays,
     workers: int,
     pools: str = "FCSE",
     layers: int = 1,
     parts: int = 20,
+    estimate: Callable[..., np.ndarray] = makespan,
 ) -> list[CachePlan]:
     """All divisions of a budget whose pools differ, least expected time first (ZipMoE Algorithm 4).
 
@@ -74,27 +84,23 @@ def plans(
     share (scope "model"), it is theirs together: the division is found for one layer's equal share
     and applied to the whole budget.
 
-    f : [E], share of steps that need the expert of each rank, falling, summing to k. See
-        `selection.whole` for batches.
-    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks). k : experts a step.
+    f : [E], share of steps that need the expert of each rank, falling; k experts a step is its sum,
+        rounded.
+    sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
     delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.
+    estimate : of a layer's time, `makespan` or `algorithm_3`.
 
-    Raises ValueError: no pool could hold even one expert a layer; unknown pools; unfit f."""
+    Raises ValueError: pools that there cannot be."""
     full, sm, e = sizes
     bytes_of = dict(zip(HIERARCHY, (full, sm + e, sm, e)))
-    if not pools or not set(pools) <= set(HIERARCHY) or any(bytes_of[p] < 1 for p in pools):
-        kept = "".join(p for p in HIERARCHY if bytes_of[p])
+    kept = "".join(p for p in HIERARCHY if bytes_of[p])
+    if not pools or not set(pools) <= set(kept):
         raise ValueError(f"pools is {pools!r}; of this store there can be {kept}")
-    if budget_bytes < (least := layers * min(bytes_of[p] for p in pools)):
-        raise ValueError(
-            f"a budget of {budget_bytes:,} bytes holds not one expert a layer in the pools {pools}; "
-            f"{layers} layer(s) need at least {least:,}"
-        )
-    f = np.asarray(f, np.float64)
-    hits = interval_hits(selection_probabilities(f, k), k)
+    q, k = selection_probabilities(f)
+    hits = interval_hits(q, k)
     patterns = hit_patterns(k)
-    seconds = makespan(patterns, k, delays, workers)
+    seconds = estimate(patterns, k, delays, workers)
     n_bytes = [max(1, bytes_of[p]) for p in HIERARCHY]
     known = {}  # experts of a layer in the pools → seconds
     found = {}  # pools → seconds

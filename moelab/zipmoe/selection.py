@@ -9,7 +9,8 @@ problem in the log odds λ_r = log(q_r / (1 − q_r)), with gradient f − f(λ)
 
 The paper solves it by iterative proportional fitting, w_r ← w_r · f_r / f_r(w) with w = e^λ (its
 printed update, w_r ← w_r · f_r / R(k, N), is a misprint), which converges slowly where an f_r is
-near 1. Newton's method takes some five rounds; its Hessian is the covariance of the experts.
+near 1. Levenberg and Marquardt's method takes some seven rounds; its Jacobian is the covariance of
+the experts.
 
 Shapes: f, q [E], by rank. Steps with different numbers of experts are only approximated, by
 `whole`."""
@@ -19,34 +20,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from scipy.optimize import brentq, root
+from scipy.special import expit, logit
 
 #: nearer than this to 0 or 1, an inclusion probability counts as 0 or 1
 CERTAIN = 1e-12
 
 
-def selection_probabilities(f: np.ndarray, k: int) -> np.ndarray:
-    """q with P(r selected | k selected in all) = f_r (ZipMoE eq. 24); float64 [E].
+def selection_probabilities(f: np.ndarray) -> tuple[np.ndarray, int]:
+    """(q [E], k), P(r selected | k selected in all) = f_r (ZipMoE eq. 24), of the f that `whole`
+    gives.
 
     Multiplying all odds q / (1 − q) by one number changes nothing given k; they are chosen so that
     q, too, sums to k.
 
-    f : [E], shares of steps that need the expert of each rank, in any order, summing to `k`.
-
-    Raises ValueError: f is outside 0 … 1 or does not sum to k, within 1e-9.
-    """
-    f = np.asarray(f, np.float64)
-    if f.ndim != 1 or not ((f >= 0) & (f <= 1 + 1e-9)).all():
-        raise ValueError(
-            f"inclusion probabilities are one number from 0 to 1 for each rank, [E]; these have shape "
-            f"{list(f.shape)}" + (f" and lie in {f.min():g} … {f.max():g}" if f.size else "")
-        )
-    if not abs(f.sum() - k) <= 1e-9:
-        raise ValueError(
-            f"the inclusion probabilities sum to {f.sum():.12g}, but k is {k}: with exactly k experts a "
-            f"step they sum to k. Steps of a batch have different numbers of experts, and tokens that "
-            f"were dropped have none: `whole(f)` gives the nearest f and k"
-        )
-    return _uncertain(f, k, _fit)
+    f : [E], shares of steps that need the expert of each rank, in any order."""
+    f, k = whole(f)
+    return _uncertain(f, k, _fit), k
 
 
 def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
@@ -57,7 +47,7 @@ def whole(f: np.ndarray) -> tuple[np.ndarray, int]:
     to it."""
     f = np.asarray(f, np.float64)
     k = round(float(f.sum()))
-    return _uncertain(f, k, lambda inner, m: _shifted(_logit(inner), m)[1]), k
+    return _uncertain(f, k, lambda inner, m: _shifted(logit(inner), m)[1]), k
 
 
 def _uncertain(f: np.ndarray, k: int, solve: Callable[[np.ndarray, int], np.ndarray]) -> np.ndarray:
@@ -101,11 +91,6 @@ def sample(q: np.ndarray, k: int, n: int, seed: int = 0) -> np.ndarray:
 
     They have the popularity of a recorded run, but a step tells nothing about the next.
     """
-    if not abs(q.sum() - k) <= 1e-6:
-        raise ValueError(
-            f"the selection probabilities sum to {q.sum():g}, but k is {k}; take those that "
-            "selection_probabilities(f, k) finds"
-        )
     rng = np.random.default_rng(seed)
     E = len(q)
     found = [np.zeros((0, E), bool)]
@@ -126,51 +111,25 @@ def add_one(hits: np.ndarray, q: float) -> np.ndarray:
 
 
 def _fit(f: np.ndarray, k: int) -> np.ndarray:
-    """Newton's method on the dual, λ·f − log P(k) + Σ log(1 − q); all f strictly between 0 and 1,
-    summing to k."""
-    logits = _logit(f)
+    """Levenberg and Marquardt's method on the log odds, each on the scale of its expert's standard
+    deviation; all f strictly between 0 and 1, summing to k."""
     scale = np.sqrt(f * (1 - f))
-    null = scale / np.linalg.norm(
-        scale
-    )  # all log odds together: the direction in which nothing changes
-    logits, q = _shifted(logits, k)
-    found, pairs = inclusion(q, k)
-    tolerance = 1e-12 + 2 * abs(f.sum() - k)  # where the sum is off, no q is exact
-    for _ in range(200):
-        error = np.abs(f - found).max()
-        if error <= tolerance:
-            return q
+    unit = scale / np.linalg.norm(scale)  # all log odds together: there nothing else changes
+    start = _shifted(logit(f), k)[0] * scale
+
+    def residual(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found, pairs = inclusion(_shifted(x / scale, k)[1], k)
         covariance = pairs + pairs.T + np.diag(found) - np.outer(found, found)
-        hessian = covariance / np.outer(scale, scale) + np.outer(null, null)
-        step = (
-            np.linalg.lstsq(hessian, (f - found) / scale)[0] / scale
-        )  # singular where all is almost certain
-        step *= min(
-            1, 4 / np.abs(step - np.median(step)).max()
-        )  # far away, Newton's steps mean little
-        here = _dual(f, logits, q, k)
-        for _ in range(40):
-            trial, q = _shifted(logits + step, k)
-            found, pairs = inclusion(q, k)
-            if _dual(f, trial, q, k) > here or np.abs(f - found).max() < error:
-                break
-            step /= 2
-        logits = trial
-    raise ArithmeticError(
-        f"no selection probabilities were found: {error:.1e} is left of the inclusion probabilities "
-        f"{np.array2string(f, threshold=8)}"
-    )
+        jacobian = covariance / np.outer(scale, scale) + np.outer(unit, unit)
+        return (found - f) / scale + unit * (unit @ (x - start)), jacobian
 
-
-def _dual(f: np.ndarray, logits: np.ndarray, q: np.ndarray, k: int) -> float:
-    hits = np.eye(1, k + 1)[0]
-    for chance in q:
-        hits = add_one(hits, chance)
-    return float(f @ logits - np.log(hits[k]) + np.log1p(-q).sum())
-
-
-def _logit(p: np.ndarray) -> np.ndarray:
-    return np.log(p) - np.log1p(-p)
+    q = _shifted(root(residual, start, jac=True, method="lm").x / scale, k)[1]
+    if (error := np.abs(inclusion(q, k)[0] - f).max()) > 1e-8:
+        raise ArithmeticError(
+            f"no selection probabilities were found: {error:.1e} is left of the inclusion "
+            f"probabilities {np.array2string(f, threshold=8)}"
+        )
+    return q
 
 
 def _shifted(logits: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
@@ -178,8 +137,5 @@ def _shifted(logits: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
     probabilities."""
     low = -logits.max() - 50
     high = -logits.min() + 50
-    for _ in range(80):
-        middle = (low + high) / 2
-        p = 1 / (1 + np.exp(-(logits + middle)))
-        low, high = (middle, high) if p.sum() < total else (low, middle)
-    return logits + middle, p
+    by = brentq(lambda by: expit(logits + by).sum() - total, low, high)
+    return logits + by, expit(logits + by)

@@ -37,7 +37,7 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.checkpoint.convert import kept_store
-from moelab.evaluation.intervals import Interval, ratio
+from moelab.evaluation.intervals import Interval
 from moelab.evaluation.questions import prompts
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
@@ -52,6 +52,7 @@ from moelab.zipmoe.planner import best_pools
 from moelab.zipmoe.planning import CachePlan, plans
 
 from .popularity import inclusion_probabilities
+from .ratios import ratio
 from .timing import torch_threads
 
 SOURCES = ("code", "prose", "needle", "lookup")
@@ -202,8 +203,8 @@ class Bench:
 
     def selection_error(self) -> float:
         """The largest error of f from the selection probabilities that are fitted to it."""
-        q = selection.selection_probabilities(self.f, self.K)
-        return float(np.abs(selection.inclusion(q, self.K)[0] - self.f).max())
+        found, _ = selection.inclusion(*selection.selection_probabilities(self.f))
+        return float(np.abs(found - self.f).max())
 
     def room(self, share: float) -> int:
         """Bytes that the pools may take, of a share of the memory."""
@@ -211,11 +212,11 @@ class Bench:
 
     def plan(self, share: float, pools: str = STATES, batch: int = 1) -> CachePlan:
         """The planner's division (Algorithms 2–4), of the pools given, for a batch of sequences."""
-        f, k = self.f, self.K
+        f = self.f
         if batch > 1:
-            f, k = selection.whole(inclusion_probabilities(self.train, batch).numpy().mean(0))
+            f = inclusion_probabilities(self.train, batch).numpy().mean(0)
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
-        return plans(f, self.room(share), sizes, k, self.delays, 1, pools, layers=self.L)[0]
+        return plans(f, self.room(share), sizes, self.delays, 1, pools, layers=self.L)[0]
 
     def expected(self, found: CachePlan) -> float:
         """TPOT that a plan expects, seconds."""

@@ -1,15 +1,22 @@
 """ZipMoE's models on its boards: TPOT, TTFT and throughput beside what its rivals must read, all
 simulated.
 
-Source: ZipMoE §5, Figs. 7 and 8; `caching` is section 6 of notebook 03. Ours is the faster of its
-plan and of caches of whole and of compressed experts, with its rule; in its rivals' place stand what
-their bytes allow: an LRU cache of whole experts that reads while it computes, experts read from a
-share that never changes and then computed ("on demand"), and all experts of every layer streamed
-past. So a gain here is one of compression, planning and caching; what the published systems lose
-otherwise is not in it.
+Source: ZipMoE §5, Figs. 7 and 8; `caching` is section 6 of notebook 03. "Planned" is the plan of
+Algorithm 4 with its rule, and nothing else. In its rivals' place stand what their bytes allow: an
+LRU cache of whole experts that reads while it computes, experts read from a share that never changes
+and then computed ("on demand"), and all experts of every layer streamed past. So a gain here is one
+of compression, planning and caching; what the published systems lose otherwise is not in it. They
+themselves, MoE-Infinity and DeepSpeed, need an NVIDIA GPU: `PEERS` says what it would take.
 
-What the paper leaves open is tried: popularity (1/rank, or all experts alike), and whether a budget
-is for experts or for all weights. Tokens choose independently, in the stationary state. Boards are
+Routing is drawn as it was fitted to traces (`moelab.simulation.routing`): of the model itself or of
+the most alike one that has a fit. A plan knows the popularity of other texts than it is timed on.
+Caches are filled until they are stationary: until in each of them the hit rate of the last two
+windows of `WINDOW` tokens is less than `STILL` above that of the two before. Every number is of
+`SEEDS` models and texts; gains are ratios of sums. For comparison with earlier results, "1/rank,
+drawn" has independent draws of that popularity: the bounds over all rows leave it out.
+
+What the paper leaves open is tried: whether a budget is for experts or for all weights, at the two
+budgets that it names; the others of Fig. 7 are in the drawing alone, so `BUDGETS` are ours. Boards are
 their cards, without latency of a read and contention. A thread decompresses 1.2 GB/s of exponents,
 which is Fig. 4's crossing at three threads; exponents take 2.65 of 8 bits (Fig. 2). Of Switch's
 experts, only the decoder's are in a decode step; its encoder reads the prompt."""
@@ -18,16 +25,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
 from moelab.base.arguments import number, whole
 from moelab.base.progress import progress
-from moelab.base.records import Numbers, Records
+from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -36,23 +45,41 @@ from moelab.cards import load_card, load_device, load_model
 from moelab.offloading.slots import Sizes, divide
 from moelab.simulation import costs
 from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays_of
+from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
-from moelab.trace import RoutingTrace
+from moelab.trace import PREFILL, RoutingTrace
+from moelab.trace import load as load_trace
 from moelab.zipmoe.planner import drawn, own_steps, shares_of
-from moelab.zipmoe.planning import plans
+from moelab.zipmoe.planning import algorithm_3, makespan, plans
+from moelab.zipmoe.selection import inclusion, selection_probabilities
+from moelab.zipmoe.selection import whole as nearest
 
 KIND = "simulated"
 MODELS = ("DeepSeek-V2-Lite", "Qwen1.5-MoE-A2.7B", "Switch-Large-128")
-#: board → its budget in GB (§5.1); those of Fig. 7 are in the drawing alone
+#: board → its budget in GB (§5.1), and others
 BOARDS = {"jetson-agx-orin-64gb": 20, "jetson-agx-orin-32gb": 10}
-#: how popular experts are, and what the budget is for
-READINGS = (("1/rank", "experts"), ("1/rank", "all weights"), ("alike", "experts"))
+BUDGETS = {"jetson-agx-orin-64gb": (10, 15, 20), "jetson-agx-orin-32gb": (5, 10)}
+#: the routing, and what the budget is for; but the first at the budgets of §5.1 alone
+READINGS = (("as fitted", "experts"), ("as fitted", "all weights"), ("1/rank, drawn", "experts"))
 OURS = "zipmoe"  # the eviction policy
 BATCHES = (1, 4, 16)
-#: decode steps that are timed; before them, each expert is chosen so often on average, to fill the
-#: cache
-TIMED = 8
-FILLED = 5
+SEEDS = 5
+#: decode steps that are timed; a cache is stationary once its hit rate rises by less than this from
+#: two windows of so many tokens to the next two; most tokens of all sequences before that
+TIMED = 32
+WINDOW = 64
+STILL = 0.01
+MOST = 768
+#: tokens of a drawn text, and texts that the plan has seen
+TEXT = 256
+SEEN = 4
+#: the published rivals, which serve from a GPU → what a measurement of them would take
+PEERS = {
+    "MoE-Infinity": "pip install moe-infinity; its offload_path on the disk, device_memory_ratio for "
+    "the same bytes",
+    "DeepSpeed": "pip install deepspeed; ZeRO-3 with offload_param to nvme",
+    "Accelerate": "is measured: `moelab bench gpu --only peers`, and without a GPU `moelab bench engine`",
+}
 
 
 def inclusion_of_ranks(E: int, K: int) -> np.ndarray:
@@ -65,12 +92,12 @@ def inclusion_of_ranks(E: int, K: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Machine:
-    """One model on one board: `spec` has the layers of a decode step only, `encoder` those that the
-    prompt alone runs; compressed, raw: delays and the rest of a layer; workers: threads that
-    decompress."""
+    """One model on one board: `spec` has the layers of a decode step only, the last ones of `every`,
+    of which the prompt alone runs the others; compressed, raw: delays and the rest of a layer;
+    workers: threads that decompress."""
 
+    every: MoESpec
     spec: MoESpec
-    encoder: int
     dense_bytes: float
     compressed: tuple[Delays, Linear]
     raw: tuple[Delays, Linear]
@@ -88,19 +115,24 @@ class Machine:
         part = dense * spec.L / every.L
         compressed = delays_of(device, spec, RHO, part, decompress_gbs)
         raw = delays_in_place(device, spec, spec.expert_bytes, spec.expert_bytes, part)
-        return cls(spec, encoder, dense, compressed, raw, workers)
+        return cls(every, spec, dense, compressed, raw, workers)
 
-    def shares(self, popularity: str) -> np.ndarray:
-        """Share of tokens that need each expert: [L, E]."""
-        E, K = self.spec.E, self.spec.K
-        f = inclusion_of_ranks(E, K) if popularity == "1/rank" else np.full(E, K / E)
-        return np.tile(f, (self.spec.L, 1))
+    def routed(self, routing: str, batch: int, seed: int) -> tuple[np.ndarray, Steps]:
+        """(popularity by rank [E], decode steps of so many sequences in lockstep)."""
+        length = MOST // batch + TIMED
+        if routing != "as fitted":
+            alone = tokens(self.spec, routing, [batch * length], seed)
+            return inclusion_of_ranks(self.spec.E, self.spec.K), in_lockstep(alone, batch)
+        texts = math.ceil(length / TEXT)
+        alone = tokens(self.spec, routing, [TEXT] * (SEEN + texts * batch), seed)
+        f = by_rank(self.spec, alone[: SEEN * TEXT])
+        lanes = [alone[at : at + length] for at in range(SEEN * TEXT, len(alone), texts * TEXT)]
+        return f, [union(together) for together in zip(*lanes, strict=True)]
 
-    def steps(self, popularity: str, batch: int, seed: int) -> Steps:
-        """Decode steps of so many sequences in lockstep."""
-        warm = math.ceil(FILLED * self.spec.E / self.spec.K / batch)
-        alone = drawn(self.shares(popularity), batch * (warm + TIMED), seed)
-        return [union(alone[at : at + batch]) for at in range(0, len(alone), batch)]
+    @property
+    def encoder(self) -> int:
+        """Layers that only a prompt runs."""
+        return self.every.L - self.spec.L
 
     @property
     def sizes(self) -> Sizes:
@@ -112,26 +144,50 @@ class Machine:
         """(pools of whole experts, experts that are read and decoded at a time) in so many bytes."""
         return divide(room, sizes, self.spec.L, self.spec.E, None, "model", self.workers, None)
 
-    def plan(self, f: np.ndarray, room: int) -> Pools:
-        """The planner's, for popularity f [E] by rank."""
+    def plan(
+        self, f: np.ndarray, room: int, estimate: Callable[..., np.ndarray] = makespan
+    ) -> Pools:
+        """The planner's, for popularity f [E] by rank, by its own or Algorithm 3's estimate."""
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
         delays = self.compressed[0]
-        found = plans(f, room, sizes, self.spec.K, delays, self.workers, layers=self.spec.L)
-        return found[0].pools
+        how = {"layers": self.spec.L, "estimate": estimate}
+        return plans(f, room, sizes, delays, self.workers, **how)[0].pools
 
-    def best(self, room: int, popularity: str, steps: Steps) -> tuple[Pools, float]:
-        """(pools, mean seconds of a step) of the fastest of the plan, whole experts and compressed
-        ones."""
+    def left(self, room: int) -> tuple[int, int]:
+        """(bytes for pools, loads in flight) of so many bytes for experts."""
+        staging = self.divided(room, self.sizes)[1]
+        return room - staging * self.sizes.in_flight, staging
+
+    def ways(self, f: np.ndarray, room: int) -> dict[str, Way]:
+        """The plans, single states, and the LRU cache of whole uncompressed experts."""
         sizes, every = self.sizes, self.spec.L * self.spec.E
-        staging = self.divided(room, sizes)[1]
-        left = room - staging * sizes.in_flight
-        tried = (
-            self.plan(self.shares(popularity)[0], left),
-            Pools(F=min(every, left // sizes.full)),
-            Pools(C=min(every, left // (sizes.sm + sizes.e))),
-        )
-        took = {of: self.seconds(self.compressed, of, OURS, steps, staging) for of in tried}
-        return min(took.items(), key=lambda item: item[1])
+        left, staging = self.left(room)
+        lru, beside = self.divided(room, Sizes(sizes.full, 0, 0, True))
+        ours = {
+            "planned": self.plan(f, left),
+            "by Algorithm 3": self.plan(f, left, algorithm_3),
+            "whole": Pools(F=min(every, left // sizes.full)),
+            "compressed": Pools(C=min(every, left // (sizes.sm + sizes.e))),
+        }
+        found = {name: Way(self.compressed, pools, OURS, staging) for name, pools in ours.items()}
+        return found | {"LRU": Way(self.raw, lru, "lru", beside)}
+
+    def stationary(
+        self, ways: Mapping[str, Way], steps: Steps, batch: int = 1
+    ) -> tuple[dict[str, float], Steps]:
+        """(name → mean seconds of the steps that are timed, those steps): the first ones after all
+        caches have become stationary."""
+        kept = {
+            way: Residency(self.spec.L, self.spec.E, way.pools, way.policy) for way in ways.values()
+        }
+        at = fill([*kept.values()], steps[:-TIMED], max(WINDOW // batch, 8))
+        timed = steps[at : at + TIMED]
+        phases = [(batch, "decode")] * TIMED
+        took = {
+            way: fmean(self._run(way.clock, timed, phases, residency, way.staging))
+            for way, residency in kept.items()
+        }
+        return {name: took[way] for name, way in ways.items()}, timed
 
     def seconds(
         self,
@@ -164,16 +220,15 @@ class Machine:
         run = simulate(steps, phases, residency, machine, staging=staging, order=order)
         return [forward.end - forward.start for forward in run.forwards]
 
-    def rivals(self, room: int, steps: Steps, batch: int) -> Numbers:
-        """Mean seconds of a step of each rival."""
+    def without_cache(self, pools: Pools, steps: Steps, batch: int) -> Numbers:
+        """Mean seconds of a step of the rivals that have no cache, of which "on demand" keeps the
+        pools' share for ever."""
         (delays, _), spec = self.raw, self.spec
-        pools, staging = self.divided(room, Sizes(spec.expert_bytes, 0, 0, True))
         held = pools.F / (spec.L * spec.E)
-        layers = [tokens for step in steps[-TIMED:] for _, tokens in step]
+        layers = [tokens for step in steps for _, tokens in step]
         busy = self._busy(layers, batch)
         needed = fmean(map(len, layers))
         return {
-            "LRU": self.seconds(self.raw, pools, "lru", steps, staging, batch),
             "on demand": spec.L * (fmean(busy) + needed * (1 - held) * delays.e_read),
             "streamed": spec.L * fmean(max(seconds, spec.E * delays.e_read) for seconds in busy),
         }
@@ -183,16 +238,17 @@ class Machine:
         delays, (other, token) = self.raw
         return [other + token * tokens + sum(map(delays.expert, of.values())) for of in layers]
 
-    def ttft(self, pools: Pools, popularity: str, prompt: int, seed: int) -> Numbers:
-        """Seconds of a prompt from an empty cache: "ours", and each rival (the LRU cache reads as
-        "on demand" does, but while it computes). A decoder that has an encoder runs one token."""
-        alone = drawn(self.shares(popularity), prompt, seed)
+    def ttft(self, pools: Pools, alone: Steps) -> Numbers:
+        """Seconds of a prompt of these tokens from an empty cache: "planned", and each rival (the LRU
+        cache reads as "on demand" does, but while it computes). A decoder that has an encoder runs
+        one token."""
+        prompt = len(alone)
         layers = [counts for _, counts in union(alone)]
         if self.encoder:
             layers = layers[: self.encoder] + [counts for _, counts in alone[0]]
         found = {}
         for name, kept, clock in (
-            ("ours", pools, self.compressed),
+            ("planned", pools, self.compressed),
             ("LRU", Pools(F=1), self.raw),
         ):
             residency = Residency(len(layers), self.spec.E, kept, "lru")
@@ -203,6 +259,57 @@ class Machine:
         found["on demand"] = sum(busy) + sum(map(len, layers)) * read
         found["streamed"] = sum(max(seconds, self.spec.E * read) for seconds in busy)
         return found
+
+
+class Way(NamedTuple):
+    """A cache: what everything costs, pools, eviction policy, loads in flight."""
+
+    clock: tuple[Delays, Linear]
+    pools: Pools
+    policy: str
+    staging: int
+
+
+def fill(caches: Sequence[Residency], steps: Steps, window: int = WINDOW) -> int:
+    """Play windows of so many steps until the hit rates of all caches stand still; returns how many
+    steps that were."""
+    rates: list[list[float]] = []
+    for at in range(0, len(steps), window):
+        for cache in caches:
+            cache.reset_counters()
+            for step in flat(steps[at : at + window]):
+                cache.begin(*step)
+        rates.append([cache.counters.hit_rate() for cache in caches])
+        if len(rates) >= 4:
+            before, now = np.reshape(rates[-4:], (2, 2, -1)).mean(1)
+            if (now - before).max() < STILL:
+                return at + window
+    return len(steps)
+
+
+def tokens(spec: MoESpec, routing: str, lengths: Sequence[int], seed: int) -> Steps:
+    """The steps of texts of so many tokens, one after the other."""
+    if routing != "as fitted":
+        f = inclusion_of_ranks(spec.E, spec.K)
+        return drawn(np.tile(f, (spec.L, 1)), sum(lengths), seed)
+    ids = routing_of(spec)[0].draw(spec.L, spec.E, spec.K, lengths, seed)
+    return [
+        [(layer, dict.fromkeys(experts, 1)) for layer, experts in enumerate(token)]
+        for token in ids.tolist()
+    ]
+
+
+def by_rank(spec: MoESpec, alone: Steps) -> np.ndarray:
+    """Share of these tokens that need the expert of each popularity rank, mean of the layers: [E]."""
+    counts = np.zeros((spec.L, spec.E))
+    for layer, experts in flat(alone):
+        counts[layer, [*experts]] += 1
+    return np.sort(counts / len(alone), 1)[:, ::-1].mean(0)
+
+
+def in_lockstep(alone: Steps, batch: int) -> Steps:
+    """Steps of so many sequences, of those of each, one sequence after the other."""
+    return [union(alone[at : at + batch]) for at in range(0, len(alone), batch)]
 
 
 def union(steps: Steps) -> list[tuple[int, dict[int, int]]]:
@@ -221,6 +328,14 @@ def stretched(
     f = np.interp((np.arange(spec.E) + 0.5) / spec.E, (np.arange(len(f)) + 0.5) / len(f), f)
     f *= spec.K / f.sum()
     return f, drawn(np.tile(f, (spec.L, 1)), 6 * tokens, seed), tokens
+
+
+def fitted(spec: MoESpec, timed: int, seed: int) -> tuple[np.ndarray, Steps, int]:
+    """What `caching` takes, of a text that is drawn as the model's routing was fitted, and of the
+    popularity in others."""
+    texts = [TEXT] * SEEN + [6 * timed]
+    drawn_texts = tokens(spec, "as fitted", texts, seed)
+    return by_rank(spec, drawn_texts[: SEEN * TEXT]), drawn_texts[SEEN * TEXT :], timed
 
 
 def traced(trace: RoutingTrace, tokens: int) -> tuple[np.ndarray, Steps, int]:
@@ -256,54 +371,154 @@ def caching(
     }
 
 
-def less(own: float, rivals: Numbers) -> Numbers:
-    """How much less than each rival's time."""
-    return {f"less than {rival}": 1 - own / rivals[rival] for rival in rivals}
+class Prompts:
+    """The lengths of prompts in a file: numbers of tokens, one a line, or a routing trace, whose
+    prompts are meant."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        try:
+            self.lengths = [int(line) for line in self.path.read_text().split()]
+        except ValueError:  # bytes, or something else than numbers
+            trace = load_trace(self.path)
+            prefill = trace.sequence[trace.phase == PREFILL]
+            self.lengths = [n for n in prefill.bincount().tolist() if n]
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"{path} has no lengths of prompts, whole numbers of tokens above 0")
+
+    def __str__(self) -> str:
+        return self.path.name
 
 
-def run(prompt: int = 128, workers: int = 6, decompress_gbs: float = 1.2, seed: int = 0) -> Records:
-    tables: dict[str, Records] = {"TPOT": {}, "TTFT": {}, "throughput": {}}
+def ipf(f: np.ndarray, k: int, most: int = 3000) -> tuple[int, float]:
+    """(rounds, error that is left) of the paper's iteration w ← w · f / f(w), with its misprint put
+    right, until inclusion probabilities are right to 1e-9."""
+    w = f / (1 - f)
+    for rounds in range(most):  # noqa: B007
+        found = inclusion(w / (1 + w), k)[0]
+        if np.abs(found - f).max() < 1e-9:
+            break
+        w *= f / found
+    return rounds, float(np.abs(found - f).max())
+
+
+def selecting(models: Sequence[str]) -> Records:
+    """The paper's iteration for selection probabilities, on the popularity of drawn texts."""
+    found = {}
+    for model in models:
+        machine = Machine.of(model, "jetson-agx-orin-64gb", 1.2, 6)
+        f, k = nearest(machine.routed("as fitted", 1, 0)[0])
+        rounds, error = ipf(np.clip(f, 1e-6, 1 - 1e-6), k)
+        ours = np.abs(inclusion(*selection_probabilities(f))[0] - f).max()
+        found[model] = {"rounds of IPF": rounds, "its error": error, "error of ours": float(ours)}
+    return found
+
+
+def less(own: Sequence[float], rivals: Mapping[str, Sequence[float]]) -> Numbers:
+    """How much less than each rival's time, over all seeds."""
+    return {f"less than {name}": 1 - sum(own) / sum(of) for name, of in rivals.items()}
+
+
+def by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
+    """Columns of rows."""
+    return {name: [row[name] for row in rows] for name in rows[0]}
+
+
+class Cell(NamedTuple):
+    """A model on a board with so many bytes for experts, and the routing that it gets."""
+
+    machine: Machine
+    room: int
+    routing: str
+
+    def decode(self, batch: int, seed: int) -> Numbers:
+        """Seconds of a step by each way."""
+        f, steps = self.machine.routed(self.routing, batch, seed)
+        ways = self.machine.ways(f, self.room)
+        if batch > 1:  # with the pools that are planned for one
+            ways = {name: ways[name] for name in ("planned", "LRU")}
+        took, timed = self.machine.stationary(ways, steps, batch)
+        return took | self.machine.without_cache(ways["LRU"].pools, timed, batch)
+
+    def prefill(self, prompt: int, seed: int) -> Numbers:
+        """Seconds of a prompt by each way."""
+        machine = self.machine
+        pools = machine.plan(machine.routed(self.routing, 1, seed)[0], machine.left(self.room)[0])
+        return machine.ttft(pools, tokens(machine.every, self.routing, [prompt], seed))
+
+
+def run(
+    prompt: int = 128,
+    prompts: Prompts | None = None,
+    workers: int = 6,
+    decompress_gbs: float = 1.2,
+    seed: int = 0,
+) -> Records:
+    tables: dict[str, Records] = {"TPOT": {}, "TTFT": {}, "throughput": {}, "plans": {}}
     gains: dict[str, list[float]] = {}
+    lengths = prompts.lengths if prompts else [prompt]
+    seeds = range(seed, seed + SEEDS)
+    rivals = ("LRU", "on demand", "streamed")
 
-    def add(table: str, row: str, own: Numbers, beside: Numbers) -> None:
-        kind = "encoder-decoder" if machine.encoder else "decoders"
+    def add(table: str, row: str, own: Record, beside: Numbers) -> None:
+        kind = "encoder-decoder" if cell.machine.encoder else "decoders"
         tables[table][row] = own | beside
-        gains.setdefault(f"{table}, {kind}", []).extend(beside.values())
+        if cell.routing == "as fitted":
+            gains.setdefault(f"{table}, {kind}", []).extend(beside.values())
 
-    cells = list(product(MODELS, BOARDS.items(), READINGS))
-    for model, (board, budget), (popularity, of) in progress(cells, "Figs. 7 and 8", unit="cell"):
+    grid = [
+        (model, board, gb, reading)
+        for model, board, reading in product(MODELS, BOARDS, READINGS)
+        for gb in (BUDGETS[board] if reading == READINGS[0] else [BOARDS[board]])
+    ]
+    for model, board, gb, (routing, of) in progress(grid, "Figs. 7 and 8", unit="cell"):
         machine = Machine.of(model, board, decompress_gbs, workers)
-        room = round(budget * 1e9 - machine.dense_bytes * (of == "all weights"))
-        name = f"{model}, {load_device(board).name}, {budget} GB for {of}, popularity {popularity}"
-        steps = machine.steps(popularity, 1, seed)
-        pools, own = machine.best(room, popularity, steps)
-        rivals = machine.rivals(room, steps, 1)
-        add("TPOT", name, {"ms": 1e3 * own}, less(own, rivals))
-        first = machine.ttft(pools, popularity, prompt, seed)
-        prefill = first.pop("ours")
-        add("TTFT", name, {"s": prefill}, less(prefill, first))
-        for batch in BATCHES if (popularity, of) == READINGS[0] else ():
-            if batch > 1:  # with the pools that were planned for one
-                steps = machine.steps(popularity, batch, seed)
-                staging = machine.divided(room, machine.sizes)[1]
-                own = machine.seconds(machine.compressed, pools, OURS, steps, staging, batch)
-                rivals = machine.rivals(room, steps, batch)
-            times = {f"÷ {rival}": seconds / own for rival, seconds in rivals.items()}
-            add("throughput", f"{name}, batch {batch}", {"tokens a second": batch / own}, times)
+        room = round(gb * 1e9 - machine.dense_bytes * (of == "all weights"))
+        cell = Cell(machine, room, routing)
+        name = f"{model}, {load_device(board).name}, {gb:g} GB for {of}, routing {routing}"
+        took = by_name([cell.decode(1, one) for one in seeds])
+        ms = {way: [1e3 * one for one in of] for way, of in took.items()}
+        beside = {way: took[way] for way in rivals}
+        add("TPOT", name, {"ms": ms["planned"]}, less(took["planned"], beside))
+        tables["plans"][name] = {f"{way} ms": ms[way] for way in ms if way not in rivals}
+        first = by_name(
+            [
+                cell.prefill(int(one), at)
+                for at in seeds
+                for one in np.random.default_rng(at).choice(lengths, 1 + 3 * (len(lengths) > 1))
+            ]
+        )
+        own = first.pop("planned")
+        add("TTFT", name, {"s": own}, less(own, first))
+        if gb == BOARDS[board] and (routing, of) == READINGS[0]:
+            for batch in BATCHES:
+                if batch > 1:
+                    took = by_name([cell.decode(batch, one) for one in seeds])
+                speed = {"tokens a second": [batch / one for one in took["planned"]]}
+                own = sum(took["planned"])
+                times = {f"÷ {rival}": sum(took[rival]) / own for rival in rivals}
+                add("throughput", f"{name}, batch {batch}", speed, times)
     return {
         "TPOT (simulated)": tables["TPOT"],
         "TTFT from an empty cache (simulated)": tables["TTFT"],
         "throughput (simulated)": tables["throughput"],
+        "plans and single states (simulated)": tables["plans"],
+        "selection probabilities (exact)": selecting(MODELS),
         "least and most over all of them (simulated)": {
             name: {"least": min(values), "most": max(values)}
             for name, values in sorted(gains.items())
+        },
+        "published rivals": {
+            name: {"what it takes": f"an NVIDIA GPU with an NVMe disk beside it; {how}"}
+            for name, how in PEERS.items()
         },
     }
 
 
 OPTIONS = {
     "prompt": (whole(1), "tokens of a prompt"),
+    "prompts": (Prompts, "file of the lengths of prompts, one a line, or a routing trace"),
     "workers": (whole(1), "decompression threads"),
     "decompress_gbs": (number(above=0), "GB/s of exponents of a thread"),
-    "seed": (whole(), "of the routing"),
+    "seed": (whole(), "of the first routing"),
 }

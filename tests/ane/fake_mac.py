@@ -37,8 +37,8 @@ def package_of(path):
 class Model:
     """A CompiledMLModel that predicts off a Mac."""
 
-    def __init__(self, path, compute_units=ct.ComputeUnit.ALL):
-        assert compute_units is ct.ComputeUnit.CPU_AND_NE
+    def __init__(self, path, compute_units=None):
+        assert compute_units in ct.ComputeUnit
         self.evaluator = Evaluator(package_of(path), mode="fp16")
 
     def predict(self, data):

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab.ane.backends import TorchBackend
-from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
+from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, make_plan
 from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.base.specs import MoESpec
 from moelab.models import SeamExperts, discover
 from moelab.static.tiers import Tiers
+from notebooks.studies.ane_counts import count
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
 

@@ -3,6 +3,7 @@ of events."""
 
 import random
 from collections import Counter
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,7 @@ class Driver:
     """Plays steps on a `LoadQueue` in a random order of events, and keeps its own account of
     everything."""
 
-    def __init__(self, chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages):
+    def __init__(self, chance, pools, in_flight, ahead, workers, in_place, tensors, shards):
         self.chance, self.pools, self.workers = chance, pools, workers
         self.count = slot_counts(pools, 1, in_flight + ahead)
         self.queue = LoadQueue(
@@ -34,14 +35,16 @@ class Driver:
             ahead,
             tensors=lambda key: tensors,
             in_place=in_place,
-            separable=lambda load, tensor: two_stages,
+            shards=lambda load, tensor: shards,
+            workers=workers,
         )
         self.residency = Residency(L, E, pools, "lfu")
         self.kinds, self.tensors = ("full",) if in_place else KINDS, tensors
+        self.shards = shards
         self.reading, self.working, self.ready = [], [], []
         self.dropped = []  # prefetched loads that nobody wanted, still busy
         self.expected = SimpleNamespace(begun=0, used=0, wasted=0)
-        self.read, self.decoded = Counter(), Counter()  # of each load: parts, tensors
+        self.read, self.decoded = Counter(), Counter()  # of each load: parts, shares of tensors
 
     def check(self):
         queue = self.queue
@@ -96,7 +99,8 @@ class Driver:
             self.queue.read_done(load, kinds, nbytes)
         else:
             load, tensor, operation = self.working.pop(i)
-            self.decoded[load] += operation != "decompress"
+            part = 1 if tensor.shard is None else Fraction(1, self.shards)
+            self.decoded[load] += part * (operation != "decompress")
             self.queue.decode_done(load, tensor, operation)
         self.check()
         return True
@@ -154,14 +158,14 @@ class Driver:
     st.integers(1, 3),
     st.booleans(),
     st.sampled_from([("",), ("up", "down")]),
-    st.booleans(),
+    st.integers(0, 3),
     st.integers(1, 2),
 )
 def test_any_order_of_events(
-    chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages, distance
+    chance, pools, in_flight, ahead, workers, in_place, tensors, shards, distance
 ):
     in_place &= pools == Pools(F=pools.F)
-    driver = Driver(chance, pools, in_flight, ahead, workers, in_place, tensors, two_stages)
+    driver = Driver(chance, pools, in_flight, ahead, workers, in_place, tensors, shards)
     for _ in range(6):
         for layer in range(L):
             driver.step(

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from functools import lru_cache
 
 import pytest
@@ -18,6 +19,7 @@ from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
+from moelab.store import codecs
 from moelab.store.layout import ExpertStore, StoreError
 from tests.depth import in_turn
 from tests.models import tiny
@@ -166,6 +168,27 @@ def test_budgets_that_cannot_be(qwen, budget, options, message):
     with pytest.raises(ValueError, match=message):
         offload(qwen[1], budget, **options)
     assert not threads()
+
+
+@pytest.mark.parametrize("scheduler, one_by_one", [("affinity", True), ("expert", False)])
+def test_shards_are_decoded_side_by_side_where_there_are_workers_enough(
+    scheduler, one_by_one, monkeypatch, tmp_path
+):
+    """Of chunks that are read apart, in two stages; of both in one request, in one go."""
+    monkeypatch.setattr(codecs, "MIN_SHARD", 128)
+    made = tiny.save("qwen3_moe", tmp_path / "model", torch.bfloat16, moe_intermediate_size=64)
+    reference = open_model(made)
+    store = convert(tmp_path / "model", tmp_path / "store", "huffman")
+    how = {"workers": 13, "scheduler": scheduler, "delays": DELAYS}
+    with offload(store, 0.25, **how) as offloaded:
+        offloading = offloaded.moelab
+        assert_equal(offloaded, reference, batch=1)
+        kinds = Counter(event.kind for event in offloading.run.timeline)
+        misses = offloading.residency.counters.misses
+        assert kinds["decode"] + kinds["recover"] > 3 * misses > 0
+        assert kinds["read"] == (0 if one_by_one else misses)
+        assert (kinds["read E"] > 0) == one_by_one == (kinds["decompress"] > 0)
+        assert check(offloading.run.timeline) == []
 
 
 @pytest.mark.parametrize("broken", ["disk", "executor", "thread"])

@@ -115,8 +115,9 @@ def test_a_step_keeps_the_graph_and_one_thing_at_a_time(
     [
         (
             "M",
-            [("disk", "read", 0, 0, 5), ("compute", "wait", -1, 0, 10)]
-            + [("worker 0", "decode", 0, 5, 10), ("compute", "expert", 0, 10, 16)],
+            [("disk", "read E", 0, 0, 2), ("disk", "read SM", 0, 2, 5)]
+            + [("worker 0", "decompress", 0, 2, 6), ("worker 0", "recover", 0, 6, 7)]
+            + [("compute", "wait", -1, 0, 7), ("compute", "expert", 0, 7, 13)],
         ),
         (
             "E",
@@ -126,9 +127,10 @@ def test_a_step_keeps_the_graph_and_one_thing_at_a_time(
         ),
         (
             "MF",
-            [("compute", "expert", 1, 0, 6), ("disk", "read", 0, 0, 5)]
-            + [("worker 0", "decode", 0, 5, 10), ("compute", "wait", -1, 6, 10)]
-            + [("compute", "expert", 0, 10, 16)],
+            [("compute", "expert", 1, 0, 6), ("compute", "wait", -1, 6, 7)]
+            + [("disk", "read E", 0, 0, 2), ("disk", "read SM", 0, 2, 5)]
+            + [("worker 0", "decompress", 0, 2, 6), ("worker 0", "recover", 0, 6, 7)]
+            + [("compute", "expert", 0, 7, 13)],
         ),
     ],
 )
@@ -138,6 +140,27 @@ def test_steps_by_hand(states, expected):
     events, end = execute(asked, order(asked, UNIT, 1), UNIT, 1)
     found = [(e.resource, e.kind, e.expert, e.start, e.end) for e in events]
     assert sorted(found) == sorted(expected) and end == expected[-1][-1]
+
+
+@pytest.mark.parametrize(
+    "state, workers, order, end, pieces",
+    [
+        ("M", 1, order, 9.0, 2),  # decompressing 1–5, 5–9 beside reading SM, 1–4
+        ("M", 3, order, 4.0, 8),  # eight shards by three, within SM’s reading
+        ("M", 1, naive_order, 12.0, 2),  # in one read, nothing begins before 4
+        ("M", 3, naive_order, 7.0, 8),  # eight shards by three
+        ("C", 4, order, 2.0, 8),
+        ("C", 2, order, 4.0, 5),  # the last tensor would leave a worker idle
+        ("S", 8, order, 2.0, 8),
+    ],
+)
+def test_a_lone_load_is_decoded_by_all_workers_while_it_is_read(state, workers, order, end, pieces):
+    """Two tensors of four shards, each of them 4 s; recovery and computing take no time."""
+    machine = Delays(1.0, 3.0, 8.0, 0.0, 0.0, 0.0, N=2, shards=4)
+    asked = [request(0, state)]
+    events, found = execute(asked, order(asked, machine, workers), machine, workers)
+    assert found == end
+    assert sum(event.kind in ("decode", "recover") for event in events) == pieces
 
 
 def test_more_experts_in_a_block_than_slots_is_no_deadlock():

@@ -1,15 +1,18 @@
 """Decoding in two stages within the tensor's own memory equals the tensor."""
 
+import random
+
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.store import stages
+from moelab.store import codecs, stages
 from moelab.store.codecs import CODECS, compress_tensor
 from moelab.store.headers import NAMES
 from moelab.store.layout import Chunk, TensorEntry
-from moelab.store.reader import Chunks
+from moelab.store.reader import Chunks, decode_tensor
 
 
 def chunks_of(tensor, codec, K):
@@ -38,7 +41,31 @@ def chunks_of(tensor, codec, K):
 def test_two_stages_give_the_tensor(n, codec, K, dtype):
     tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).to(dtype)
     e, sm = chunks_of(tensor, codec, K)
-    if e.entries["w"].separable:  # large enough, and worth compressing
+    if e.entries["w"].shards:  # large enough, and worth compressing
         stages.decompress(e, "w", out := torch.full_like(tensor, float("nan")))
         stages.recover(sm, "w", out)
         assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 1 << 40).map(random.Random), st.integers(4000, 9000), st.integers(1, 5))
+def test_shards_are_decoded_apart_in_any_order_in_one_stage_or_two(chance, n, K):
+    tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).bfloat16()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(codecs, "MIN_SHARD", 64)
+        e, sm = chunks_of(tensor, "huffman", K)
+    entry = e.entries["w"]
+    out = torch.full_like(tensor, float("nan"))
+    assert entry.shards == K
+    left = [(shard, chance.choice(["decode", "decompress"])) for shard in range(entry.shards)]
+    while left:
+        shard, stage = left.pop(chance.randrange(len(left)))
+        part = out[slice(*entry.bounds(shard))]
+        if stage == "decode":
+            decode_tensor(e, sm, "w", part, shard)
+        elif stage == "recover":
+            stages.recover(sm, "w", part, shard)
+        else:
+            stages.decompress(e, "w", part, shard)
+            left.append((shard, "recover"))
+    assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))

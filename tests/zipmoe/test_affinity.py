@@ -1,17 +1,27 @@
 from collections import Counter
-from itertools import product
+from dataclasses import replace
+from itertools import groupby, product
+from operator import itemgetter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moelab.base import registry
 from moelab.base.specs import ExpertKey, State
+from moelab.cards import load_device, load_model
 from moelab.offloading.load_queue import Order
-from moelab.simulation.costs import Delays
-from moelab.zipmoe.affinity import SCHEDULERS, naive_order, order, schedule
+from moelab.simulation.costs import RHO, Delays, delays_of
+from moelab.zipmoe.affinity import (
+    SCHEDULERS,
+    by_expert,
+    default_order,
+    naive_order,
+    order,
+    schedule,
+)
 from moelab.zipmoe.tasks import Task
-from notebooks.studies.optimal_schedule import timetable
+from notebooks.studies.optimal_schedule import execute, timetable
 from tests.zipmoe.instances import Request, delays, requests, task_sets
 
 SLOW_DISK = Delays(
@@ -92,13 +102,44 @@ def test_an_order_reads_what_is_missing_once(asked, machine, workers):
         wanted = [(r.key.expert, "E") for r in missing if r.state not in "EC"] + [
             (r.key.expert, "SM") for r in missing if r.state not in "SC"
         ]
-        assert sorted(found.io) == sorted(wanted)
+        parts = {"both": ("E", "SM")}
+        read = [(expert, part) for expert, of in found.io for part in parts.get(of, (of,))]
+        assert sorted(read) == sorted(wanted)
         assert sorted(found.decode) == sorted(r.key.expert for r in missing)
 
 
 def test_the_naive_order():
     asked = [request(3, 9, "M"), request(1, 1, "S"), request(2, 1, "F"), request(0, 5, "E")]
-    assert naive_order(asked) == Order([(0, "SM"), (1, "E"), (3, "E"), (3, "SM")], [0, 1, 3])
+    assert naive_order(asked) == Order([(0, "SM"), (1, "E"), (3, "both")], [0, 1, 3])
+
+
+@settings(max_examples=60, deadline=None)
+@given(requests(most=6), delays, st.integers(1, 4), st.integers(1, 3))
+def test_where_decompressing_takes_longer_no_step_is_faster_in_merged_reads(
+    asked, machine, workers, shards
+):
+    """Of the default order; its adjacent reads of an expert as one are the other one."""
+    machine = replace(machine, shards=shards)
+    assume(not by_expert(machine))
+    plan = default_order(asked, machine, workers)
+    merged = [
+        (expert, "both" if len(of := [part for _, part in those]) == 2 else of[0])
+        for expert, those in groupby(plan.io, itemgetter(0))
+    ]
+    apart, together = (
+        execute(asked, one, machine, workers)[1] for one in (plan, plan._replace(io=merged))
+    )
+    assert apart <= together * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("workers, most", [(3, 3.45e-3), (6, 3.42e-3)])
+def test_a_lone_miss_on_an_orin_takes_no_longer_than_reading_it(workers, most):
+    """Read, then joined and computed; its exponents are decompressed beside the reading."""
+    board, spec = load_device("jetson-agx-orin-64gb"), load_model("DeepSeek-V2-Lite")
+    machine, _ = delays_of(board, spec, RHO, 0.0, decompress_gbs=1.2)
+    asked = [request(0, 1, "M")]
+    end = execute(asked, default_order(asked, machine, workers), machine, workers)[1]
+    assert machine.miss_read < end < most
 
 
 def test_errors():

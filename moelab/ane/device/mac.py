@@ -72,15 +72,16 @@ def compiled(package: Path, checksum: str) -> Path:
 
 
 class CoreMLRunner:
-    """A package, loaded by Core ML for the CPU and the Neural Engine.
+    """A package, loaded by Core ML for some `ComputeUnit`, the CPU and the Neural Engine unless
+    said otherwise.
 
     Called like an `Evaluator`: inputs by name → outputs by name, in float32.
     """
 
     dtype = torch.float32
 
-    def __init__(self, package: Path, checksum: str) -> None:
-        models, self.units = coremltools().models, coremltools().ComputeUnit.CPU_AND_NE
+    def __init__(self, package: Path, checksum: str, units: str = "CPU_AND_NE") -> None:
+        models, self.units = coremltools().models, coremltools().ComputeUnit[units]
         self.path = str(compiled(package, checksum))
         self.model = models.CompiledMLModel(self.path, compute_units=self.units)
 

@@ -17,7 +17,10 @@ from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.package import read_package
 from moelab.ane.device import mac
 from moelab.ane.parity import parity
-from notebooks.studies.ane_mac import measure, run, time_prefill
+from moelab.ane.predict import DeviceModel, Rates
+from notebooks.studies import ane_micro
+from notebooks.studies.ane_mac import run, time_prefill
+from notebooks.studies.ane_micro import measure
 from tests.ane import fake_mac
 from tests.ane.test_backends import CONTEXT, make_plan, prompt
 from tests.models import tiny
@@ -165,7 +168,7 @@ def meter(monkeypatch):
 
 def test_a_measurement_is_of_repeats_after_one_that_does_not_count(meter):
     ticks, ran = iter([0, 1, 10, 17, 20, 22]), []
-    seconds, mj = measure(lambda: ran.append(1), 3, meter, clock=lambda: next(ticks))
+    seconds, mj, _ = measure(lambda: ran.append(1), 3, meter, clock=lambda: next(ticks))
     assert len(ran) == 4 and seconds == [1, 7, 2]
     assert mj == {"ane": 400 / 3, "cpu": 50.0, "dram": 50 / 3}
 
@@ -179,9 +182,47 @@ def test_prefills_are_timed(converted, fakes, meter):
     assert 0 < row["launches a chunk"] <= 2 and 0 < row["dropped"] < 1
 
 
-def test_the_bench_of_a_mac(converted, fakes, meter):
-    found = run([str(converted.folder)], [40], 1)
-    ((name, row),) = next(of for section, of in found.items() if "prefills" in section).items()
-    assert (
-        "40" in name and row["ane, mJ a token"] > 0 and found["conditions"]["energy"] == "by Zeus"
-    )
+def test_the_bench_of_a_mac(converted, fakes, meter, monkeypatch):
+    """Every section has its rows."""
+    monkeypatch.setattr(ane_micro, "MATRICES", (64, 128))
+    few = ((1, 32), (1, 128), (4, 32), (8, 192))
+    monkeypatch.setattr(ane_micro, "GRAPHS", few)
+    found = run([converted.folder], [40], 1, sizes=(64, 32))
+    for unit in ("ANE", "CPU", "GPU"):
+        ((name, row),) = found[f"prefills, {unit}"].items()
+        assert "40" in name and row["ane, mJ a token"] > 0 and row["CPU, s"] > 0
+        assert row["scatter on compute, ms"] > 0 and row["launch on ane, ms"] > 0
+    assert len(found["matrix products (Fig. 7)"]) == 2 * 3
+    assert set(found["launches (Fig. 8)"]) == {
+        f"{n} launches, {u}" for n in (16, 4) for u in ("CPU", "ANE")
+    }
+    assert len(found["graphs (Table 5)"]) == len(few) + 1
+    tables = [section for section in found if "Table 8" in section or "Table 9" in section]
+    assert len(tables) == 2 and all(set(found[of]) == {"ANE", "CPU", "GPU"} for of in tables)
+    assert found["conditions"]["energy"] == "by Zeus"
+
+
+def test_a_card_of_a_mac_has_the_rates_that_made_its_times(tmp_path):
+    rates = Rates(0.2, 3.0, 0.05, 0.02, 3.0, 0.4)
+    half = rates.scaled(0.5, 0.5)  # experts of half the size were timed
+    graphs = {
+        f"{G}×{C}": {"ms": half.graph_ms(G, C), "mJ": half.graph_mj(G, C), "cpu, mJ": 1.0}
+        for G, C in ane_micro.GRAPHS
+    }
+    graphs["1×128, Core ML places"] = {"ms": half.graph_ms(1, 128) + 2.0, "mJ": 1.0}
+    cpu = {f"{n} rows": {"ms": 4 + 0.1 * n, "mJ": 9.0, "cpu, mJ": 8.0} for n in (1, 64)}
+    cpu["512 choices"] = {"ms": 5.12, "mJ": 1.0}
+    sections = {"graphs (Table 5)": graphs, "experts on the CPU": cpu}
+    card, sizes = tmp_path / "mac.toml", (4096, 3200)
+    found = DeviceModel.of(ane_micro.refit(card, "mine", sections, 1.3, sizes))
+    assert found.device == "mine" and found.memory_bytes > 1e9
+    assert vars(found.rates) == pytest.approx(vars(rates), rel=1e-4)
+    of = found.cpu
+    assert (of.expert_ms, of.row_ms, of.dispatch_ms) == pytest.approx((8.0, 0.2, 4.0), rel=1e-4)
+    assert (of.choice_ms, of.attention_ratio) == pytest.approx((0.01, 1.3), rel=1e-4)
+    noisy = sections | {"experts on the CPU": cpu | {"1 rows": {"ms": 0.0, "mJ": 1.0}}}
+    with pytest.raises(RuntimeError, match="cpu_expert_ms came out negative"):
+        ane_micro.refit(card, "mine", noisy, 1.3, sizes)
+    del graphs["8×64"]["mJ"]
+    with pytest.raises(RuntimeError, match="zeus"):
+        ane_micro.refit(card, "mine", sections, 1.3, sizes)
