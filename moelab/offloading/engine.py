@@ -219,8 +219,8 @@ class Engine:
         """What the host has computed meanwhile, when it has."""
         start = clock()
         found = aside.result()
-        self._idle_since = clock()
-        self.timeline.add(Event("compute", "wait", layer, -1, start, self._idle_since))
+        self.idle_since = clock()
+        self.timeline.add(Event("compute", "wait", layer, -1, start, self.idle_since))
         return found
 
     def _one_by_one(
