@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from plotly.graph_objects import Figure
+
 from moelab.base.files import atomic, read_json, results_root
 from moelab.bench.results import bench_file, sections_of
 from moelab.cache.policies import DEFAULT_POLICY
@@ -18,7 +20,6 @@ from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
 from moelab.viz import theme
 from moelab.viz.charts import NOTE, Values, bars, intervals, lines
-from moelab.viz.plotly_json import Figure
 
 Rows = Mapping[str, Values]
 ABOVE = {  # the legend, above the panels' titles

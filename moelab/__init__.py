@@ -12,7 +12,7 @@ A map of the package, lower rooms first; no room imports one above it.
     offloading, cache               the engine: steps, loads in flight, memory, eviction
     simulation                      the engine's decisions in simulated time
     zipmoe, static, parallel        what belongs to one source: planning; static shapes; ranks
-    ane, ndp                        Apple Neural Engine; memory that computes
+    ane, ndp, neuron                Apple Neural Engine; memory that computes; AWS Neuron
     api                             open_model, using
     evaluation, bench, advice       accuracy; measurements; what to do on a machine
     viz, lab                        figures and views; notebooks

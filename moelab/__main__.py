@@ -33,7 +33,7 @@ COMMANDS = {
     "check": ("moelab.lab.check", "compare the newest runs with results/baseline", "01 02"),
     "claims": (
         "moelab.claims",
-        "judge every claim of the five sources by what was found here",
+        "judge the claims of the five sources by what was found here",
         "--source zipmoe",
     ),
     "sweep": (
@@ -50,6 +50,11 @@ COMMANDS = {
         "moelab.advice.doctor",
         "say what this machine can do, what will run and what not",
         "",
+    ),
+    "neuron": (
+        "moelab.neuron.commands",
+        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
+        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
     ),
     "generate": (
         "moelab.generate",
@@ -83,6 +88,11 @@ COMMANDS = {
         "count which experts a model's tokens visit, and keep the counts",
         "Qwen/Qwen3-30B-A3B qwen.safetensors",
     ),
+    "train": (
+        "moelab.evaluation.train",
+        "train a predictor of experts, or measure its default vectors, and keep it",
+        "estimator Qwen/Qwen3-30B-A3B qwen.estimator.safetensors",
+    ),
     "trace": (
         "moelab.evaluation.traces",
         "read routing traces of any program, and say what caches would find in them",
@@ -97,6 +107,11 @@ COMMANDS = {
         "moelab.ane.commands",
         "plan, convert, lint and check models for the Apple Neural Engine",
         "plan Qwen3-30B-A3B --chunk 256",
+    ),
+    "ndp": (
+        "moelab.advice.ndp",
+        "model a GPU beside memory that computes: the systems of GPU-NDP on a model of your own",
+        "Qwen3-30B-A3B --modules 4",
     ),
     "view": (
         "moelab.viz.views.command",

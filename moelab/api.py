@@ -10,31 +10,43 @@ do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from moelab.ane.coreml.converted import ConvertedModel
+from moelab.ane.opening import backend_for, open_beside, prompts_through
 from moelab.base import registry
 from moelab.base.library import passages, token_count
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.checkpoint.opening import open_checkpoint
+from moelab.experts import AS_THEY_LIE
 from moelab.fast.fast_decode import FastDecode
 from moelab.fast.packing import DENSE
-from moelab.models import eager, plugged
+from moelab.models import discover, eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
 from moelab.offloading.budget import memory as budget
 from moelab.offloading.offload import Offloading, offload, option
+from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.session import Session
-from moelab.speculate import INGREDIENTS, Predictor, Speculation, default_vectors, takes
-from moelab.speculate.predictors import lacking
+from moelab.speculate import (
+    DefaultVectors,
+    Estimator,
+    Predictor,
+    Speculation,
+    default_vectors,
+    takes,
+)
+from moelab.speculate.predictors import require_parts
+from moelab.static.static import NEED_SALIENCY, ORDERS, OVERFLOW, Saliency
 from moelab.static.tiers import executor_options
 from moelab.store.layout import ExpertStore
 from moelab.trace import RoutingTrace
@@ -43,8 +55,12 @@ from moelab.zipmoe.planner import auto_pools
 
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
-#: what `prefetch` may be for loading on demand
+#: of an option in the docs, by what it needs
+MARKS = {"": "", "memory": "*", "ane": "**"}
+#: what `prefetch` may be for loading on demand, and `speculate` for what the routers choose
 NONE = (None, "none")
+#: what `speculate` may be to run no router where the estimator has predicted (§6.4)
+ROUTER_FREE = "router-free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +94,31 @@ class OpenOptions(Offloading):
         names="predictor",
         also=("auto", "none"),
     )
-    calibration: Calibration | RoutingTrace | None = option(
+    speculate: Any = option(
         None,
-        "counts of this very model, or a trace: for executors with capacities, plan auto, prefetch "
-        "static",
+        "execute the experts that this predicts for the next layer, in decode steps, without waiting "
+        "for its router: faster where experts are loaded, at a cost in accuracy that `moelab evaluate "
+        "--modes speculative:NAME` measures; router-free: the estimator's, and routers do not run",
+        names="predictor",
+        also=(ROUTER_FREE, "none"),
+    )
+    estimator: Any = option(
+        None,
+        "for the predictors estimator, hybrid and router-free, and with prefetch auto the one that is "
+        "asked: a file of `moelab train estimator`, or a `moelab.speculate.Estimator`",
+        metavar="FILE",
+    )
+    vectors: Any = option(
+        None,
+        "default vectors, for predictors that read the residual stream: a file of `moelab train "
+        "vectors`; by default the estimator's own, or measured on a few prompts",
+        metavar="FILE",
+    )
+    calibration: Any = option(
+        None,
+        "for executors with capacities, plan auto and the predictor static: counts of this very "
+        "model, a file of `moelab calibrate`; or a trace",
+        metavar="FILE",
     )
     dense: str | None = option(
         None,
@@ -99,39 +136,72 @@ class OpenOptions(Offloading):
         "external neither reads nor allocates the experts and supplies them one by one from the "
         "checkpoint, slowly, until another source is plugged in (moelab.models.plug)",
     )
+    ane: str | Path | None = option(
+        None,
+        "a folder of `moelab ane convert`: prompts run through its packages, by Core ML on a Mac and "
+        "elsewhere by an evaluator, and meanwhile the CPU computes the experts that the plan leaves to "
+        "it; it decodes, too, with experts read when they are needed, within --memory, by default what "
+        "the packages leave",
+        type=Path,
+        metavar="FOLDER",
+    )
+    overflow: str = option(
+        "prune",
+        "tokens beyond an expert's static capacity: prune drops them, pad launches the graph again",
+        "ane",
+        choices=OVERFLOW,
+    )
+    order: str = option("saliency", "which tokens prune drops first", "ane", choices=tuple(ORDERS))
 
     def __post_init__(self) -> None:
-        needing = [f for f in fields(self) if f.metadata["needs"]]
-        given = [f.name for f in needing if getattr(self, f.name) not in (f.default, None)]
-        if self.memory is None and given:
+        self._require_needed("memory", "for experts that are loaded when they are needed")
+        self._require_needed("ane", "for prompts through the packages of a Neural Engine")
+        registry.require("overflow", self.overflow, OVERFLOW)
+        registry.require("order", self.order, ORDERS)
+        if self.ane is not None and self.on.type != "cpu":
             raise ValueError(
-                f"{', '.join(given)}: for experts that are loaded when they are needed; give "
-                f"memory= (--memory), too"
+                f"the device is {str(self.device)!r}; beside a Neural Engine the CPU computes"
             )
         if self.dense is not None and (self.dense not in DENSE or self.executor != "fast"):
             raise ValueError(
                 f"dense is {self.dense!r}; it must be one of {', '.join(DENSE)}, and only the executor "
                 f'"fast" computes with it'
             )
-        _check("cache", self.cache)
-        if not isinstance(self.calibration, Calibration | RoutingTrace | None):
-            raise TypeError(
-                f"the calibration is {self.calibration!r}; it must be a moelab.Calibration: "
-                f"calibrate(trace) counts one, Calibration.load(path) reads one"
+        if self.hybrid and (self.executor == "exact" or self.prefetch not in ("auto", *NONE)):
+            raise ValueError(
+                f"hybrid with the executor {self.executor!r} and prefetch {self.prefetch!r}: experts that "
+                'are computed elsewhere are added up otherwise, so give executor="fast"; nothing is '
+                "prefetched beside it"
             )
+        _check("cache", self.cache)
         _check_device(self.device)
         _check("executor", self.executor)
-        _check_prefetch(self.prefetch, self.calibration)
+        _check_predictors(self.prefetch, self.speculate, self.parts)
+
+    @cached_property
+    def parts(self) -> dict[str, Any]:
+        """What predictors are made of, files read, as far as it is given."""
+        return parts_of(self.estimator, self.vectors, self.calibration)
+
+    def _require_needed(self, needs: str, purpose: str) -> None:
+        """ValueError for options without the one that they need; beside packages, experts are loaded
+        when they are needed."""
+        of = [f for f in fields(self) if f.metadata["needs"] == needs]
+        given = [f.name for f in of if getattr(self, f.name) not in (f.default, None)]
+        if given and self.ane is None and getattr(self, needs) is None:
+            raise ValueError(f"{', '.join(given)}: {purpose}; give {needs}= (--{needs}), too")
 
     def completed(self) -> OpenOptions:
         """With what follows from executor, prefetch and calibration, unless it is given."""
-        kernels = "kernels" if self.executor in ("fast", "gemv") else False
+        kernels = "kernels" if self.executor in AS_THEY_LIE else False
         return replace(
             self,
-            ahead=None if self.prefetch not in NONE and self.ahead == 0 else self.ahead,
+            ahead=None
+            if self.prefetch not in NONE and self.ahead == 0 and not self.hybrid
+            else self.ahead,
             compact=kernels if self.compact is None else self.compact,
             delays=quick_delays if self.delays is None else self.delays,
-            plan=partial(auto_pools, self.calibration) if self.plan == "auto" else self.plan,
+            plan=partial(auto_pools, self.parts.get("trace")) if self.plan == "auto" else self.plan,
         )
 
 
@@ -149,12 +219,15 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
 
     Raises FileNotFoundError for no such folder, or a hub id that can be had neither from the cache
     nor the network; ValueError for a dense model, an unknown architecture, a damaged or incomplete
-    checkpoint, a budget that is too small, an unknown name, another model's calibration or
-    predictor; TypeError for an unknown option."""
+    checkpoint, a budget that is too small, an unknown name, another model's calibration,
+    predictor or packages; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
         checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
-    if asked.memory is None:
+    if asked.ane is not None:
+        backend = backend_for(ConvertedModel(asked.ane))
+        model = open_beside(backend.converted, checkpoint, asked.memory, asked.completed())
+    elif asked.memory is None:
         model = open_checkpoint(
             checkpoint, experts=asked.experts, dtype=asked.dtype, device=asked.device
         )
@@ -163,24 +236,27 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         model = offload(checkpoint, asked.memory, asked.completed())
     with ExitStack() as unless_open:
         unless_open.callback(model.moelab.close)
-        if isinstance(asked.calibration, RoutingTrace):  # only a plan asks for the order
-            asked = replace(asked, calibration=calibrate(asked.calibration))
-        if asked.calibration is not None:
-            asked.calibration.require(identity(model), model.spec)
+        calibration = asked.parts.get("trace")
+        if isinstance(calibration, RoutingTrace):  # only a plan asks for the order
+            calibration = calibrate(calibration)
+        if calibration is not None:
+            calibration.require(identity(model), model.spec)
         if asked.executor != "exact":
-            how = _executing(model, asked.executor, asked.calibration, asked.dense)
-            model.moelab.enter(how)
-        if asked.memory is not None and asked.prefetch not in NONE:
-            model.moelab.enter(_prefetching(model, asked.prefetch, asked.calibration))
+            model.moelab.enter(_executing(model, asked.executor, calibration, asked.dense))
+        ahead = model.moelab.engine is not None and asked.prefetch not in NONE
+        if asked.speculate not in NONE or ahead:
+            model.moelab.enter(_predicting(model, asked.prefetch, asked.speculate, asked.parts))
+        if asked.ane is not None:
+            model.moelab.enter(prompts_through(model, backend, asked.overflow, asked.order))
         model.moelab.reset()  # of what was run to measure default vectors
         unless_open.pop_all()
     return model
 
 
 open_model.__doc__ = "\n".join(
-    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only:"]
+    [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only, ** with `ane`:"]
     + [
-        f"    {f.name}{'*' * bool(f.metadata['needs'])} : {f.metadata['purpose']} [{f.default!r}]"
+        f"    {f.name}{MARKS[f.metadata['needs']]} : {f.metadata['purpose']} [{f.default!r}]"
         for f in fields(OpenOptions)
     ]
 )
@@ -214,19 +290,41 @@ def _check(kind: str, given: Any) -> None:
         )
 
 
-def _check_prefetch(prefetch: Any, calibration: Calibration | None) -> None:
-    """As `_check`; ValueError for a name whose predictor needs what nobody can measure, but a
-    calibration for one."""
-    if prefetch in ("auto", *NONE):
-        return
-    _check("predictor", prefetch)
-    needed = lacking(prefetch) if isinstance(prefetch, str) else []
-    if needed and not (prefetch == "static" and calibration is not None):
+def _check_predictors(prefetch: Any, speculate: Any, given: Collection[str]) -> None:
+    """As `_check`; ValueError for a predictor that lacks a part which nobody measures, or for two."""
+    for name in (prefetch, speculate):
+        name = "estimator" if name == ROUTER_FREE else name
+        if name not in ("auto", *NONE):
+            _check("predictor", name)
+            if isinstance(name, str):
+                require_parts(name, given)
+    if speculate not in NONE and prefetch not in ("auto", *NONE):
         raise ValueError(
-            f"the predictor {prefetch} needs {' and '.join(f'{p}={INGREDIENTS[p]}' for p in needed)}: "
-            f"prefetch=lambda model: moelab.api.make_predictor(model, {prefetch!r}, "
-            f"{', '.join(f'{p}=…' for p in needed)})"
+            f"prefetch is {prefetch!r} and speculate {speculate!r}: experts that are executed as "
+            "predicted are loaded as predicted; leave prefetch out"
         )
+
+
+def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> dict[str, Any]:
+    """Of what is given, files or objects: the parts of predictors (`moelab.speculate.INGREDIENTS`).
+    TypeError for what is neither."""
+    parts = {}
+    for name, given, load, kind in (
+        ("estimator", estimator, Estimator.load, Callable),
+        ("vectors", vectors, DefaultVectors.load, DefaultVectors),
+        ("calibration", calibration, Calibration.load, Calibration | RoutingTrace),
+    ):
+        if isinstance(given, str | Path):
+            given = load(given)
+        elif not isinstance(given, kind | None):
+            told = f"a file, or what {load.__qualname__} reads"
+            raise TypeError(f"the {name} is {given!r}; it must be {told}")
+        parts[name] = given
+    trained = parts["estimator"]
+    parts["trace"] = parts.pop("calibration")
+    parts["vectors"] = parts["vectors"] or getattr(trained, "vectors", None)
+    parts["choice"] = getattr(trained, "choice", None)
+    return {name: part for name, part in parts.items() if part is not None}
 
 
 def _check_device(device: Any) -> None:
@@ -246,23 +344,28 @@ def using(
     *,
     executor: Any = None,
     prefetch: Any = None,
-    calibration: Calibration | None = None,
+    speculate: Any = None,
+    estimator: Any = None,
+    vectors: Any = None,
+    calibration: Any = None,
     **options: Any,
 ) -> Iterator[Any]:
     """Within the block an opened model runs on another executor or predictor, afterwards as before.
 
-    executor, prefetch, calibration : as of `open_model`; None leaves what is there, and
-        prefetch="none" loads on demand.
+    executor, prefetch, speculate, estimator, vectors, calibration : as of `open_model`; None leaves
+        what is there, prefetch="none" loads on demand, speculate="none" executes what the routers
+        choose.
     options : of the executor, if it is a name.
 
     Raises ValueError: a model that `open_model` has not opened, options without a name; TypeError:
     no executor."""
+    parts = parts_of(estimator, vectors, calibration)
     _check("executor", executor)
-    _check_prefetch(prefetch, calibration)
+    _check_predictors(prefetch, speculate, parts)
     if options and not isinstance(executor, str):
         raise ValueError(
-            f"using takes no {', '.join(options)}: it changes executor, prefetch and "
-            f"calibration; all else are options of an executor that is given by its name"
+            f"using takes no {', '.join(options)}: it changes executor, predictors and what they are "
+            f"made of; all else are options of an executor that is given by its name"
         )
     if not hasattr(model, "moelab"):
         raise ValueError(
@@ -271,9 +374,9 @@ def using(
         )
     with ExitStack() as stack:
         if executor is not None:
-            stack.enter_context(_executing(model, executor, calibration, **options))
-        if prefetch is not None:
-            stack.enter_context(_prefetching(model, prefetch, calibration))
+            stack.enter_context(_executing(model, executor, parts.get("trace"), **options))
+        if prefetch is not None or speculate is not None:
+            stack.enter_context(_predicting(model, prefetch, speculate, parts))
         yield model
 
 
@@ -291,6 +394,8 @@ def _executing(
         else executor
     )
     with Patches() as patches:
+        if (saliency := getattr(run, "saliency", None)) is not None:
+            patches.enter_context(saliency)
         patches.enter_context(plugged(model, run or eager))
         if executor == "fast":
             patches.enter_context(FastDecode(model, dense=dense))
@@ -306,38 +411,50 @@ def make_executor(
     Static capacities ("tiered", "grouped") follow from the calibration, see `static.tiers`."""
     if name == "exact":
         return None
-    if name in ("tiered", "grouped") and not options:
-        options = executor_options(name, model.spec, calibration)
+    if name in ("tiered", "grouped") and not {"capacities", "groups"} & set(options):
+        options = executor_options(name, model.spec, calibration) | options
+        if options["overflow"] == "prune" and options.get("order", "saliency") in NEED_SALIENCY:
+            options.setdefault("saliency", Saliency(model, discover(model)))
     return registry.make("executor", name, **options)
 
 
 @contextmanager
-def _prefetching(
-    model: Any, prefetch: Any, calibration: Calibration | None = None
+def _predicting(
+    model: Any, prefetch: Any, speculate: Any, parts: Mapping[str, Any]
 ) -> Iterator[None]:
+    """The next layer's experts are predicted: executed, if `speculate` says so, or hints alone."""
     session = model.moelab
-    if session.engine is None:
+    executes = speculate not in NONE
+    if session.engine is None and not executes and prefetch not in NONE:
         raise ValueError(
             "all experts of this model are in memory, so nothing can be prefetched: open it with memory="
         )
-    popularity = {"trace": calibration} if prefetch == "static" else {}
+    mode, name = ("speculative", speculate) if executes else ("hint", prefetch)
+    if name == ROUTER_FREE:
+        mode, name = ROUTER_FREE, "estimator"
+    elif name == "auto" and "estimator" in parts:
+        name = "estimator"
     predictor: Predictor | None = None
-    if prefetch == "auto":
+    if name == "auto":
         with suppress(ValueError):  # an architecture whose routers cannot be asked
             predictor = make_predictor(model, "router")
-    elif prefetch not in NONE:
-        predictor = make_predictor(model, prefetch, **popularity)
+    elif name not in NONE:
+        predictor = make_predictor(model, name, **parts)
     with Patches() as patches:
         patches.put(model, "speculation", None)  # whatever else predicts rests meanwhile
         if predictor is not None:
-            patches.enter_context(Speculation(model, predictor))
+            patches.enter_context(Speculation(model, predictor, mode))
+        if (
+            executes and session.engine is not None
+        ):  # what is predicted is needed, so it always pays
+            patches.enter_context(ungated(session.engine))
         patches.put(session, "speculation", model.speculation)
         yield
 
 
-def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
-    """A predictor by its name, or what a function makes of the model; default vectors are measured
-    if not given."""
+def make_predictor(model: Any, predictor: Any, ahead: int = 1, **parts: Any) -> Predictor:
+    """A predictor by its name, or what a function makes of the model; of `parts` it takes what it
+    is made of, and default vectors are measured if they are not among them."""
     if isinstance(predictor, Predictor):
         return predictor
     if not isinstance(predictor, str):
@@ -345,8 +462,9 @@ def make_predictor(model: Any, predictor: Any, **ingredients: Any) -> Predictor:
         if not isinstance(made, Predictor):
             raise TypeError(f"the predictor is {made!r}; it must be {OWN['predictor'][1]}")
         return made
-    if "vectors" in takes(predictor) and "vectors" not in ingredients:
+    parts = {name: parts[name] for name in takes(predictor) if name in parts}
+    if "vectors" in takes(predictor) and "vectors" not in parts:
         with _executing(model, "exact"):  # which sums expert by expert
             texts = passages("prose", PROMPTS, 128, token_count(model.tokenizer))
-            ingredients["vectors"] = default_vectors(model, texts)
-    return registry.make("predictor", predictor, model, **ingredients)
+            parts["vectors"] = default_vectors(model, texts)
+    return registry.make("predictor", predictor, model, ahead=ahead, **parts)

@@ -1,7 +1,7 @@
 """Calibration: expert popularity, counted offline from a trace (NPUMoE §3.3, §4.1).
 
 `calibrate(trace)` keeps the counts and the identity of their model. What needs the order of the
-tokens is computed from the trace: loads of prefill chunks (`moelab.static.loads`), experts that a
+tokens is computed from the trace: loads of prefill chunks (`notebooks/studies/chunks.py`), experts that a
 batch activates together (`notebooks/studies/popularity.py`)."""
 
 from __future__ import annotations
@@ -68,17 +68,6 @@ class Calibration:
             f"this calibration belongs to {self.spec.name} (model id {self.model_id}, geometry "
             f"{self.spec.fingerprint()}), not to {spec.name} (model id {model_id}, geometry {spec.fingerprint()}). "
             f"Expert numbers mean nothing in another model: record and calibrate {spec.name} itself."
-        )
-
-    def __add__(self, other: Calibration) -> Calibration:
-        """The calibration of both sets of prompts; ValueError if they are of different models."""
-        other.require(self.model_id, self.spec)
-        return Calibration(
-            self.counts_by_phase + other.counts_by_phase,
-            tuple(a + b for a, b in zip(self.tokens, other.tokens)),
-            self.spec,
-            self.model_id,
-            " + ".join(source for source in (self.source, other.source) if source),
         )
 
     def save(self, path: str | Path) -> Path:

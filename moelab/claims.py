@@ -17,9 +17,10 @@ Its verdict is the first that applies:
                         have come out on the other side of none (`either_way`)
     not reproduced      none of these; the claim says the likely reason
 
-What is reproduced, or has the same direction, must be so under each of a metric's `readings`, other
-choices where the source leaves one open, and at both ends of its `interval`, where a claim names
-their metrics; else it is not reproduced.
+What is reproduced, follows or has the same direction must be so under each of a metric's `readings`,
+other choices where the source leaves one open, and at both ends of its `interval`, where a claim
+names their metrics; else it is not reproduced. So is a measured order that has no interval and is
+within `SLIGHT` of turning round: the next run may. How many readings agree is said of every verdict.
 
 A number agrees within its tolerance, and where no effect has a value (`neutral`) within half of the
 effect, too: 20 % of a gain of 1.2 would include none. An order that could not have come out
@@ -46,7 +47,7 @@ from moelab.base.registry import require
 from moelab.base.schema import Amount, naming, typed
 from moelab.base.table import format_value, text_table
 from moelab.bench.results import bench_file, metrics_of
-from moelab.comparison import MetricsFile, are_numbers, differing, finished_runs
+from moelab.comparison import MetricsFile, differing, finished_runs
 
 REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = (
     VERDICTS
@@ -69,6 +70,8 @@ COMBINE: dict[str, Callable[[list[float]], float]] = {
     "least ratio": lambda v: min(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
     "largest ratio": lambda v: max(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
 }
+#: a difference that a run says little about, relative
+SLIGHT = 0.05
 Metrics = Records  # name → {"value", "kind"}
 
 
@@ -162,7 +165,7 @@ class Claim:
         if self.contradicted or self.needs:
             return CONTRADICTED if self.contradicted else NOT_TESTABLE
         if found is None:
-            return UNANSWERED if self.metric else FITTED
+            return UNANSWERED if self.metric else FITTED if self.fitted else FOLLOWS
         if not self.agrees(found):
             same = self.either_way and (found - self.neutral) / (self.value - self.neutral) >= 0.25
             return DIRECTION if same else NOT_REPRODUCED
@@ -213,35 +216,33 @@ class Row:
     readings: Record = field(default_factory=dict)
 
     @property
-    def lost(self) -> Record:
-        """The readings by which what holds by ours does not."""
-        judge = self.claim.verdict
-        against = {of: v for of, v in self.readings.items() if judge(v) == NOT_REPRODUCED}
-        return {} if judge(self.ours) == NOT_REPRODUCED else against
+    def doubt(self) -> str:
+        """Why what holds by our number is not reproduced all the same, or ""."""
+        of, found = self.claim, self.claim.verdict(self.ours)
+        if found not in (REPRODUCED, FOLLOWS, DIRECTION):
+            return ""
+        if lost := {by: v for by, v in self.readings.items() if of.verdict(v) == NOT_REPRODUCED}:
+            holds = "within its interval" if of.interval else "by our choices"
+            return f"{holds} only; " + ", ".join(f"{by}: {v:.3g}" for by, v in lost.items())
+        bound = of.above or of.below  # None of what is no order; of 0 nothing is a share
+        if found != DIRECTION or not bound or of.interval or self.kind != "measured":
+            return ""
+        slight = abs(self.ours / bound - 1) < SLIGHT
+        return f"by less than {SLIGHT:.0%}, and no interval was measured" * slight
 
     @property
     def verdict(self) -> str:
         """By the rules above."""
-        found = self.claim.verdict(self.ours)
-        return NOT_REPRODUCED if self.lost and found in (REPRODUCED, DIRECTION) else found
+        return NOT_REPRODUCED if self.doubt else self.claim.verdict(self.ours)
 
     @property
     def why(self) -> str:
-        """What stands behind the verdict."""
-        if not self.lost or self.verdict != NOT_REPRODUCED:
-            return self.claim.why(self.verdict)
-        lost = ", ".join(f"{name}: {value:.3g}" for name, value in self.lost.items())
-        return f"{'within its interval' if self.claim.interval else 'by our choices'} only; {lost}"
-
-    @property
-    def distance(self) -> float | None:
-        """Ours over the source's, of a range over its nearer end and 1 inside; None unless both are
-        numbers above 0."""
-        of = self.claim
-        low, high = (of.above or of.below,) * 2 if of.is_order else of.ends
-        if not are_numbers(self.ours, low, high) or min(self.ours, low) <= 0:
-            return None
-        return self.ours / min(max(self.ours, low), high)
+        """What stands behind the verdict, and how many readings agree with the source."""
+        said = self.doubt or self.claim.why(self.verdict)
+        if self.claim.interval or not self.readings:
+            return said
+        agree = sum(map(self.claim.agrees, self.readings.values()))
+        return f"{said}; {agree} of {len(self.readings)} other choices agree".removeprefix("; ")
 
     @property
     def cells(self) -> list[str]:
@@ -387,7 +388,9 @@ def problems(answered: Iterable[Row]) -> list[str]:
                 f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}"
             )
         elif (
-            row.verdict == NOT_REPRODUCED and not (of.reason or row.lost) and row.kind != "measured"
+            row.verdict == NOT_REPRODUCED
+            and not (of.reason or row.doubt)
+            and row.kind != "measured"
         ):
             found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
     return found

@@ -2,17 +2,18 @@
 
     moelab generate --prompt "the red fox" --max-new-tokens 40
     moelab generate Qwen3-30B-A3B --memory 8GB --executor fast --prefetch router
-    torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --parallel tp-ep --tp 2
+    moelab generate Qwen3-30B-A3B --ane FOLDER --prompt-file question.txt
+    torchrun --nproc-per-node 4 -m moelab generate Qwen3-30B-A3B --tp 2
     torchrun --nproc-per-node 8 -m moelab generate Qwen3-30B-A3B --parallel auto
 
 Under torchrun every rank reads and holds the model without its routed experts, and its share of
-those. All ranks compute attention and shared experts for all tokens, and the experts where they are
+those; with --tp, only its heads of attention and its part of shared experts, too
 (`moelab.parallel`). Decoding is greedy, by rank 0's choices, so that ranks cannot drift apart. Only
 rank 0 prints.
 
 The reason for several ranks is memory: each holds its share of the experts. A token is slower than
-in one process that has room for all: attention is computed by each rank, and each layer waits for
-an exchange. torchrun gives a rank one thread unless OMP_NUM_THREADS says how many."""
+in one process that has room for all: each layer waits for an exchange, and without --tp attention is
+computed by each rank. torchrun gives a rank one thread unless OMP_NUM_THREADS says how many."""
 
 from __future__ import annotations
 
@@ -23,15 +24,15 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from moelab.api import OpenOptions, make_predictor, open_model
+from moelab.api import OpenOptions, open_model
 from moelab.base import registry
 from moelab.base.arguments import output, whole
 from moelab.base.files import writable
-from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation.questions import prompts
@@ -39,16 +40,15 @@ from moelab.models.greedy import greedy, not_followed
 from moelab.offloading.metrics import summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
-from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread
-from moelab.speculate import Estimator
+from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread, variant_of
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
 SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
-#: registered names that are not offered, since they need what no file has
-NOT_OFFERED = ("belady", "hybrid")
+#: a registered name that is not offered, since it needs the future
+NOT_OFFERED = ("belady",)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,14 @@ class Generation:
     tpot: float | None
     hit_rate: float | None
     read_bytes_per_token: float | None
+    ttft_split: dict[str, float] | None  # these four as in `Metrics`, too
+    launches: int | None
+    cpu_seconds: float | None
+    energy: dict[str, float] | None
+    ane: str | None  # what ran the prompt's graphs
+    drop_rate: float | None  # share of a prompt's choices of experts that these had no room for
     expert_bytes: list[int]  # of routed experts, held by each rank; empty in one process
+    other_bytes: list[int]  # of all other weights
     sent: dict[str, list[int]]  # label → bytes that each rank sent to others
 
 
@@ -77,7 +84,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a checkpoint folder, a store or a hub id (default: the small model)",
     )
-    add("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text = parser.add_mutually_exclusive_group().add_argument
+    text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
+    text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
     add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     add(
         "--drafts",
@@ -87,25 +96,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "number, or auto for as many as are seen to be faster (default: none)",
     )
     _add_opening(parser)
-    add("--estimator", metavar="FILE", help="a trained one, for --prefetch estimator")
-    add(
-        "--calibration",
-        metavar="FILE",
-        help="of `moelab calibrate`, for executors with capacities and for --plan auto",
-    )
     add(
         "--parallel",
         choices=(*VARIANTS, "auto"),
         metavar="NAME",
         help=f"how experts are spread over the ranks that torchrun started, to have memory for them, "
         f"not to be faster: ep (all-gather), ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp "
-        f"(cut), tp-ep (both), auto: as AWS Neuron's guide advises (default: {DEFAULT})",
+        f"(cut), tp-ep (both), auto: as AWS Neuron's guide advises (default: what --tp says, or {DEFAULT})",
     )
     add(
         "--tp",
         type=whole(1),
         metavar="N",
-        help="ranks that share an expert, for tp-ep (default: 2)",
+        help="ranks that share experts and attention's heads: of all ranks (tp), or of groups (tp-ep, "
+        "default: 2)",
+    )
+    add(
+        "--sequence-router",
+        action="store_true",
+        help="each rank routes its share of a prompt's tokens, and all gather what was chosen",
     )
     add(
         "--perfetto",
@@ -117,50 +126,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON document")
 
 
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise argparse.ArgumentTypeError(f"{path} cannot be read as text: {error}") from None
+
+
 def _drafts(text: str) -> int | str:
     return text if text == "auto" else whole(0)(text)
 
 
 def _add_opening(parser: argparse.ArgumentParser) -> None:
     """The options of `open_model`, and what their names are for at the end of --help."""
-    kinds = [parser.epilog or ""]
+    kinds = {}
     for name, of in OPENING.items():
         flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
             flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
-            kinds.append(f"{kind}s:\n{registry.describe(kind, offered)}")
+            kinds[kind] = f"{kind}s:\n{registry.describe(kind, offered)}"
         if needs := of.metadata["needs"]:
             purpose = f"with --{needs}, {purpose}"
         if of.default is not None:
             purpose += f" (default: {of.default})"
         parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **flag)
-    parser.epilog = "\n\n".join(kinds)
+    parser.epilog = "\n\n".join([parser.epilog or "", *kinds.values()])
 
 
 def main(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
     options = {name: value for name, value in options.items() if value is not None}
-    for needs, prefetch in (("estimator", "estimator"), ("calibration", "static")):
-        if args.prefetch == prefetch and getattr(args, needs) is None:
-            raise ValueError(
-                f"--prefetch {prefetch} needs --{needs} FILE; `moelab calibrate` makes a calibration, "
-                "moelab.speculate.train an estimator (notebook 04)"
-            )
-    if args.estimator is not None:
-        options["prefetch"] = lambda model: make_predictor(
-            model, "estimator", estimator=Estimator.load(args.estimator, model)
-        )
-    if args.calibration:
-        options["calibration"] = Calibration.load(args.calibration)
-    given = {"parallel": args.parallel, "tp": args.tp}
     shared = "RANK" in os.environ
-    if not shared and any(given.values()):
+    if not shared and (args.parallel or args.tp or args.sequence_router):
         raise ValueError(
-            "--parallel and --tp need several processes: torchrun --nproc-per-node 2 -m moelab "
+            "--parallel, --tp and --sequence-router need several processes: torchrun --nproc-per-node 2 -m moelab "
             "generate --parallel auto …"
         )
-    alone = [of for of in (*OPENING, "calibration", "drafts") if of in options and of not in SHARED]
+    alone = [of for of in (*OPENING, "drafts") if of in options and of not in SHARED]
     if shared and alone:
         raise ValueError(
             f"--{', --'.join(alone).replace('_', '-')}: for one process; under torchrun each rank "
@@ -169,7 +172,9 @@ def main(args: argparse.Namespace) -> int:
         )
     with connect() if shared else nullcontext() as device:
         if shared:
-            options |= given | {"parallel": args.parallel or DEFAULT, "device": device}
+            parallel = args.parallel or variant_of(args.tp)
+            options |= {"parallel": parallel, "tp": args.tp, "device": device}
+            options["sequence_router"] = args.sequence_router
         result = generate(**options, stream=not args.json)
     if is_first():
         print(json.dumps(asdict(result)) if args.json else _told(result))
@@ -193,11 +198,12 @@ def generate(
     stream: bool = False,
     perfetto: str | None = None,
     drafts: int | str = 0,
+    sequence_router: bool = False,
     **opening: Any,
 ) -> Generation:
     """Generate greedily; with `parallel`, every connected rank calls this and gets the same result.
 
-    parallel, tp : as of `open_parallel`, which takes none of `opening`.
+    parallel, tp, sequence_router : as of `open_parallel`, which takes none of `opening`.
     stream : print the prompt and the text as it comes; only the first rank does.
     perfetto : a file to which the first rank writes its timeline (`moelab.offloading.perfetto`).
     drafts : of each forward pass, as of the model's `generate`; in one process.
@@ -221,12 +227,16 @@ def generate(
         network = open_model(checkpoint, executor=executor, dtype=dtype, device=device, **opening)
     else:
         inner = None if executor == "exact" else registry.make("executor", executor)
-        network = open_parallel(checkpoint, parallel, tp, inner, dtype, device)
+        network = open_parallel(
+            checkpoint, parallel, tp, inner, dtype, device, sequence_router=sequence_router
+        )
         Session(network)
         parallel = network.parallel
     if stream:
         for reason in getattr(network, "reasons", ()):
             print(reason, file=sys.stderr)
+        if network.moelab.planned is not None:
+            print(f"prompts run by {network.moelab.planned.backend.name}", file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
         if other := not_followed(network):
             told = f"decoding greedily, not by its generation_config.json's {other}"
@@ -270,7 +280,8 @@ def _generate(
     if stream and os.isatty(1):
         print("\033[0m", end="")
     tokens, found = out[0, length:].tolist(), network.moelab.metrics()
-    held = spread(network) if parallel else {"ranks": 1, "expert_bytes": [], "sent": {}}
+    held = spread(network) if parallel else dict(ranks=1, expert_bytes=[], other_bytes=[], sent={})
+    planned = network.moelab.planned
     return Generation(
         prompt,
         tokens,
@@ -281,15 +292,34 @@ def _generate(
         tpot=found.tpot,
         hit_rate=found.hit_rate,
         read_bytes_per_token=found.read_bytes_per_token,
+        ttft_split=found.ttft_split,
+        launches=found.launches,
+        cpu_seconds=found.cpu_seconds,
+        energy=found.energy,
+        ane=None if planned is None else planned.backend.name,
+        drop_rate=None if planned is None else planned.total.drop_rate,
         **held,
     )
 
 
 def _told(result: Generation) -> str:
     lines = ["", f"{len(result.tokens)} tokens in {result.seconds:.2f} s: {summary_line(result)}"]
+    if result.ane:
+        split = result.ttft_split.items()
+        took = ", ".join(f"{kind} {seconds:.3f} s" for kind, seconds in split if seconds >= 5e-4)
+        lines.append(
+            f"the prompt, by {result.ane}: {result.launches or 0} launches, {result.drop_rate:.1%} of "
+            f"the choices dropped, {result.cpu_seconds:.2f} s of CPU; {took}"
+        )
+        lines += [f"{mj / 1e3:.2f} J of {part}" for part, mj in (result.energy or {}).items()]
     if result.parallel:
-        held = ", ".join(f"{n / 1e6:,.1f}" for n in result.expert_bytes)
+        held, others = (
+            ", ".join(f"{n / 1e6:,.1f}" for n in of)
+            for of in (result.expert_bytes, result.other_bytes)
+        )
         sent = sum(map(sum, result.sent.values())) / 1e6
         where = f"{result.parallel} on {result.ranks} ranks"
-        lines.append(f"{where}: {held} MB of experts held, {sent:,.2f} MB sent")
+        lines.append(
+            f"{where}: {held} MB of experts and {others} MB of other weights held, {sent:,.2f} MB sent"
+        )
     return "\n".join(lines)

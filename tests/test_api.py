@@ -1,6 +1,8 @@
 """The one way in: what an opened model is, resident and offloaded, and how it is run otherwise for
 a while."""
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -10,7 +12,9 @@ from moelab.experts.executor import Sorted
 from moelab.models import discover
 from moelab.offloading.prefetch_gate import ungated
 from moelab.speculate import Predictor
+from moelab.trace import DECODE
 from tests.models import tiny
+from tests.speculate.conftest import Oracle
 
 IDS = torch.tensor([[5, 9, 33, 12, 60, 7, 8]])
 
@@ -61,8 +65,8 @@ def test_a_resident_model_says_the_steps_that_the_engine_sees(name, tmp_path):
             tokens(lm)
             runs.append(lm.moelab.run)
     assert runs[0].steps == runs[1].steps and len(runs[0].steps) > 1
-    assert [forward[2:] for forward in runs[0].forwards] == [
-        forward[2:] for forward in runs[1].forwards
+    assert [forward[2:6] for forward in runs[0].forwards] == [
+        forward[2:6] for forward in runs[1].forwards
     ]
 
 
@@ -125,6 +129,72 @@ def test_prefetching_changes_no_token(folder, prefetch):
             assert lm.moelab.speculation.requests.sum() > first
 
 
+class Rotated(Predictor):
+    """Other experts than the routers', with their weights."""
+
+    def predict(self, layer, s, r, ids, weights):
+        return (ids + 1) % self.spec.E, weights
+
+
+@pytest.mark.parametrize("speculate", ["router", "previous", "random", Rotated])
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_one_argument_executes_predictions_and_loads_those_alone(folder, memory, speculate):
+    """Algorithm 1: from the second layer on, a token's experts are those that were predicted a layer
+    before; where they are loaded, they are loaded ahead and none for nothing."""
+    chosen = []
+
+    def watching(x, ids, weights, experts):
+        chosen.append((experts.layer, ids.tolist()))
+        return moelab.models.eager(x, ids, weights, experts)
+
+    how = {"ahead": 4, "staging": 6} if memory else {}
+    with moelab.open_model(folder, memory=memory, speculate=speculate, **how) as lm:
+        predictor = lm.moelab.speculation.predictor
+        said, ask = {}, predictor.predict
+
+        def predicting(layer, *signals):
+            prediction = ask(layer, *signals)
+            said[predictor.targets[layer].index] = prediction and prediction[0].tolist()
+            return prediction
+
+        predictor.predict = predicting
+        out = tokens(lm, 8)
+        if memory is None:
+            with moelab.using(lm, executor=watching):
+                tokens(lm, 8)
+                at = max(i for i, (layer, _) in enumerate(chosen) if layer == 0)
+                for layer, ids in chosen[at + 1 :]:  # the last token
+                    assert ids == said[layer]
+        else:
+            past = lm(IDS, use_cache=True).past_key_values
+            lm.moelab.reset()  # in prefill predictions are hints
+            for token in range(8):
+                lm(torch.tensor([[token]]), past_key_values=past, use_cache=True)
+            fetched = lm.moelab.metrics().prefetched
+            assert fetched["used"] == fetched["begun"] > 0 and fetched["wasted"] == 0
+            with moelab.open_model(folder, speculate=speculate) as resident:
+                assert torch.equal(tokens(resident, 8), out)
+        assert lm.moelab.speculation.recall()[1:].min() >= 0
+        with moelab.using(lm, speculate="none"):
+            true = tokens(moelab.open_model(folder), 8)
+            assert torch.equal(tokens(lm, 8), true) and lm.moelab.speculation is None
+        with moelab.using(moelab.open_model(folder), speculate=speculate) as other:
+            assert torch.equal(tokens(other, 8), out)
+
+
+@pytest.mark.parametrize("executor", ["exact", "fast"])
+@pytest.mark.parametrize("memory", [None, "60%"])
+def test_executing_the_truth_costs_nothing(folder, executor, memory):
+    with moelab.open_model(folder, executor=executor) as lm:
+        how = {"max_new_tokens": 8, "min_new_tokens": 8}
+        trace = moelab.record(lm, IDS.tolist(), **how)
+        expected = tokens(lm, 8)
+    given = {"executor": executor, "memory": memory, "speculate": partial(Oracle, trace=trace)}
+    with moelab.open_model(folder, **given) as lm:
+        assert torch.equal(tokens(lm, 8), expected)
+        assert lm.moelab.speculation.recall(DECODE)[1:].min() == 1
+
+
 def test_experts_are_prefetched_unless_nobody_can_or_shall(folder, tmp_path):
     with moelab.open_model(folder, memory="60%", prefetch="none") as lm:
         assert lm.moelab.speculation is None and lm.moelab.run.settings.ahead == 0
@@ -142,7 +212,15 @@ def test_experts_are_prefetched_unless_nobody_can_or_shall(folder, tmp_path):
         ({"prefetch": "router"}, "memory="),
         ({"executor": "fsat"}, "there is no executor 'fsat'. Did you mean 'fast'"),
         ({"memory": "60%", "cache": "lur"}, "'lur'"),
-        ({"memory": "60%", "prefetch": "static"}, "trace"),
+        (
+            {"memory": "60%", "prefetch": "static"},
+            "needs calibration=.*`moelab calibrate MODEL FILE`",
+        ),
+        ({"speculate": "estimator"}, "needs estimator=.*`moelab train estimator MODEL FILE`"),
+        ({"speculate": "router-free"}, "needs estimator=.*`moelab train estimator MODEL FILE`"),
+        ({"memory": "60%", "prefetch": "hybrid"}, "`moelab train estimator MODEL FILE`"),
+        ({"speculate": "psychic"}, "no predictor 'psychic'"),
+        ({"memory": "60%", "speculate": "quasi", "prefetch": "router"}, "leave prefetch out"),
         ({"memory": "1kB"}, "the least that works"),
         ({"memory": "60%", "workers": 0}, "at least one thread"),
         ({"memory": "130%"}, "all of them are 100%"),
@@ -164,7 +242,12 @@ def test_what_cannot_be_is_explained(folder, options, told):
         ({"cache": lambda: 1}, "the cache is <function"),
         ({"cache": 7}, r"the cache is 7; it must be .* touch\(key, step\)"),
         ({"prefetch": True}, "the predictor is True; it must be a Predictor.*, or one of router"),
-        ({"calibration": "counts.safetensors"}, r"a moelab.Calibration.*Calibration.load\(path\)"),
+        (
+            {"calibration": 7},
+            "the calibration is 7; it must be a file, or what Calibration.load reads",
+        ),
+        ({"speculate": 7}, "the predictor is 7"),
+        ({"estimator": 7}, "estimator is 7; it must be a file"),
         ({"prefetch": lambda model: 3}, "the predictor is 3"),
     ],
 )

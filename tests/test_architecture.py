@@ -50,6 +50,7 @@ DIRECTIONS = {
     "api": {
         "trace",
         "zipmoe",
+        "ane",
         "models",
         "checkpoint",
         "store",
@@ -69,17 +70,26 @@ DIRECTIONS = {
         "speculate",
         "api",
     },
-    "ane": {"models", "checkpoint", "trace", "calibration", "experts", "static", "simulation"},
+    "ane": {
+        "models",
+        "checkpoint",
+        "trace",
+        "calibration",
+        "experts",
+        "static",
+        "offloading",
+        "simulation",
+    },
     "ndp": {"trace", "experts", "parallel"},
 }
 TECHNIQUES = set(DIRECTIONS)
 #: prompts, with which these try what they have made
-DIRECTIONS["ane"] |= {"evaluation"}
 DIRECTIONS["generate"] |= {"evaluation"}
-DIRECTIONS["evaluation"] = TECHNIQUES - {"ane", "ndp", "generate"}
+DIRECTIONS["evaluation"] = TECHNIQUES - {"ndp", "generate"}
 DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
 DIRECTIONS["claims"] = {"comparison", "bench"}
 DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
+DIRECTIONS["neuron"] = {"advice", "static", "offloading"}
 DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims"}
 DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims", "viz"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)

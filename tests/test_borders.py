@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import sys
 from dataclasses import asdict
 
@@ -22,6 +23,7 @@ from safetensors.torch import save_file
 from moelab import claims
 from moelab.__main__ import main
 from moelab.ane.plan import ANEPlan, make_plan
+from moelab.api import make_predictor
 from moelab.base.files import read_json, write_json
 from moelab.base.schema import checked, parse_json, typed
 from moelab.base.specs import MoESpec
@@ -32,7 +34,7 @@ from moelab.comparison import MetricsFile, compare
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
-from moelab.speculate.estimator import Estimator
+from moelab.speculate import DefaultVectors, Estimator, default_vectors
 from moelab.trace import RoutingTrace
 from tests.depth import depth
 from tests.models import tiny
@@ -87,12 +89,33 @@ def as_calibration(path, model):
 
 def estimator_file(path, model):
     spec = spec_of(model)
-    Estimator(spec.H, spec.E, spec.L, 8, model_id=identity(model)).save(path)
+    estimator = Estimator(spec.H, spec.E, spec.L, 8, model_id=identity(model))
+    estimator.vectors = default_vectors(model, [[5, 9]])
+    estimator.choice = (True,) * spec.L
+    estimator.save(path)
 
 
 def as_estimator(path, model):
-    found = Estimator.load(path, model)
+    found = Estimator.load(path)
+    if found.vectors and found.choice:
+        fits(model, "hybrid", estimator=found, choice=found.choice, vectors=found.vectors)
     finite(found(torch.ones(2, found.config["H"]), 0).flatten().tolist())
+
+
+def fits(model, name, **parts):
+    """What a file gave makes a predictor of the model, or is refused as another's."""
+    try:
+        make_predictor(model, name, **parts)
+    except ValueError as error:
+        assert re.search("of another model|damaged|choice has", str(error))
+
+
+def vectors_file(path, model):
+    default_vectors(model, [[5, 9]]).save(path)
+
+
+def as_vectors(path, model):
+    fits(model, "quasi", vectors=DefaultVectors.load(path))
 
 
 def plan_file(path, model):
@@ -166,6 +189,7 @@ TENSORS = {
     "trace": (trace_file, as_trace),
     "calibration": (calibration_file, as_calibration),
     "estimator": (estimator_file, as_estimator),
+    "vectors": (vectors_file, as_vectors),
 }
 OBJECTS = {
     "plan.json": (plan_file, as_plan),

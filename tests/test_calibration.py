@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from moelab.base.specs import MoESpec
 from moelab.calibration import Calibration, calibrate
-from moelab.static.loads import chunk_loads
 from moelab.trace import DECODE, PREFILL, RoutingTrace
+from notebooks.studies.chunks import chunk_loads
 from notebooks.studies.popularity import (
     capacity_needed,
     inclusion_probabilities,

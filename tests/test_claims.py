@@ -1,8 +1,10 @@
 """The ledger's file is complete, every claim has an answer, and verdicts follow the rules:
 hand-made cases."""
 
+import itertools
 import json
 import math
+import re
 from math import inf
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from moelab import claims
 from moelab.__main__ import main
 from moelab.base.files import CHECKOUT
+from moelab.base.papers import paper
 from moelab.claims import (
     CONTRADICTED,
     DIRECTION,
@@ -62,6 +65,7 @@ def claim(**how):
         ({"fitted": "chosen by it"}, 9.0, NOT_REPRODUCED),
         ({"fitted": "chosen by it", "metric": ()}, None, FITTED),
         ({"follows": "1 + 1"}, 9.0, NOT_REPRODUCED),
+        ({"follows": "1 + 1", "metric": ()}, None, FOLLOWS),
         ({"null": "a", "predictor": 2.0}, 2.1, FOLLOWS),
         ({"null": "a", "predictor": 3.0}, 2.1, REPRODUCED),
         ({"needs": "a Mac"}, None, NOT_TESTABLE),
@@ -161,7 +165,8 @@ def test_the_ledger_is_complete():
         ({"above": 1.0}, 1.1, 0.9, NOT_REPRODUCED),
         ({"above": 1.0}, 1.1, 9.0, DIRECTION),
         ({"fitted": "by it"}, 2.1, 2.9, FITTED),
-        ({"follows": "of it"}, 2.1, 2.9, FOLLOWS),
+        ({"follows": "of it"}, 2.1, 2.9, NOT_REPRODUCED),
+        ({"follows": "of it"}, 2.1, 2.0, FOLLOWS),
     ],
 )
 def test_what_holds_by_one_choice_only_is_not_reproduced(how, by_ours, by_another, verdict):
@@ -169,6 +174,8 @@ def test_what_holds_by_one_choice_only_is_not_reproduced(how, by_ours, by_anothe
     (row,) = rows([claim(**how | {"metric": ("n", "x")})], own={"n": {"x": metric}})
     assert (row.verdict, row.ours, row.readings) == (verdict, by_ours, {"turned round": by_another})
     assert ("turned round" in row.cells[-1]) == (verdict == NOT_REPRODUCED)
+    agrees = claim(**how).agrees(by_another)
+    assert row.why.endswith(f"{int(agrees)} of 1 other choices agree")
 
 
 @pytest.mark.parametrize(
@@ -180,6 +187,53 @@ def test_an_order_must_hold_at_both_ends_of_its_interval(low, high, verdict):
     own = {"n": {k: {"value": v, "kind": "measured"} for k, v in found.items() if v}}
     (row,) = rows([claim(above=1.0, interval=("low", "high"))], own=own)
     assert row.verdict == verdict
+
+
+@pytest.mark.parametrize(
+    "how, found, kind, verdict",
+    [
+        ({"above": 1.0}, 1.04, "measured", NOT_REPRODUCED),
+        ({"above": 1.0}, 1.06, "measured", DIRECTION),
+        ({"below": 1.0}, 0.97, "measured", NOT_REPRODUCED),
+        ({"above": 1.0}, 1.04, "exact", DIRECTION),
+        ({"above": 0.0}, 0.01, "measured", DIRECTION),  # of 0 nothing is a share
+        ({"above": 1.0, "follows": "of it"}, 1.04, "measured", FOLLOWS),
+        ({}, 2.01, "measured", REPRODUCED),  # no order
+    ],
+)
+def test_a_measured_order_that_is_about_level_needs_an_interval(how, found, kind, verdict):
+    row = claims.Row(claim(**how), found, kind)
+    assert row.verdict == verdict
+    assert ("no interval was measured" in row.why) == (verdict == NOT_REPRODUCED)
+    low_and_high = {"95 % from": found - 0.005, "95 % to": found + 0.005}
+    sure = claims.Row(claim(**how | {"interval": ("a", "b")}), found, kind, low_and_high)
+    assert sure.verdict != NOT_REPRODUCED
+
+
+def test_what_is_quoted_of_a_table_is_in_it():
+    """A number of the source's tables, or a ratio of two numbers of the named one."""
+    checked = 0
+    for of in claims.ledger():
+        if not re.fullmatch(r"Table \d+", of.where) or not isinstance(of.value, float):
+            continue
+        tables = [table for table in paper(of.source).values() if isinstance(table, dict)]
+        named = [n for table in tables if table["where"] == of.where for n in numbers(table)]
+        every = [n for table in tables for n in numbers(table)]
+        digits = len(f"{of.value:g}".partition(".")[2])
+        ratios = (a / b for a, b in itertools.permutations(named, 2) if b)
+        if named:
+            checked += 1
+            assert of.value in every or of.value in {round(r, digits) for r in ratios}, of.id
+    assert checked >= 7
+
+
+def numbers(table):
+    """Of a table of `data/papers`, whatever its form."""
+    rows = table.get("rows", [])
+    cells = [table.get("value"), *table.get("values", [])]
+    for row in rows.values() if isinstance(rows, dict) else rows:
+        cells += row
+    return [n for n in cells if isinstance(n, (int, float))]
 
 
 FILE = """

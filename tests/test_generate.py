@@ -10,13 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from moelab import open_model
 from moelab.__main__ import main
 from moelab.base.files import small_model
 from moelab.generate import generate
 from moelab.models.greedy import OPTIONS
-from moelab.models.identity import identity
 from moelab.parallel import launch
 from moelab.speculate import Estimator
 
@@ -83,40 +83,98 @@ def test_a_checkpoint_s_defaults_are_honoured_or_named(defaults, tmp_path, capsy
     assert all(f"{of}=" in told for of in wanted if OPTIONS.get(of, wanted[of]) != wanted[of])
 
 
-def test_predictors_are_refused_before_opening_or_get_what_they_need(tmp_path, capsys):
-    model, files = open_model(), {}
-    files["estimator"] = tmp_path / "e.safetensors"
-    Estimator(model.spec.H, model.spec.E, model.spec.L, 8, model_id=identity(model)).save(
-        files["estimator"]
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Of the small model, by the commands that error messages name: option → its file."""
+    folder = tmp_path_factory.mktemp("files")
+    few = ["--sources", "prose", "--prompts", "2", "--tokens", "64"]
+    made = {}
+    for option, command, *more in (
+        ("calibration", ["calibrate"], "--new-tokens", "2"),
+        ("vectors", ["train", "vectors"]),
+        ("estimator", ["train", "estimator"], "--train-tokens", "1000"),
+    ):
+        made[option] = str(folder / f"{option}.safetensors")
+        assert main([*command, "small", made[option], *few, *more]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        f"{option}.safetensors"
+        for option in made  # what was recorded beside them is gone
     )
-    files["calibration"] = tmp_path / "c.safetensors"
-    few = ["--sources", "prose", "--prompts", "1", "--tokens", "64", "--new-tokens", "2"]
-    assert main(["calibrate", "small", str(files["calibration"]), *few]) == 0
-    capsys.readouterr()
-    short = ["generate", "--prompt", "the red fox", "--max-new-tokens", "3", "--memory", "50%"]
-    tokens = generate(prompt="the red fox", max_new_tokens=3).tokens
-    for name, needs in (("estimator", "estimator"), ("static", "calibration")):
-        assert main([*short, "--json", "--prefetch", name, f"--{needs}", str(files[needs])]) == 0
-        assert json.loads(capsys.readouterr().out)["tokens"] == tokens
-        assert main([*short, "--prefetch", name]) == 2
-        told = capsys.readouterr().err
-        assert f"--{needs} FILE" in told and "opening" not in told
-    with pytest.raises(SystemExit):
-        main([*short, "--prefetch", "hybrid"])  # for Python
-    assert main([*short, "--prefetch", "estimator", "--estimator", str(tmp_path / "none")]) == 2
-    assert "no estimator at" in capsys.readouterr().err
+    return made
+
+
+SHORT = ["generate", "--prompt", "the red fox", "--max-new-tokens", "6", "--memory", "50%"]
+
+
+@pytest.mark.parametrize(
+    "name, needs",
+    [
+        ("static", ["calibration"]),
+        ("quasi", ["vectors"]),
+        ("estimator", ["estimator"]),
+        ("hybrid", ["estimator", "vectors"]),
+        ("auto", ["estimator"]),
+    ],
+)
+def test_predictors_take_files_and_say_which_command_writes_them(name, needs, files, capsys):
+    tokens = generate(prompt="the red fox", max_new_tokens=6).tokens
+    given = [word for option in needs for word in (f"--{option}", files[option])]
+    assert main([*SHORT, "--json", "--prefetch", name, *given]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == tokens  # hints change none
+    if name != "auto":
+        assert main([*SHORT, "--json", "--speculate", name, *given]) == 0
+        assert len(json.loads(capsys.readouterr().out)["tokens"]) == 6
+    if name in ("static", "estimator", "hybrid"):
+        for how in ("--prefetch", "--speculate"):
+            assert main([*SHORT, how, name]) == 2
+            told = capsys.readouterr().err
+            assert "`moelab " in told and "FILE`" in told and "opened in" not in told
+    assert main([*SHORT, "--prefetch", name, f"--{needs[0]}", "no.file"]) == 2
+    told = capsys.readouterr().err
+    assert "no.file" in told and "opened in" not in told
+
+
+def test_evaluate_takes_the_same_files(files, tmp_path, capsys):
+    modes = "speculative:estimator,speculative:hybrid,speculative:quasi,router-free"
+    given = ["--estimator", files["estimator"], "--output", str(tmp_path / "e.json")]
+    few = ["--tasks", "loss", "--limit", "4", "--tokens", "64"]
+    assert main(["evaluate", "--modes", modes, *given, *few]) == 0
+    found = json.loads((tmp_path / "e.json").read_text())["samples"]["loss"]
+    assert found["router-free"] == found["speculative:estimator"] != found["baseline"]
+    assert found["speculative:quasi"] != found["baseline"]
+
+
+def test_a_training_that_was_cut_off_goes_on_with_what_it_has(tmp_path, monkeypatch, capsys):
+    from moelab.evaluation import train
+
+    few = ["--sources", "prose", "--prompts", "2", "--tokens", "64", "--train-tokens", "1000"]
+    once, again = (["train", "estimator", "small", str(tmp_path / of), *few] for of in "ab")
+    assert main(once) == 0
+    ran = train.train
+    monkeypatch.setattr(train, "train", lambda *_, **__: 1 / 0)
+    assert main(again) == 2  # everything is recorded
+    monkeypatch.setattr(train, "train", ran)
+    monkeypatch.setattr(train, "record", lambda *_, **__: pytest.fail("recorded once more"))
+    assert main(again) == 0 and "FILE" not in capsys.readouterr().out
+    one, other = (Estimator.load(tmp_path / of) for of in "ab")
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
+    assert torch.equal(one.vectors.d, other.vectors.d) and one.choice == other.choice
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    assert main(again) == 2 and "--force" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "parallel, executor",
-    [("ep", "neuron"), ("auto", "fast")],
+    [("tp", "neuron"), ("auto", "fast")],
 )
 def test_other_ways_on_two_ranks_give_the_tokens_of_one_process(parallel, executor):
     alone = generate(max_new_tokens=8, dtype="float32")
     made = launch(generate, 2, None, None, 8, parallel, None, executor, "float32")
-    timed = {name: getattr(made[0], name) for name in ("seconds", "ttft", "tpot")}
+    timed = {name: getattr(made[0], name) for name in ("seconds", "ttft", "tpot", "cpu_seconds")}
     assert made[0] == replace(made[1], **timed)
     assert made[0].tokens == alone.tokens and min(made[0].sent["result"]) > 0
+    others = sum(p.numel() * 4 for n, p in open_model().named_parameters() if ".experts." not in n)
+    assert (max(made[0].other_bytes) < others) == (parallel == "tp")
 
 
 @pytest.mark.parametrize(

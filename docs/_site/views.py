@@ -14,7 +14,6 @@ SHOWN = {
     "scrubber": "token by token, which experts are needed, found, prefetched and missed",
     "theatre": "prefetching: timelines, waiting, and what executing predictions would cost",
     "model_map": "what fills the checkpoint",
-    "claims": "what the sources claim, beside what was found here",
 }
 
 
@@ -23,8 +22,7 @@ def made() -> Iterator[tuple[str, Any]]:
     with moelab.open_model(memory="50%", prefetch="router") as lm:
         for name in ("budget", "scrubber", "theatre"):
             yield name, getattr(views, name)(lm)
-    for name in ("model_map", "claims"):
-        yield name, getattr(views, name)()
+    yield "model_map", views.model_map()
 
 
 def _list(_app) -> None:

@@ -20,6 +20,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from moelab.advice.answer import Advice, conclude
@@ -79,8 +80,7 @@ def advise(
         )
     if simulate is None:
         simulate = found.folder is not None and not on_card
-    known = load_device(device) if isinstance(device, (str, Path)) else device
-    machine = known or here(found.folder)
+    machine = _card_of(device, model) or here(found.folder)
     asked = Question(
         found,
         machine,
@@ -119,6 +119,17 @@ def modelled(asked: Question) -> Advice:
         if way not in ways
     ]
     return conclude(asked, ways, changed, dict.fromkeys(others), told(busy.value if busy else 0))
+
+
+def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -> DeviceSpec | None:
+    """A device's card. ValueError: it keeps all experts, and another command is for it."""
+    card = load_device(device) if isinstance(device, (str, Path)) else device
+    if card and "logical_cores_count" in card.figures:
+        raise ValueError(
+            f"{card.name} keeps all experts in the memory of its cores: `moelab neuron plan "
+            f"{quote(str(model))} --device {device}` says how to spread them"
+        )
+    return card
 
 
 def _memory_of(given: str | float | int, device: DeviceSpec) -> int:

@@ -92,9 +92,11 @@ class Advice:
         """A row a way: of each form the fastest, what was measured, and others; the fastest
         first. What is the same in all rows, which `words` tells, takes no column."""
         firsts = {way.form: way for way in reversed(self.ways)}
-        kept = [way for way in self.ways if way is firsts[way.form] or way.kind == "measured"]
-        kept += [way for way in self.ways if way not in kept][: max(ROWS - len(kept), 0)]
-        rows = [way.row(self.asked.batch) for way in sorted(kept, key=lambda way: way.tpot)]
+        kept = sorted(
+            self.ways, key=lambda way: way is not firsts[way.form] and way.kind != "measured"
+        )
+        shown = sorted(kept[:ROWS], key=lambda way: way.tpot)
+        rows = [way.row(self.asked.batch) for way in shown]
         told = [name for name in rows[0] if len(rows) > 1 and len({row[name] for row in rows}) == 1]
         return [{name: of for name, of in row.items() if name not in told} for row in rows]
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -18,8 +17,6 @@ from moelab.base.table import size
 from moelab.bench.machine import read_ahead
 from moelab.offloading.budget import available
 
-#: processor's features that the kernels or torch's products use
-FEATURES = "avx2", "avx512bw", "avx512bf16", "amx-bf16", "neon", "bf16"
 #: package → what does not run without it
 PACKAGES = {
     "torch": "everything",
@@ -33,7 +30,6 @@ PACKAGES = {
     "lm_eval": "evaluate with lm-eval's tasks",
     "accelerate": "bench engine's peer accelerate",
 }
-HUB = "huggingface.co"
 
 
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
@@ -42,7 +38,7 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
         "system": lambda: (
             f"{platform.system()} {platform.machine()}, Python {platform.python_version()}"
         ),
-        "cores": lambda: f"{os.cpu_count()}; {_features()}",
+        "cores": lambda: str(os.cpu_count()),
         "memory": _memory,
         "disk": lambda: _disk(Path(folder).absolute()),
         "CUDA": _cuda,
@@ -51,7 +47,6 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
             if sys.platform == "darwin"
             else "none: this is no Mac; models can be converted and checked, not run"
         ),
-        "hub": _hub,
         "cache": _cache,
     }.items():
         try:
@@ -84,15 +79,6 @@ def _cache() -> str:
     return f"{root} cannot be written: choose another place by $MOELAB_CACHE"
 
 
-def _features() -> str:
-    try:
-        import llvmlite.binding as llvm
-    except ModuleNotFoundError:
-        return "features unknown without numba"
-    has = llvm.get_host_cpu_features()
-    return ", ".join(filter(has.get, FEATURES)) or "no vector instructions that the kernels know"
-
-
 def _cuda() -> str:
     try:
         import torch
@@ -102,19 +88,6 @@ def _cuda() -> str:
         return "none: models run on the CPU"
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return ", ".join(f"{one.name}, {size(one.total_memory)}" for one in found)
-
-
-def _hub() -> str:
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
-        return "offline by HF_HUB_OFFLINE: only what is in its cache or in folders can be opened"
-    try:
-        socket.create_connection((HUB, 443), timeout=2).close()
-    except OSError as error:
-        return (
-            f"{HUB} cannot be reached ({error.strerror or type(error).__name__}): open models "
-            "from folders"
-        )
-    return f"{HUB} can be reached"
 
 
 def _fast_paths() -> Iterator[tuple[str, str]]:

@@ -31,7 +31,6 @@ from moelab.advice.space import (
     forms_of,
     play,
     predicted,
-    reading,
     scenes,
 )
 from moelab.advice.ways import Way
@@ -111,7 +110,10 @@ def judged(search: Search, texts: list[Scene], notes: list[str]) -> Advice:
         more = more and search.corrected(more)
         if simulated.resident:
             return more, None
-        costs = reading(search.costs_of, lambda seconds, _: seconds / 2)(best.form)
+        costs = search.costs_of(best.form)
+        delays = costs.machine.delays
+        fast = replace(delays, e_read=delays.e_read / 2, sm_read=delays.sm_read / 2)
+        costs = replace(costs, machine=replace(costs.machine, delays=fast))
         faster = play(asked, simulated, costs, search.seen)
         return more, replace(faster, tpot=faster.tpot * best.tpot / simulated.tpot)
 

@@ -333,17 +333,3 @@ def card_costs(device: DeviceSpec, model: Model) -> CostsOf:
         return Costs(Machine(delays, other=other), Sizes(full, 0, 0, True), full)
 
     return costs_of
-
-
-def reading(costs_of: CostsOf, change: Callable[[float, float], float]) -> CostsOf:
-    """The same costs but for reads, whose seconds, of so many bytes, are changed."""
-
-    def changed(form: str) -> Costs | None:
-        if (costs := costs_of(form)) is None:
-            return None
-        d = costs.machine.delays
-        e, sm = change(d.e_read, d.e_bytes), change(d.sm_read, d.sm_bytes)
-        delays = replace(d, e_read=e, sm_read=sm)
-        return replace(costs, machine=replace(costs.machine, delays=delays))
-
-    return changed

@@ -1,8 +1,8 @@
 """Who executes a plan's expert graphs and attention: torch, the evaluator, or Core ML (NPUMoE
 §3.1).
 
-    TorchBackend        the model's own weights and arithmetic in the same static shapes: fast, for
-                        counts and accuracy
+    TorchBackend        the model's own weights and arithmetic in the same static shapes: for counts
+                        and accuracy
     ConvertedBackend    the saved packages: by the evaluator on any machine, which checks a
                         conversion, or by Core ML on
                         a Mac (`moelab.ane.doctor.coreml_backend`)
@@ -15,29 +15,40 @@ fixed-shape input."""
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.coreml.converted import AttentionGraph, ConvertedModel, Runner
+from moelab.ane.coreml.attention_graph import AttentionGraph, AttentionShape
+from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
 from moelab.ane.plan import ANEPlan
-from moelab.experts.executor import names, plain
-from moelab.experts.located import banks
+from moelab.base.progress import progress
+from moelab.models.identity import opened_from
 from moelab.models.patches import Patches
+
+#: makes something that is called like an `Evaluator`, of a package
+Runner = Callable[[Path], Any]
+#: told of a decoder layer's attention that the device has run: layer, start and end
+Told = Callable[[int, float, float], None]
 
 
 class Backend(ABC):
-    """Runs the launches of a plan; `name` says how."""
+    """Runs the launches of a plan; `name` says how, and `resource` is its row of a timeline."""
 
     name: str
+    resource: str
     plan: ANEPlan
+
+    def require(self, model: Any) -> None:
+        """ValueError unless it has the weights of this model."""
 
     @abstractmethod
     def experts(
@@ -46,16 +57,15 @@ class Backend(ABC):
         """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G,
         C, H]."""
 
-    def attention(self, model: Any) -> AbstractContextManager:
-        """Within the block, chunks' attention runs here where the plan says "ane"."""
+    def attention(self, model: Any, told: Told) -> AbstractContextManager:
+        """Within the block, attention runs here where the plan says "ane", and each run is told."""
         return nullcontext()
 
 
 class TorchBackend(Backend):
-    """The model's own weights and arithmetic; a group's experts in one batched product if they are
-    in plain banks."""
+    """The model's own weights and arithmetic, expert by expert."""
 
-    name = "torch"
+    name = resource = "torch"
 
     def __init__(self, plan: ANEPlan) -> None:
         self.plan = plan
@@ -64,26 +74,13 @@ class TorchBackend(Backend):
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
         """Outputs [G, C, H] of a group's experts for a buffer [G, C, H], weighted by [G, C]."""
-        members = list(self.plan.layers[layer].groups[group].experts)
-        if not plain(experts) or banks(experts, "down_proj") is None:
-            return torch.stack(
-                [
-                    experts.weighted(rows, w, experts.weights(e))
-                    for e, rows, w in zip(members, buffer, scale)
-                ]
-            )
-
-        def linear(x: Tensor, name: str) -> Tensor:
-            weights = banks(experts, name)[members]
-            y = torch.bmm(x, weights if experts.is_transposed else weights.mT)
-            return y + banks(experts, name + "_bias")[members][:, None] if experts.has_bias else y
-
-        up, down = names(experts)
-        return linear(experts.activate(linear(buffer, up)), down) * scale[..., None]
+        members = self.plan.layers[layer].groups[group].experts
+        rows = zip(members, buffer, scale)
+        return torch.stack([experts.weighted(x, w, experts.weights(e)) for e, x, w in rows])
 
 
 class ConvertedBackend(Backend):
-    """The packages of a converted model, each loaded when it is first needed.
+    """The packages of a converted model, all loaded.
 
     mode : of the evaluator, "double" or "fp16". runner : what runs a package instead of it; `name`
     says what."""
@@ -96,76 +93,65 @@ class ConvertedBackend(Backend):
         name: str = "evaluator",
     ) -> None:
         self.converted, self.name, self.plan = converted, name, converted.plan
+        self.resource = "evaluator" if runner is None else "ane"
         self.exact = mode == "double" and runner is None
-        self.runner = runner or partial(Evaluator, mode=mode)
-        self._decoder_layer = {entry["moe"]: entry["layer"] for entry in converted.layers}
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._groups: dict[tuple[int, int], Any] = {}
-        self._attention: dict[int, AttentionGraph] = {}
+        runner = runner or partial(Evaluator, mode=mode)
+        self._groups: dict[tuple[int, int], Any] = {}  # by MoE layer and number
+        self._attention: dict[int, AttentionGraph] = {}  # by decoder layer
+        for entry in progress(converted.layers, "loading", unit="layer"):
+            if "file" in entry["attention"]:
+                run = runner(converted.package(entry["attention"]))
+                shape = AttentionShape(**entry["attention_shape"])
+                self._attention[entry["layer"]] = AttentionGraph(shape, run)
+            for number, group in enumerate(entry["groups"]):
+                if "file" in group:
+                    self._groups[entry["moe"], number] = runner(converted.package(group))
 
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
-        """As of `TorchBackend`, by the group's saved package, which is opened when it is first
-        needed."""
-        at = self._decoder_layer[layer], group
-        if at not in self._groups:
-            self._groups[at] = self.converted.group(*at, self.runner)
-        y = unpack(self._groups[at]({"x": pack(buffer.flatten(0, 1))})["y"])
+        """As of `TorchBackend`, by the group's saved package."""
+        y = unpack(self._groups[layer, group]({"x": pack(buffer.flatten(0, 1))})["y"])
         return y.view(buffer.shape) * scale[..., None]
 
-    def attention(self, model: Any) -> AbstractContextManager:
-        """Within the block, attention runs by the saved packages where there are any. ValueError:
-        the packages are of another model."""
-        if model not in self._known:
-            self.converted.require(model)
-            self._known.add(model)
+    def require(self, model: Any) -> None:
+        where = getattr(model.config, "_name_or_path", "") or "this model"
+        self.converted.require_identity(opened_from(model), where)
+
+    def attention(self, model: Any, told: Told) -> AbstractContextManager:
+        """Within the block, attention runs by the saved packages where there are any."""
         with Patches() as patches:
-            for entry in self.converted.layers:
-                if "file" in entry["attention"]:
-                    attention = model.base_model.layers[entry["layer"]].self_attn
-                    patches.wrap(
-                        attention,
-                        "forward",
-                        partial(self._chunk_attention, attention, entry["layer"]),
-                    )
+            for layer in self._attention:
+                of = model.base_model.layers[layer].self_attn
+                patches.put(of, "forward", partial(self._chunk_attention, of, layer, told))
             return patches.pop_all()
 
-    def _chunk_attention(self, attention: nn.Module, layer: int, own: Any) -> Any:
-        """A forward of the attention around its `own`, which single tokens take."""
-
-        def forward(
-            hidden_states: Tensor,
-            position_embeddings: tuple[Tensor, Tensor],
-            attention_mask: Any = None,
-            past_key_values: Any = None,
-            **options: Any,
-        ) -> tuple[Tensor, None]:
-            if hidden_states.shape[1] == 1:
-                return own(
-                    hidden_states=hidden_states,
-                    position_embeddings=position_embeddings,
-                    attention_mask=attention_mask,
-                    past_key_values=past_key_values,
-                    **options,
-                )
-            if layer not in self._attention:
-                self._attention[layer] = self.converted.attention(layer, self.runner)
-            graph, (cos, sin) = self._attention[layer], position_embeddings
-            y, *new = graph(
-                hidden_states[0],
-                cos[0],
-                sin[0],
-                *cached(graph, past_key_values, attention.layer_idx),
-                getattr(attention, "sliding_window", None),
+    def _chunk_attention(
+        self,
+        attention: nn.Module,
+        layer: int,
+        told: Told,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Any = None,
+        past_key_values: Any = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        """A forward of the attention of one chunk."""
+        graph, (cos, sin) = self._attention[layer], position_embeddings
+        y, *new = graph(
+            hidden_states[0],
+            cos[0],
+            sin[0],
+            *cached(graph, past_key_values, attention.layer_idx),
+            getattr(attention, "sliding_window", None),
+        )
+        told(layer, *graph.ran)
+        if past_key_values is not None:
+            past_key_values.update(
+                *(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx
             )
-            if past_key_values is not None:
-                past_key_values.update(
-                    *(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx
-                )
-            return y[None].to(hidden_states.dtype), None
-
-        return forward
+        return y[None].to(hidden_states.dtype), None
 
 
 def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:

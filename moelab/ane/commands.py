@@ -1,10 +1,12 @@
 """`moelab ane …`: plan, convert, lint and check models for the Neural Engine, and use them on a
 Mac.
 
-    moelab ane plan Qwen3-30B-A3B --chunk 256 --group-size 8        from a card, without weights
-    moelab ane plan MODEL --calibration FILE                        with the counts of `moelab
+    moelab ane plan Qwen3-30B-A3B --prompt 4096                     from a card, without weights: what
+                                                                    each system would take, and the
+                                                                    fastest one's plan
+    moelab ane plan MODEL --calibration FILE --save plan.json       with the counts of `moelab
                                                                     calibrate MODEL FILE`
-    moelab ane convert MODEL folder --chunk 256                     resumes an interrupted
+    moelab ane convert MODEL folder --plan plan.json                resumes an interrupted
                                                                     conversion
     moelab ane lint folder                                          or single packages
     moelab ane parity folder --prompts 200                          the packages against the model,
@@ -19,36 +21,62 @@ from __future__ import annotations
 
 import argparse
 from argparse import SUPPRESS
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from moelab import cards
+from moelab.ane.plan import ANEPlan, make_plan
+from moelab.ane.predict import DeviceModel, beside
+from moelab.ane.systems import SYSTEMS
 from moelab.base import registry
-from moelab.base.arguments import number, output, whole
+from moelab.base.arguments import number, one_of, output, several, whole
+from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.base.table import format_value
+from moelab.base.table import format_value, head_and_rows, text_table
+from moelab.calibration import Calibration
+from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.simulation.routing import routing_of
+from moelab.static.tiers import RULES
+from moelab.trace import PREFILL
 
 MB = 1e6
-#: an option of `make_plan` and of the command line: name → (type, metavar, default, help)
+#: an option of `make_plan`, of the command line and of `moelab evaluate --modes npumoe`:
+#: name → (type, metavar, default, help)
 PLANNING = {
     "chunk": (whole(1), "B", 256, "tokens of a prefill chunk"),
     "group_size": (whole(1), "G", 8, "experts a graph"),
     "levels": (whole(1), "N", 3, "capacity tiers a layer"),
-    "slack": (number(above=0), "X", 1.0, "factor of all capacities"),
-    "rule": (None, "RULE", "topk", "of capacities: topk, or the paper's literal B/E"),
-    "system": (None, "NAME", "npumoe", "cpu, naive, anemll, base, base+T, base+TG or npumoe"),
-}
-#: the same of the counts that a plan is made from, and of the weights
-COUNTS = {
+    "slack": (number(above=0), "X", 1.0, "factor of all expected loads"),
+    "rule": (one_of(RULES), "RULE", "topk", "of capacities: topk, or the paper's literal B/E"),
+    "capacities": (several(whole(1)), "C,…", None, "fixed ones instead, as 32,64,128"),
+    "cold_share": (
+        number(0, most=1),
+        "X",
+        0.1,
+        "of the routings, whose rarest experts the CPU has",
+    ),
+    "min_rows": (number(0), "N", 32, "tokens that a group on the ANE expects of a chunk"),
+    "max_graphs": (whole(1), "N", None, "graphs of experts on the ANE, the hottest"),
     "max_graph_mb": (number(above=0), "MB", 1258, "weights that one graph holds"),
+    "system": (one_of(SYSTEMS), "NAME", "npumoe", ", ".join(SYSTEMS)),
+}
+WEIGHTS = (
+    one_of(("fp16", "int8", "palette4", "palette6", "palette8")),
+    "NAME",
+    "fp16",
+    "of the experts: fp16, int8, palette4, palette6 or palette8",
+)
+#: what a plan is made from beside its options
+SOURCE = {
     "calibration": (
         Path,
         "FILE",
-        "routing is drawn",
-        "of the model, by `moelab calibrate MODEL FILE`",
+        None,
+        "of the model, by `moelab calibrate`; else routing is drawn",
     ),
+    "weights": WEIGHTS,
 }
-WEIGHTS = (None, "NAME", "fp16", "of the experts: fp16, int8, palette4, palette6 or palette8")
 CHECKPOINT = (Path, "FOLDER", None, "if it is not where it was converted")
 CONVERTED = (Path, "a converted model")
 #: tokens of drawn routing that are counted where there is no calibration
@@ -90,9 +118,23 @@ def main(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    name = None if args.model == "small" else args.model
-    spec, model_id = _spec(name, "calibration" in args)
-    made = _plan(spec, model_id, args)
+    """Print what each system would take, and the plan of the fastest, or of the one asked for."""
+    spec, source = _source(args)
+    device = DeviceModel.of(args.device)
+    plans = {system: planned(spec, source, _given(args) | {"system": system}) for system in SYSTEMS}
+    made = plans[getattr(args, "system", "npumoe")]
+    try:
+        rows = beside(device, plans, args.prompt, args.new_tokens)
+    except ValueError as error:  # another attention
+        print(f"What this takes is not known: {error}")
+    else:
+        fastest = min(rows, key=lambda system: rows[system]["TTFT, s"])
+        made = plans[getattr(args, "system", fastest)]
+        print(
+            f"Modelled for {device.device}, a prompt of {args.prompt:,} tokens; fastest: {fastest}\n"
+            + text_table(*head_and_rows(rows.values()))
+        )
+    device.require(made, args.prompt + args.new_tokens)
     print(made.describe())
     if args.save is not None:
         print(made.save(args.save))
@@ -101,21 +143,17 @@ def plan(args: argparse.Namespace) -> int:
 
 def convert(args: argparse.Namespace) -> int:
     from moelab.ane.coreml.convert import ConversionSettings, convert_model
-    from moelab.ane.plan import ANEPlan
 
-    name = None if args.model == "small" else args.model
-    given = [f"--{o.replace('_', '-')}" for o in (*PLANNING, *COUNTS) if o in args]
+    given = [f"--{o.replace('_', '-')}" for o in _given(args) | _given(args, ("calibration",))]
     if args.plan and given:
         raise ValueError(
             f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or "
             "the other"
         )
-    made = (
-        ANEPlan.load(args.plan) if args.plan else _plan(*_spec(name, "calibration" in args), args)
-    )
+    made = ANEPlan.load(args.plan) if args.plan else planned(*_source(args), _given(args))
     settings = ConversionSettings(args.context, args.weights)
     validate = not args.no_validation
-    converted = convert_model(name, args.destination, made, settings, validate=validate)
+    converted = convert_model(_model(args), args.destination, made, settings, validate=validate)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
     print(
@@ -164,7 +202,7 @@ def doctor(args: argparse.Namespace) -> int:
     converted = ConvertedModel(args.folder)
     checkups = diagnose(converted, args.timeout)
     print(table(checkups))
-    if any(checkup.probe.error for checkup in checkups):
+    if any(checkup.error for checkup in checkups):
         return 1
     print("What fp16 alone does to the same prompts, by the evaluator:")
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
@@ -172,84 +210,83 @@ def doctor(args: argparse.Namespace) -> int:
     return max(status, int(any(checkup.complaints for checkup in checkups)))
 
 
-def _spec(model: str | None, with_identity: bool) -> tuple[MoESpec, str | None]:
-    """(spec, model id or None) of a card or, without reading its weights, of a checkpoint."""
-    if card := registry.like("model", model):
-        return cards.load_model(card), None
-    from moelab.checkpoint.checkpoint import Checkpoint
-
-    try:
-        checkpoint = Checkpoint.at(model)
-    except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}.{registry.near(model, cards.MODELS)} Model cards are: "
-            f"{', '.join(cards.MODELS)}"
-        ) from None
-    return checkpoint.spec, checkpoint.identity if with_identity else None
+def _model(args: argparse.Namespace) -> str | None:
+    return None if args.model == "small" else args.model
 
 
-def _plan(spec: MoESpec, model_id: str | None, args: argparse.Namespace) -> Any:
+def _given(args: argparse.Namespace, names: Iterable[str] = PLANNING) -> Record:
+    """Those options that the command line gives."""
+    return {name: of for name in names if (of := getattr(args, name, None)) is not None}
+
+
+def _source(args: argparse.Namespace) -> tuple[MoESpec, Record]:
+    """(spec, what `make_plan` is told) of a card or, without reading its weights, of a
+    checkpoint."""
     from moelab.ane.coreml.ffn_graph import WEIGHTS
-    from moelab.ane.plan import MAX_GRAPH_BYTES, make_plan
 
-    registry.require("--weights", args.weights, WEIGHTS)
-    options = {name: getattr(args, name, default) for name, (*_, default, _) in PLANNING.items()}
-    options |= {
-        "bytes_per_weight": WEIGHTS[args.weights] / 8,
-        "max_graph_bytes": args.max_graph_mb * MB if "max_graph_mb" in args else MAX_GRAPH_BYTES,
-    }
-    if "calibration" not in args:
-        from moelab.simulation.routing import routing_of
+    name, found, model_id = _model(args), args.calibration, None
+    calibration = None if found is None else Calibration.load(found)
+    if card := registry.like("model", name):
+        spec = cards.load_model(card)
+    else:
+        try:
+            checkpoint = Checkpoint.at(name)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(
+                f"{error}.{registry.near(name, cards.MODELS)} Model cards are: "
+                f"{', '.join(cards.MODELS)}"
+            ) from None
+        spec, model_id = checkpoint.spec, None if found is None else checkpoint.identity
+    if calibration is not None:  # a card has geometry, but no routers
+        calibration.require(calibration.model_id if model_id is None else model_id, spec)
+    return spec, counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
 
+
+def counted(spec: MoESpec, calibration: Calibration | None = None) -> Record:
+    """Counts for `make_plan`, of a calibration or of routing that is drawn, and whose they are."""
+    if calibration is None:
         routing, words = routing_of(spec)
         drawn = routing.trace(spec, [DRAWN])
-        return make_plan(spec, drawn.counts(), DRAWN, popularity=words, **options)
-    from moelab.calibration import Calibration
-    from moelab.trace import PREFILL
+        return {"counts": drawn.counts(), "tokens": DRAWN, "popularity": words}
+    return {
+        "counts": calibration.counts(PREFILL),
+        "tokens": calibration.tokens[PREFILL],
+        "popularity": f"calibrated on {calibration.source or 'prompts'}",
+        "model_id": calibration.model_id,
+    }
 
-    found = Calibration.load(args.calibration)
-    found.require(
-        found.model_id if model_id is None else model_id, spec
-    )  # a card has geometry, but no routers
-    return make_plan(
-        spec,
-        found.counts(PREFILL),
-        found.tokens[PREFILL],
-        popularity=f"calibrated on {found.source or args.calibration.name}",
-        model_id=found.model_id,
-        **options,
-    )
+
+def planned(spec: MoESpec, source: Record, given: Record) -> ANEPlan:
+    """A plan by options of `PLANNING`, from what `counted` says."""
+    options = dict(given)
+    if "max_graph_mb" in options:
+        options["max_graph_bytes"] = MB * options.pop("max_graph_mb")
+    return make_plan(spec, **source, **options)
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
-    """The model whose other parts run on the CPU, in float32."""
+    """The model whose other parts run on the CPU, in float32, its experts read as they are needed."""
     import torch
 
-    from moelab.checkpoint.opening import open_checkpoint
+    from moelab.ane.opening import open_beside
+    from moelab.offloading.offload import Offloading
 
-    return open_checkpoint(converted.checkpoint(checkpoint), dtype=torch.float32)
+    source = converted.checkpoint(checkpoint)
+    return open_beside(converted, source, None, Offloading(dtype=torch.float32))
 
 
 def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tuple[int, Any]:
     from moelab.ane.parity import parity as compare
-    from moelab.base.library import token_count
-    from moelab.evaluation import questions
+    from moelab.base.library import passages, token_count
 
     model = _model_of(backend.converted, args.checkpoint)
     if model.tokenizer is None:
         raise ValueError(
             "this checkpoint has no tokenizer, so there are no prompts; put one beside its weights"
         )
-    sources = ("needle", "yesno", "code", "prose")
-    texts = questions.prompts(
-        sources,
-        -(-args.prompts // len(sources)),
-        tokens=args.tokens,
-        count=token_count(model.tokenizer),
-    )
-    each = len(texts) // len(sources)
-    mixed = [texts[i % len(sources) * each + i // len(sources)].text for i in range(args.prompts)]
-    ids = [model.tokenizer(text)["input_ids"] for text in mixed]
+    each = -(-args.prompts // 2), args.tokens, token_count(model.tokenizer)
+    texts = [*passages("prose", *each), *passages("code", *each)][: args.prompts]
+    ids = [model.tokenizer(text)["input_ids"][: args.tokens] for text in texts]
     found = compare(backend, model, ids, rounding=rounding)
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")
@@ -260,11 +297,14 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
 COMMANDS = (
     (
         plan,
-        "tiers, groups, graphs and placement of a model, from a card or a checkpoint's config",
+        "what each system would take, and the fastest one's tiers, groups, graphs and placement",
         {"model": (None, f"a model card (moelab.names('model') lists them), or {MODEL}")},
-        PLANNING | COUNTS,
-        {
-            "weights": WEIGHTS,
+        PLANNING,
+        SOURCE
+        | {
+            "device": (None, "NAME", "m2-ultra", "a device card, or a .toml of `bench ane_mac`"),
+            "prompt": (whole(1), "N", 1024, "tokens of a prompt that the systems are compared by"),
+            "new_tokens": (whole(), "N", 8, "decoded after it, on the CPU"),
             "save": (output, "FILE", None, "write the plan as JSON"),
         },
         {},
@@ -276,9 +316,9 @@ COMMANDS = (
             "model": (None, MODEL),
             "destination": (Path, "the new folder; until it is complete, DESTINATION.part"),
         },
-        PLANNING | COUNTS,
-        {
-            "weights": WEIGHTS,
+        PLANNING,
+        SOURCE
+        | {
             "plan": (Path, "FILE", None, "a saved plan, instead of the options of planning"),
             "context": (whole(1), "P", 2048, "positions of the KV cache"),
         },

@@ -7,111 +7,100 @@ operation on the ANE, and its outputs of random inputs agree with the evaluator'
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import platform
+from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
-import torch
 
 from moelab.ane.backends import ConvertedBackend
 from moelab.ane.coreml.converted import ConvertedModel
-from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.package import read_package
-from moelab.ane.device.mac import CoreMLRunner, PackageProbe, probe, require_mac, sample_inputs
+from moelab.ane.device.mac import CoreMLRunner, Placed, probe, require_mac
+from moelab.base.files import read_json, write_json
 from moelab.base.progress import progress
 from moelab.base.table import head_and_rows, text_table
 
 #: relative RMS difference between a device and the evaluator in fp16: rounding per operation alone
 #: makes 5e-4
 TOLERANCE = 5e-3
+#: in the converted folder: what was found there
+KEPT = "doctor.json"
 
 
 class Checkup(NamedTuple):
-    """A package: its probe, and the largest relative RMS difference of its outputs (nan: none)."""
+    """A package: what went wrong with it, or else what `mac.examine` found."""
 
     package: str
-    probe: PackageProbe
-    difference: float
+    error: str = ""
+    placed: Sequence[Placed] = ()
+    difference: float | None = None
+
+    @property
+    def on_ane(self) -> int:
+        """Operations that the compute plan puts on the ANE."""
+        return sum(n for _, device, n in self.placed if device == "ane")
 
     @property
     def complaints(self) -> list[str]:
         """What is wrong, in words; empty if the package is well."""
-        if self.probe.error:
-            return [self.probe.error]
-        found = []
-        elsewhere = Counter(
-            f"{p.type} on the {p.device}" for p in self.probe.placements if p.device != "ane"
-        )
-        if elsewhere or not self.probe.placements:
-            told = ", ".join(f"{n} × {what}" for what, n in elsewhere.most_common())
+        if self.error:
+            return [self.error]
+        found, off = [], self.difference
+        others = [placed for placed in self.placed if placed[1] != "ane"]
+        if others or not self.placed:
+            told = ", ".join(f"{n} × {op} on the {device}" for op, device, n in others)
             found.append(f"not on the ANE: {told or 'the compute plan lists no operation'}")
-        if not self.difference <= TOLERANCE:
-            found.append(
-                f"differs from the evaluator by {self.difference:.2g}, more than {TOLERANCE:g}"
-            )
+        if off is None or off > TOLERANCE:
+            by = "without end" if off is None else f"by {off:.2g}"
+            found.append(f"differs from the evaluator {by}, more than {TOLERANCE:g}")
         return found
 
 
 def table(checkups: Sequence[Checkup]) -> str:
     """A row for each package, as text, with what is wrong with it."""
-    rows = []
-    for c in checkups:
-        devices = c.probe.devices
-        rows.append(
-            {
-                "package": c.package,
-                "operations on the ANE": f"{devices['ane']} of {devices.total()}",
-                "difference": f"{c.difference:.1e}",
-                "verdict": "; ".join(c.complaints) or "well",
-            }
-        )
+    rows = (
+        {
+            "package": c.package,
+            "operations on the ANE": f"{c.on_ane} of {sum(n for *_, n in c.placed)}",
+            "difference": "–" if c.difference is None else f"{c.difference:.1e}",
+            "verdict": "; ".join(c.complaints) or "well",
+        }
+        for c in checkups
+    )
     return text_table(*head_and_rows(rows))
 
 
 def diagnose(converted: ConvertedModel, timeout: float = 300.0) -> list[Checkup]:
-    """Check every package, within `timeout` seconds each; RuntimeError if not on a Mac."""
+    """Check every package, within `timeout` seconds each, and keep what was found in `KEPT` of its
+    folder, for this Mac and package; what fails is tried again. RuntimeError if not on a Mac."""
     require_mac("ane doctor")
+    here = f"{platform.node()}, macOS {platform.mac_ver()[0]}"
+    place = converted.folder / KEPT
+    known = read_json(place, dict).get(here, {}) if place.exists() else {}
     checkups = []
     for entry in progress(converted.packages, "probing", unit="package"):
-        path = converted.package(entry)
-        inputs = sample_inputs(read_package(path).function())
-        found = probe(path, inputs, timeout)
-        off = float("nan") if found.error else difference(path, inputs, found.outputs)
-        checkups.append(Checkup(entry["file"], found, off))
+        path, key = converted.package(entry), entry["checksum"]
+        found = known.get(key) or probe(path, key, timeout)
+        if key not in known and "error" not in found:
+            known[key] = found
+            write_json(place, {here: known})
+        checkups.append(Checkup(entry["file"], **found))
     return checkups
 
 
-def difference(
-    path: Path, inputs: Mapping[str, np.ndarray], outputs: Mapping[str, np.ndarray]
-) -> float:
-    """The largest relative RMS difference of an output from the evaluator's in fp16; nan where a
-    device made one."""
-    errors = [
-        relative_rms(torch.as_tensor(outputs[name]), wanted)
-        for name, wanted in Evaluator(path, mode="fp16")(inputs).items()
-    ]
-    return max(errors, key=lambda e: np.inf if np.isnan(e) else e)
-
-
-def relative_rms(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    error = (found.double() - wanted.double()).square().mean() / wanted.double().square().mean()
-    return float(error.sqrt())
-
-
-def coreml_backend(converted: ConvertedModel, checkups: Sequence[Checkup]) -> ConvertedBackend:
+def coreml_backend(
+    converted: ConvertedModel, checkups: Sequence[Checkup], units: str = "CPU_AND_NE"
+) -> ConvertedBackend:
     """A backend that runs a converted model's packages by Core ML, named by how many operations are
     on the ANE; RuntimeError: a package that cannot be loaded, crashes or takes too long."""
-    devices: Counter[str] = Counter()
-    for package, found, _ in checkups:
-        if found.error:
+    for checkup in checkups:
+        if checkup.error:
             raise RuntimeError(
-                f"{package} {found.error}; plan this part for the CPU, or convert it in smaller "
-                "groups"
+                f"{checkup.package} {checkup.error}; plan this part for the CPU, or convert it in "
+                "smaller groups"
             )
-        devices += found.devices
-    name = (
-        f"Core ML, {devices['ane']} of {devices.total()} operations on the ANE by the compute plan"
+    on_ane, total = sum(c.on_ane for c in checkups), sum(n for c in checkups for *_, n in c.placed)
+    sums = {converted.folder / entry["file"]: entry["checksum"] for entry in converted.packages}
+    return ConvertedBackend(
+        converted,
+        runner=lambda path: CoreMLRunner(path, sums[path], units),
+        name=f"Core ML, {on_ane} of {total} operations on the ANE by the compute plan",
     )
-    return ConvertedBackend(converted, runner=CoreMLRunner, name=name)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.base.specs import MoESpec
 from moelab.base.table import head_and_rows, text_table
+from moelab.offloading.budget import kv_bytes
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
 
 FORMAT = "moelab.ane.plan/2"
@@ -110,6 +111,26 @@ class ANEPlan:
         """Rows that these graphs compute in a chunk, used or not."""
         return sum(group.slots for group in self.graphs)
 
+    def memory(self, context: int = 2048, experts: int | None = None) -> dict[str, int]:
+        """Bytes that a run through this plan takes, by what they are for (§2: all weights stay in
+        memory).
+
+        context : tokens of the KV cache.
+        experts : of the budget for experts on the CPU (`open_model(memory=…)`); by default those
+            that the plan leaves there, without which a prompt would read from the disk. Decoding
+            reads none where the budget holds all, `spec.experts_bytes`."""
+        spec, moe = self.spec, {layer: at for at, layer in enumerate(self.spec.moe_layers)}
+        # attention of a layer without experts is as of the first that has some
+        attention = [self.layers[moe.get(layer, 0)].attention for layer in range(spec.num_layers)]
+        cold = sum(len(group.experts) for layer in self.layers for group in layer.on("cpu"))
+        return {
+            "packages": sum(group.weight_bytes for group in self.graphs)
+            + 2 * attention_params(spec) * attention.count("ane"),
+            "experts on the CPU": cold * spec.expert_bytes if experts is None else experts,
+            "other weights": round(spec.dense_bytes),
+            "KV cache": kv_bytes(spec, context),
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """The plan as JSON has it, with its format."""
         return {"format": FORMAT} | asdict(self)
@@ -167,13 +188,18 @@ class ANEPlan:
                     "largest graph, MB": max((g.weight_bytes for g in graphs), default=0) / 1e6,
                 }
             )
-        stay = sum(group.weight_bytes for group in self.graphs)
+        memory = self.memory()
+        least, cold = sum(memory.values()), memory["experts on the CPU"]
+        most = least - cold + self.spec.experts_bytes
         lines = [
             f"{self.spec.name}, {SYSTEMS[self.system].title}, chunks of {self.chunk}; "
             f"popularity {self.popularity}",
             text_table(*head_and_rows(rows)),
-            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the "
-            f"ANE, where {stay / 1e9:.1f} GB of expert weights stay.",
+            f"A chunk launches {self.launches} expert graphs of {self.slots:,} rows on the ANE.",
+            "Memory, with 2048 tokens of context: "
+            + ", ".join(f"{name} {size / 1e9:.1f} GB" for name, size in memory.items())
+            + f"; in all {least / 1e9:.1f} GB, or {most / 1e9:.1f} GB with all experts on the CPU, "
+            "so that decoding reads none from the disk.",
         ]
         return "\n".join(lines + [f"Does not fit: {problem}" for problem in self.problems])
 
@@ -184,35 +210,40 @@ def make_plan(
     tokens: int,
     chunk: int = 256,
     group_size: int = 8,
-    levels: int = 3,
+    *,
     max_graph_bytes: float = MAX_GRAPH_BYTES,
     system: str = "npumoe",
-    *,
-    rule: str = "topk",
-    slack: float = 1.0,
     cold_share: float = 0.1,
     min_rows: float = 32,
+    max_graphs: int | None = None,
     bytes_per_weight: float = 2.0,
     popularity: str = "calibrated",
     model_id: str = "",
+    **tiering: Any,
 ) -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
     counts, tokens : [L, E] routings to each expert of so many tokens (of a `Calibration`, or of
         routing that was drawn: `moelab.simulation.routing`).
     chunk, group_size : B, and G for systems that group.
-    levels, rule, slack : of `capacity_tiers`.
     max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
     cold_share, min_rows : the rarest experts that together get at most this share of the routings
         go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
         thresholds are ours).
+    max_graphs : on the ANE over all layers, those that expect most tokens (§4.3's "small resident
+        working set"; too many graphs make Core ML fall back to the CPU, §1, §5.7); None for all.
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
-    popularity, model_id : as in `ANEPlan`.
+    popularity, model_id : as in `ANEPlan`. tiering : levels, rule, slack, capacities, of
+        `capacity_tiers`.
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
-    _require_counts(spec, counts, group_size, bytes_per_weight)
-    tiers = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    if counts.shape != (spec.L, spec.E) or not 0 < bytes_per_weight < np.inf:
+        raise ValueError(
+            f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}; the counts must "
+            f"be of the {spec.L} MoE layers of {spec.E} experts of {spec.name}, the other positive"
+        )
+    tiers = capacity_tiers(counts, tokens, chunk, **tiering)
     if not how.tiers:
         tiers = [_one_capacity(tiers, how, chunk)] * spec.L
     expert_bytes = round(spec.expert_params * bytes_per_weight)
@@ -235,18 +266,23 @@ def make_plan(
         return LayerPlan(of, tuple(groups), attention)
 
     layers = tuple(map(planned, tiers, counts))
+    if max_graphs is not None:
+        layers = _resident(layers, max_graphs)
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
 
 
-def _require_counts(spec: MoESpec, counts: np.ndarray, group_size: int, weight: float) -> None:
-    """ValueError for counts of another shape, or a size of groups or weights that cannot be."""
-    positive = group_size > 0 and 0 < weight < float("inf")  # also nan
-    if not positive or counts.shape != (spec.L, spec.E):
-        raise ValueError(
-            f"counts are {list(counts.shape)}, group_size is {group_size}, bytes_per_weight "
-            f"{weight}; the counts must be of the {spec.L} MoE layers of {spec.E} experts "
-            f"of {spec.name}, the others positive and finite"
-        )
+def _resident(layers: Sequence[LayerPlan], most: int) -> tuple[LayerPlan, ...]:
+    """The layers with at most so many groups on the ANE; the others are the CPU's."""
+    graphs = [(l, group) for l, layer in enumerate(layers) for group in layer.on("ane")]
+    stay = set(sorted(graphs, key=lambda one: -one[1].expected)[:most])
+
+    def placed(l: int, group: PlannedGroup) -> PlannedGroup:
+        return group if (l, group) in stay else replace(group, unit="cpu")
+
+    return tuple(
+        replace(layer, groups=tuple(placed(l, group) for group in layer.groups))
+        for l, layer in enumerate(layers)
+    )
 
 
 def _one_capacity(tiers: list[Tiers], how: ANESystem, chunk: int) -> Tiers:
@@ -260,24 +296,28 @@ def _units(
     spec: MoESpec, how: ANESystem, size: int, expert_bytes: int, limit: float
 ) -> tuple[Unit, Unit, list[str]]:
     """(where experts may run, where attention runs, what does not fit and why)."""
-    experts, attention, problems = how.experts, how.attention, []
-    fit, widest = int(limit // expert_bytes), max(spec.H, spec.heads * spec.head_dim)
-    wide = max(spec.H, spec.I)
-    if experts == "ane" and (reason := _why_not_on_ane(spec, "experts", expert_bytes, limit, wide)):
-        experts = "cpu"
-        problems.append(f"all experts stay on the CPU: {reason}")
-    elif experts == "ane" and fit < size:
+    problems, attention = [], 2 * attention_params(spec)
+    channels = max(spec.H, spec.I), max(spec.H, spec.heads * spec.head_dim)
+
+    def placed(wanted: Unit, block: str, weight_bytes: int, widest: int) -> Unit:
+        if wanted == "cpu":
+            return wanted
+        reason = why_no_graph(block, spec.model_type)
+        if not reason and weight_bytes > limit:
+            reason = f"{weight_bytes / 1e6:,.0f} MB of weights, a graph holds {limit / 1e6:,.0f} MB"
+        elif not reason and widest > MAX_CHANNELS:
+            reason = f"a matrix of {widest:,} input channels, the ANE takes {MAX_CHANNELS:,}"
+        if reason:
+            problems.append(f"{block} on the CPU: {reason}")
+        return "cpu" if reason else "ane"
+
+    experts = placed(how.experts, "experts", expert_bytes, channels[0])
+    if experts == "ane" and (fit := int(limit // expert_bytes)) < size:
         problems.append(
             f"groups of {fit} instead of {size} experts: one graph holds {limit / 1e6:,.0f} MB, an "
             f"expert has {expert_bytes / 1e6:,.1f} MB"
         )
-    weights = 2 * attention_params(spec)
-    if attention == "ane" and (
-        reason := _why_not_on_ane(spec, "attention", weights, limit, widest)
-    ):
-        attention = "cpu"
-        problems.append(f"attention stays on the CPU: {reason}")
-    return experts, attention, problems
+    return experts, placed(how.attention, "attention", attention, channels[1]), problems
 
 
 def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
@@ -288,21 +328,6 @@ def cold_experts(counts: Sequence[float], cold_share: float) -> frozenset[int]:
     cumulative = np.cumsum(counts[order])
     within = int((cumulative <= cold_share * cumulative[-1] * (1 + 1e-12)).sum())
     return frozenset(order[: min(within, len(order) - 1)].tolist())
-
-
-def _why_not_on_ane(
-    spec: MoESpec, block: str, weight_bytes: int, limit: float, channels: int
-) -> str:
-    if reason := why_no_graph(block, spec.model_type):
-        return reason
-    if weight_bytes > limit:
-        return (
-            f"{'one expert' if block == 'experts' else 'it'} has {weight_bytes / 1e6:,.0f} MB "
-            f"of weights, a graph holds {limit / 1e6:,.0f} MB"
-        )
-    if channels > MAX_CHANNELS:
-        return f"a matrix has {channels:,} input channels, the ANE takes {MAX_CHANNELS:,}"
-    return ""
 
 
 def attention_params(spec: MoESpec) -> int:
@@ -340,29 +365,6 @@ class Account:
 
     def __add__(self, other: Account) -> Account:
         return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-
-def count(plan: ANEPlan, loads: Any) -> Account:
-    """The account [L] of a plan under loads [n, L, E], tokens that each expert gets in each chunk.
-
-    On the ANE an expert executes at most its capacity of a chunk's tokens, and its graph computes
-    all rows of each chunk in which any of its experts has a token; on the CPU, and for a chunk of a
-    single token, exactly its tokens."""
-    loads = check_loads(plan, loads)
-    executed, slots, launches = (
-        loads.sum((0, 2)),
-        loads.sum((0, 2)),
-        np.zeros(plan.spec.L, dtype=np.int64),
-    )
-    alone = loads.sum(2) <= plan.spec.K  # [n, L], chunks of a single token
-    for l, layer in enumerate(plan.layers):
-        for group in layer.on("ane"):
-            mine = loads[:, l, list(group.experts)][~alone[:, l]]  # [≤ n, G]
-            launched = int(mine.any(1).sum())
-            executed[l] -= np.maximum(mine - group.capacity, 0).sum()
-            slots[l] += launched * group.slots - mine.sum()
-            launches[l] += launched
-    return Account(launches=launches, routed=loads.sum((0, 2)), executed=executed, slots=slots)
 
 
 def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:

@@ -2,17 +2,19 @@
 
 The prompt is cut into chunks of B tokens. In each layer attention runs first; the CPU routes,
 prunes what overflows the static capacities, gathers each group's tokens into its zero-padded
-buffer, has a backend run the group, and adds the valid rows, weighted, back to their tokens.
-Experts that the plan leaves on the CPU run on just their tokens.
+buffer, and hands the groups to the device's queue, in which a backend runs one after the other.
+Meanwhile the CPU computes, on just their tokens, the experts that the plan leaves there; then it
+adds the valid rows, weighted, back to their tokens. The timeline shows both resources.
 
-A forward pass of one token takes the CPU path: the model's own attention and its experts unpadded,
-on the same KV cache. Batch size 1: prompts of a batch would compete for the same capacities."""
+Decoding is the model's own, with the executor and the offloading that it was opened with, on the
+same KV cache. Batch size 1: prompts of a batch would compete for the same capacities."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,42 +23,60 @@ from torch import Tensor
 
 from moelab.ane.backends import Backend, TorchBackend
 from moelab.ane.plan import Account, ANEPlan, PlannedGroup
+from moelab.base.forks import renew_in_children
+from moelab.base.specs import Event
 from moelab.checkpoint.opening import spec_of
-from moelab.experts.executor import Dispatch, dispatch
+from moelab.experts.executor import dispatch, zeros
 from moelab.models import discover, plugged
+from moelab.models.experts import execute
+from moelab.models.forward import INPUTS, forward_info
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
-from moelab.static.static import (
-    NEED_SALIENCY,
-    Saliency,
-    StaticExecutor,
-)
+from moelab.offloading.engine import Engine
+from moelab.offloading.loading import clock
+from moelab.offloading.run import Timeline
+from moelab.static.static import ATTENTION, NEED_SALIENCY, Saliency, StaticExecutor
 
 
 class PlannedExperts(StaticExecutor):
-    """The executor of a plan: hot groups by a backend with static shapes, cold experts on the CPU.
+    """A plan's layers: hot groups by a backend with static shapes, and meanwhile what the plan leaves
+    on the CPU by what computed the experts before.
 
+    backend : its plan is the one that runs.
     overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again,
         without loss.
     order, saliency : who is dropped first, a key of `ORDERS`, and the tokens' norms, for the orders
         that need them.
+    timeline : where it reports what backend and CPU do.
+    below : an engine that loads and computes the experts of the CPU; None: the layer's executor.
     by_layer : [L] exact counts over all chunks; decode steps are not among them.
     """
 
     def __init__(
         self,
-        plan: ANEPlan,
         backend: Backend,
         overflow: str = "prune",
         order: str = "saliency",
         saliency: Saliency | None = None,
         seed: int = 0,
+        timeline: Timeline | None = None,
     ) -> None:
         super().__init__(overflow, order, saliency, seed)
-        self.plan = plan
-        self.backend = backend
-        self.by_layer = [Account() for _ in plan.layers]
-        self._room = [_room(layer.groups, plan) for layer in plan.layers]
+        self.backend, self.plan = backend, backend.plan
+        self.timeline = Timeline() if timeline is None else timeline
+        self.below: Engine | None = None
+        self.by_layer = [Account() for _ in self.plan.layers]
+        self._room = [_room(layer.groups, self.plan) for layer in self.plan.layers]
+        self._cold = [
+            [e for group in layer.on("cpu") for e in group.experts] for layer in self.plan.layers
+        ]
+        self._since = clock()  # what the caller's thread does now began
+        self.forked()
+        renew_in_children(self)
+
+    def forked(self) -> None:
+        """The device runs one graph after the other: its queue is a thread, which a fork loses."""
+        self._queue = ThreadPoolExecutor(1, "moelab ane")
 
     @property
     def total(self) -> Account:
@@ -67,18 +87,23 @@ class PlannedExperts(StaticExecutor):
         """Capacities of a layer's experts, [E], whatever the chunk's tokens are."""
         return self._room[layer]
 
+    def mark(self, kind: str, layer: int, until: float | None = None) -> None:
+        """Report what the caller's thread has done since the last mark."""
+        until = clock() if until is None else until
+        self.timeline.add(Event("compute", kind, layer, -1, self._since, until))
+        self._since = until
+
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """A chunk's tokens [T, H] through the plan's graphs, and through the CPU what the plan
-        leaves there; returns [T, H]. A single token takes the CPU. ValueError: more tokens than a
+        leaves there; returns [T, H]. A single token takes the CPU. The sum is the CPU's part, then
+        the launches in the plan's order, whatever ends first. ValueError: more tokens than a
         chunk."""
-        layer = experts.layer
-        E = experts.num_experts
-        out = torch.zeros_like(x)
+        layer, E = experts.layer, experts.num_experts
         routed = dispatch(ids, E)
+        self.mark("other", layer)
         if len(x) == 1:
-            self._on_cpu(out, x, weights, routed, range(E), experts)
             self.count(len(routed), len(routed), len(routed))
-            return out
+            return self._on_cpu(x, ids, weights, experts)
         if len(x) > self.plan.chunk:
             raise ValueError(
                 f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run "
@@ -86,61 +111,98 @@ class PlannedExperts(StaticExecutor):
             )
         kept = self.admitted(routed, self._room[layer], weights, layer, slice(None))
         count = Account(chunks=1, routed=len(routed))
-        for number, group in enumerate(self.plan.layers[layer].groups):
-            if group.unit == "cpu":
-                ran = self._on_cpu(out, x, weights, kept, group.experts, experts)
-                count += Account(executed=ran, slots=ran)
-                continue
-            for now, slot in _launches(group, kept.offsets.tolist()):
-                chosen = kept.tokens[now], kept.choices[now]
-                self._launch(out, x, weights, number, group, slot, *chosen, experts)
-                count += Account(launches=1, executed=len(now), slots=group.slots)
+        out, flights = zeros(x, weights, experts), []
+        try:
+            for number, group in enumerate(self.plan.layers[layer].groups):
+                for now, slot in _launches(group, kept.offsets.tolist()):
+                    tokens = kept.tokens[now]
+                    buffer = x.new_zeros(group.slots, x.shape[1])
+                    scale = weights.new_zeros(group.slots)
+                    buffer[slot], scale[slot] = x[tokens], weights[tokens, kept.choices[now]]
+                    launch = layer, number, group, buffer, scale, experts
+                    flights.append((tokens, slot, self._queue.submit(self._launch, *launch)))
+                    count += Account(launches=1, executed=len(now), slots=group.slots)
+            self.mark("gather", layer)
+            cold = torch.where(torch.isin(ids, ids.new_tensor(self._cold[layer])), ids, E)
+            if on_cpu := int((cold < E).sum()):
+                count += Account(executed=on_cpu, slots=on_cpu)
+                out += self._on_cpu(x, cold, weights, experts)
+            for tokens, slot, flight in flights:
+                y = flight.result()
+                self.mark("wait", layer)
+                out.index_add_(0, tokens, y.flatten(0, 1)[slot].to(out.dtype))
+                self.mark("scatter", layer)
+        finally:
+            for *_, flight in flights:
+                flight.cancel()
         self.by_layer[layer] += count
         self.count(count.routed, count.executed, count.slots)
-        return out
+        return out.to(x.dtype)
 
     def _launch(
-        self,
-        out: Tensor,
-        x: Tensor,
-        weights: Tensor,
-        number: int,
-        group: PlannedGroup,
-        slot: list[int],
-        tokens: Tensor,
-        choices: Tensor,
-        experts: Any,
-    ) -> None:
-        """Gather, run, weighted scatter of the valid rows (§4.2, steps 2–6)."""
-        shape = len(group.experts), group.capacity
-        buffer = x.new_zeros(group.slots, x.shape[1])
-        scale = weights.new_zeros(group.slots)
-        buffer[slot], scale[slot] = x[tokens], weights[tokens, choices]
-        y = self.backend.experts(
-            experts.layer, number, buffer.view(*shape, -1), scale.view(shape), experts
-        )
-        out.index_add_(0, tokens, y.flatten(0, 1)[slot].to(out.dtype))
+        self, layer: int, number: int, group: PlannedGroup, buffer: Tensor, scale: Tensor, of: Any
+    ) -> Tensor:
+        """Run a group on its buffer [G·C, H], in the queue's thread (§4.2, step 5)."""
+        start, shape = clock(), (len(group.experts), group.capacity)
+        with torch.no_grad():
+            y = self.backend.experts(layer, number, buffer.view(*shape, -1), scale.view(shape), of)
+        self.timeline.add(Event(self.backend.resource, "launch", layer, -1, start, clock()))
+        return y
 
-    @staticmethod
-    def _on_cpu(
-        out: Tensor, x: Tensor, weights: Tensor, chosen: Dispatch, members: Any, experts: Any
-    ) -> int:
-        ran, offsets = 0, chosen.offsets.tolist()
-        for e in members:
-            at = slice(offsets[e], offsets[e + 1])
-            tokens = chosen.tokens[at]
-            if len(tokens):
-                w = weights[tokens, chosen.choices[at]]
-                y = experts.weighted(x[tokens], w, experts.weights(e))
-                out.index_add_(0, tokens, y.to(out.dtype))
-                ran += len(tokens)
-        return ran
+    def _on_cpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        """What computed the experts before computes these; an engine reports that itself."""
+        if self.below is None:
+            y = execute(experts.executor, x, ids, weights, experts)
+            self.mark("expert", experts.layer)
+            return y
+        after = experts.layer + 1
+        if after < len(self._cold):  # not all experts, as a prompt would want them otherwise
+            self.below.prefetch(after, torch.tensor([self._cold[after]]))
+        self.below.idle_since = None
+        y = execute(self.below, x, ids, weights, experts)
+        self._since = clock()
+        return y
+
+    @contextmanager
+    def prompt(self, model: Any) -> Iterator[None]:
+        """Within the block, a prompt's chunks run through the plan; single tokens do not get here."""
+        layers, moe = discover(model), dict(zip(self.plan.spec.moe_layers, range(self.plan.spec.L)))
+        self.below = layers[0].seam.engine if layers[0].plugged else None
+        self._since = self.below and self.below.idle_since or clock()
+        with Patches() as patches:
+            patches.enter_context(plugged(model, engine=self))
+            if self.saliency is not None:
+                patches.enter_context(self.saliency)
+            parts = [
+                (part, "attention", moe.get(number, -1))
+                for number, layer in enumerate(model.base_model.layers)
+                for name, part in layer.named_children()
+                if name in ATTENTION
+            ]
+            for part, kind, layer in parts + [(of.router, "router", of.index) for of in layers]:
+                patches.hook(part.register_forward_pre_hook, partial(self._passed, "other", layer))
+                patches.hook(part.register_forward_hook, partial(self._passed, kind, layer))
+            patches.enter_context(self.backend.attention(model, partial(self._attended, moe)))
+            yield
+        if self.below is not None:
+            self.below.idle_since = self._since
+
+    def _passed(self, kind: str, layer: int, *_: Any) -> None:
+        self.mark(kind, layer)
+
+    def _attended(self, moe: dict[int, int], number: int, start: float, end: float) -> None:
+        """The backend has run a decoder layer's attention, for which this thread has waited."""
+        layer = moe.get(number, -1)
+        self.timeline.add(Event(self.backend.resource, "attention", layer, -1, start, end))
+        self.mark("attention", layer, start)
+        self.mark("wait", layer, end)
 
 
 def _launches(group: PlannedGroup, offsets: list[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """(choices of a dispatch, their rows of the buffer [G·C]) of each launch of a group."""
+    """(choices of a dispatch, their rows of the buffer [G·C]) of each launch of a group; none on the
+    CPU."""
     C = group.capacity
-    for n in itertools.count():
+    for n in itertools.count() if group.unit == "ane" else ():
         now, slot = [], []
         for g, e in enumerate(group.experts):
             first = offsets[e] + n * C
@@ -180,74 +242,62 @@ def prefill_through(
     model has no saliency for; when run, for a batch of several prompts, a padded one or a static
     cache."""
     backend = TorchBackend(through) if isinstance(through, ANEPlan) else through
-    plan = backend.plan
-    plan.require(identity(model), spec_of(model))
+    backend.plan.require(identity(model), spec_of(model))
+    backend.require(model)
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder; prefill in chunks is for decoders"
         )
-    with ExitStack() as stack:
-        saliency = None
-        if overflow == "prune" and order in NEED_SALIENCY:
-            saliency = stack.enter_context(Saliency(model, discover(model)))
-        executor = PlannedExperts(plan, backend, overflow, order, saliency, seed)
-        stack.enter_context(plugged(model, executor))
-        stack.enter_context(backend.attention(model))
-        decoder = model.base_model
-        how = {"config": decoder.config, "chunk": plan.chunk}
-        stack.enter_context(Patches()).wrap(
-            decoder, "forward", lambda below: partial(_forward_in_chunks, below, **how)
+    needs = overflow == "prune" and order in NEED_SALIENCY
+    saliency = Saliency(model, discover(model)) if needs else None
+    timeline = model.moelab.timeline if hasattr(model, "moelab") else None
+    planned = PlannedExperts(backend, overflow, order, saliency, seed, timeline)
+    with Patches() as patches:
+        patches.wrap(
+            model.base_model,
+            "forward",
+            lambda below: partial(_forward_in_chunks, below, model=model, planned=planned),
         )
-        yield executor
+        yield planned
 
 
 def _forward_in_chunks(
-    forward: Any,
-    config: Any,
-    chunk: int,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: Any = None,
-    inputs_embeds: Tensor | None = None,
-    use_cache: bool | None = None,
-    **options: Any,
+    forward: Any, model: Any, planned: PlannedExperts, input_ids: Tensor | None = None, **given: Any
 ) -> Any:
-    """A decoder stack's `forward`, `chunk` tokens at a time; its arguments and result are
-    transformers'."""
+    """A decoder stack's `forward`, a chunk of tokens at a time; its arguments and result are
+    transformers'. What decodes runs as without a plan."""
     from transformers import DynamicCache, StaticCache
 
-    given = input_ids if input_ids is not None else inputs_embeds
-    batch, S = given.shape[:2]
-    if batch > 1 or isinstance(past_key_values, StaticCache):
+    given["input_ids"] = input_ids
+    if forward_info((), given).phase == "decode":
+        return forward(**given)
+    cut = {name: of for name in INPUTS if (of := given.get(name)) is not None}
+    (batch, S), chunk = next(iter(cut.values())).shape[:2], planned.plan.chunk
+    mask, cache, wanted = map(given.get, ("attention_mask", "past_key_values", "use_cache"))
+    if batch > 1 or isinstance(cache, StaticCache):
         raise ValueError(
             "a batch of prompts, which would compete for the same static capacities, or a static "
             "cache, where prefill in chunks fills one that grows: run prompts one by one "
             "(batch_size=1), without cache_implementation='static'"
         )
-    if attention_mask is not None and not (attention_mask.dim() == 2 and attention_mask.all()):
+    if mask is not None and not (mask.dim() == 2 and mask.all()):
         raise ValueError("the prompt is padded or masked; give one prompt at a time and no padding")
-    wanted = use_cache
-    cache = past_key_values
-    parts = []
-    out = None
+    positions = given.get("position_ids")
     if cache is None and chunk < S:
-        cache = DynamicCache(config=config)
-        use_cache = True
+        cache = given["past_key_values"] = DynamicCache(config=model.base_model.config)
+        given["use_cache"] = True
     past = 0 if cache is None else cache.get_seq_length()
-    for start in range(0, S, chunk):
-        at = slice(start, start + chunk)
-        end = past + min(start + chunk, S)
-        out = forward(
-            input_ids=None if input_ids is None else input_ids[:, at],
-            inputs_embeds=None if inputs_embeds is None else inputs_embeds[:, at],
-            attention_mask=None if attention_mask is None else attention_mask[:, :end],
-            position_ids=None if position_ids is None else position_ids[..., at],
-            past_key_values=cache,
-            use_cache=use_cache,
-            **options,
-        )
-        parts.append(out.last_hidden_state)
+    parts = []
+    with planned.prompt(model):
+        for start in range(0, S, chunk):
+            end = start + chunk
+            given |= {name: of[:, start:end] for name, of in cut.items()}
+            if positions is not None:
+                given["position_ids"] = positions[..., start:end]
+            out = forward(
+                **given | {"attention_mask": mask if mask is None else mask[:, : past + end]}
+            )
+            parts.append(out.last_hidden_state)
     if chunk < S:
         for name in ("hidden_states", "attentions", "router_logits"):
             if out.get(name) is not None:

@@ -65,5 +65,3 @@ SYSTEMS = {
         "NPUMoE (Ours-all)", "ane", "ane", tiers=True, grouped=True, placement=True
     ),
 }
-TABLE_2 = ("cpu", "naive", "anemll", "npumoe")
-ABLATION = ("base", "base+T", "base+TG", "npumoe")

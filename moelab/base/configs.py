@@ -95,6 +95,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "num_layers": lambda c: c.num_layers,
         "shared_I": lambda c: 2 * c.ffn_hidden_size,
     },
+    "dbrx": {
+        "E": lambda c: c.ffn_config.moe_num_experts,
+        "K": lambda c: c.ffn_config.moe_top_k,
+        "I": lambda c: c.ffn_config.ffn_hidden_size,
+    },
     "deepseek": {"router": "softmax"},
     "deepseek_v2": {
         "router": lambda c: (
@@ -133,7 +138,6 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 #: model_type → why the seam cannot run it, though it is a mixture of experts
 REFUSED = {
-    "dbrx": "keeps all experts of a layer as the rows of one matrix (DbrxExpertGLU), not one after the other",
     "jetmoe": "has experts in its attention as well, and runs both kinds on rows sorted by expert "
     "(JetMoeParallelExperts), not as experts(hidden_states, ids, weights)",
     "nllb-moe": "passes its experts a mask, of which transformers 5.20 to 5.23 itself runs experts 0 and 1 alone "

@@ -52,10 +52,13 @@ class State(StrEnum):
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.
 
-    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute".
+    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute"; "ane", or what
+        stands for it.
     layer, expert : −1 for none, or for several experts at once.
     kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert",
-        "other" (attention, router, norms …), "wait" (compute has nothing that is ready).
+        "other" (attention, router, norms …), "wait" (compute has nothing that is ready); of prompts
+        by `moelab.ane`, "launch" (a group of experts), and "attention", "router", "gather",
+        "scatter" apart from the other.
     """
 
     resource: str
@@ -166,6 +169,22 @@ class MoESpec:
         """Bytes of the experts that one token visits: what a decode step must touch."""
         return self.L * self.K * self.expert_bytes
 
+    @property
+    def dense_params(self) -> int:
+        """Weights that every token passes: attention, shared experts, dense layers, routers, LM
+        head; of grouped-query attention, which MLA is not."""
+        matrices = 3 if self.gated else 2
+        attention = 2 * self.H * self.head_dim * (self.heads + self.kv_heads)
+        moe = self.L * (matrices * self.H * self.shared_I + self.E * self.H)
+        dense = (self.num_layers - self.L) * matrices * self.H * self.dense_I
+        return self.num_layers * attention + moe + dense + self.vocab * self.H
+
+    @property
+    def dense_bytes(self) -> float:
+        """Bytes of those weights and of the input embeddings, at least 16 bits each."""
+        weights = self.dense_params + self.vocab * self.H
+        return weights * max(2.0, DTYPE_BYTES[self.dtype])
+
     def with_dtype(self, dtype: str) -> MoESpec:
         """The same model with its experts stored in another dtype."""
         return replace(self, dtype=dtype)
@@ -182,7 +201,7 @@ class Figure:
 
     value: float
     unit: str
-    kind: Literal["measured", "published", "fitted"]
+    kind: Literal["measured", "published", "fitted", "assumed"]
     source: str
 
 

@@ -42,6 +42,8 @@ from moelab.offloading.budget import kv_bytes, parse_budget
 SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"
 RESIDENT = "transformers resident"
+#: options of `peers.Moelab` among a technique's; all others are of `open_model`
+MOELAB = ("predictor", "compressed", "serial")
 Rows = Records  # configuration → figures
 Sections = Mapping[str, Rows]  # "25 % of experts, 250 MB/s" → its rows
 
@@ -58,6 +60,8 @@ TECHNIQUES = {
     "huffman": Technique("zipmoe", {"codec": "huffman"}),
     "kept compressed": Technique("zipmoe", {"codec": "huffman", "compressed": True, "staging": 3}),
     "prefetch": Technique("speculating-experts", {"predictor": "router"}),
+    "speculate": Technique("speculating-experts", {"speculate": "router"}),
+    "serial": Technique("speculating-experts", {"serial": True}),
     "mxfp4": Technique("neuron-moe", {"codec": "mxfp4"}),
     "blockwise": Technique("neuron-moe", {"executor": "blockwise"}),
     "static": Technique("npumoe", {"executor": "tiered"}),
@@ -222,7 +226,7 @@ def tables_of(
         for arm in arms:
             given = options_of(arm)
             form = given.pop("codec")
-            how = {key: given.pop(key) for key in ("predictor", "compressed") if key in given}
+            how = {key: given.pop(key) for key in MOELAB if key in given}
             given |= {"bandwidth": 1e6 * rate} if rate else {}
             how["ungated"] = "predictor" in how
             compared[arm] = bench.moelab(form, size, limit, options=how, **given)

@@ -245,9 +245,11 @@ class Experiment:
             figures["KL"] = fmean(divergence(report["logits"], reference) for report in found)
         if "metrics" not in found[-1]:
             return figures
-        figures |= beside_limits(found, figures, bool(arm[1].get("predictor")))
-        executor = arm[1]["options"].get("executor", "exact")
-        plain = not (arm[1].get("predictor") or arm[1].get("compressed"))
+        options = arm[1]["options"]
+        predicted = bool(arm[1].get("predictor") or options.get("speculate"))
+        figures |= beside_limits(found, figures, predicted)
+        executor = options.get("executor", "exact")
+        plain = not (predicted or arm[1].get("compressed") or arm[1].get("serial"))
         if self.simulated and plain and executor in ("exact", "fast"):
             said = self.replayed(arm, found[-1]["replay"])
             figures |= {"simulated TPOT s": said, "simulated ÷ measured": said / figures["TPOT s"]}
@@ -280,8 +282,9 @@ class Experiment:
         if "result" in self.reference:
             return f"no reference: {self.reference['result']}"
         stored = Path(arm[1].get("store", "")).name
-        executor = arm[1].get("options", {}).get("executor", "exact")
-        if arm[0] in EXACT and stored not in fewbit.FORMATS and executor == "exact":
+        options = arm[1].get("options", {})
+        exact = options.get("executor", "exact") == "exact" and not options.get("speculate")
+        if arm[0] in EXACT and stored not in fewbit.FORMATS and exact:
             same = all(report["digest"] == self.reference["digest"] for report in reports)
             return "= eager" if same else "≠ EAGER"
         agreed = zip(reports[-1]["best"], self.reference["best"])

@@ -166,7 +166,7 @@ class Transformers(BenchmarkedEngine):
 class Moelab(Transformers):
     """Options: store, budget, and others of `open_model` as "options"; "predictor"; "ungated": it
     prefetches in every token, not where that has been seen to pay; "compressed": all experts in
-    memory are kept compressed."""
+    memory are kept compressed; "serial": a layer's experts are loaded, then computed."""
 
     def __init__(self, options: Record) -> None:
         from moelab import open_model
@@ -175,11 +175,12 @@ class Moelab(Transformers):
         given = dict(options.get("options", {}))
         if options.get("compressed"):
             given["plan"] = compressed_pool
-        model = open_model(
-            options["store"], memory=options["budget"], prefetch=options.get("predictor"), **given
-        )
+        if not given.get("speculate"):
+            given["prefetch"] = options.get("predictor")
+        model = open_model(options["store"], memory=options["budget"], **given)
         super().__init__(model)
         self.offloading = model.moelab
+        self.offloading.engine.serial = bool(options.get("serial"))
         if options.get("ungated"):
             from moelab.offloading.prefetch_gate import PrefetchGate
 

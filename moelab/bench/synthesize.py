@@ -215,7 +215,7 @@ class Weights:
 
     twin : the model on the meta device.
     layers : its MoE layers. others : its tensors but for the experts'. stacked : names of the
-        experts' that have all experts of a layer.
+        experts' that have all experts of a layer → weights an expert.
     factors : ends of names of drawn matrices, without ".weight" → what they are multiplied by."""
 
     def __init__(self, twin: torch.nn.Module, seed: int) -> None:
@@ -226,10 +226,10 @@ class Weights:
         experts = tuple(f"{layer.name}.experts." for layer in self.layers)
         self.others = {key: t for key, t in tensors.items() if not key.startswith(experts)}
         self.stacked = {
-            f"{layer.name}.experts.{name}"
+            f"{layer.name}.experts.{name}": math.prod(shape)
             for layer in self.layers
             if not isinstance(layer.experts, torch.nn.ModuleDict)
-            for name in shapes(layer.experts)
+            for name, shape in shapes(layer.experts).items()
         }
         self.given: dict[str, torch.Tensor] = {}
         self.factors = {"embed_tokens": EMBEDDING, "shared": EMBEDDING}
@@ -239,8 +239,9 @@ class Weights:
         if key in self.given:
             yield self.given[key]
         elif key in self.stacked:
-            for expert in range(len(t)):
-                yield from self._drawn(t[0].numel(), key, expert)
+            size = self.stacked[key]
+            for expert in range(t.numel() // size):
+                yield from self._drawn(size, key, expert)
         elif t.dtype != torch.bfloat16 or t.dim() < 2:
             yield torch.ones(t.shape, dtype=t.dtype) * ("bias" not in key)
         else:

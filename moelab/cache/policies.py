@@ -10,6 +10,9 @@ may also have
     forget(key)      told that a key left the cache or was not kept
     shape(L, E)      told once, before all else, how many layers and experts of each there are
     follow(scores)   given once, a live int64 [L, E] that orders experts by the tokens they got (ties: lower key first)
+    turn(phase, counts, n)  told when a prompt begins ("prefill") and before its answer ("decode"), with a live Counter:
+                     tokens of the prompt by key, which stands still meanwhile; then returns which of its keys, n at
+                     most, are to be in memory before the answer, else nothing: ()
     selective=True   the newcomer is a candidate too: choosing it means that it is not kept ("bypass")
 """
 
@@ -39,30 +42,6 @@ class CachePolicy(Protocol):
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
         """One of `resident`, to be evicted; experts that the step uses are not in it."""
-
-
-class FIFO:
-    """First in, first out."""
-
-    def __init__(self) -> None:
-        self._order: dict[ExpertKey, None] = {}
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        self._order.setdefault(key)
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        return next(key for key in self._order if key in resident)
-
-    def forget(self, key: ExpertKey) -> None:
-        self._order.pop(key, None)
-
-
-class LRU(FIFO):
-    """Least recently used."""
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        self._order.pop(key, None)
-        self._order[key] = None
 
 
 class _ByPriority:
@@ -96,6 +75,21 @@ class _ByPriority:
 
     def forget(self, key: ExpertKey) -> None:
         self._priority.pop(key, None)
+
+
+class FIFO(_ByPriority):
+    """First in, first out."""
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        if key not in self._priority:
+            self.put(key, step)
+
+
+class LRU(_ByPriority):
+    """Least recently used."""
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self.put(key, step)
 
 
 class LFU(_ByPriority):
@@ -158,42 +152,6 @@ class Marking:
         self._unmarked.pop(key, None)
 
 
-class LeastStale:
-    """Stale experts first, then those of the layers whose next turn is furthest away.
-
-    After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the
-    last time that its layer ran. Among the stale, and then among the rest, the layer that ran last
-    goes first; within a layer, the least recently used. The paper's prefetching and its exact order
-    among the stale are left out."""
-
-    def __init__(self) -> None:
-        #: layer → key → last step, oldest first
-        self._layers: dict[int, dict[ExpertKey, int]] = {}
-        self._ran: dict[int, int] = {}
-        self._latest = 0
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        order = self._layers.setdefault(key.layer, {})
-        order.pop(key, None)
-        order[key] = self._ran[key.layer] = step
-        self._latest = key.layer
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        fresh = None
-        for layer in sorted(
-            self._layers, key=lambda layer: (layer <= self._latest, layer), reverse=True
-        ):
-            order = self._layers[layer]
-            key = next((key for key in order if key in resident), None)
-            if key is not None and order[key] < self._ran[layer]:
-                return key
-            fresh = fresh or key
-        return fresh
-
-    def forget(self, key: ExpertKey) -> None:
-        self._layers.get(key.layer, {}).pop(key, None)
-
-
 class FewestTokens(_ByPriority):
     """ZipMoE's own (§3.4): the expert that got the fewest tokens since the start goes, the newcomer
     included."""
@@ -205,6 +163,30 @@ class FewestTokens(_ByPriority):
 
     def touch(self, key: ExpertKey, step: int) -> None:
         self.put(key, int(self._scores[key]))
+
+
+class Prompt(_ByPriority):
+    """The experts that got the most tokens of the prompt stay while it is answered.
+
+    Source: GPU-NDP §III-D, Fig. 7 (dataset-free prefetching). (1) The prefill counts. (2) Before the
+    answer, the most used are loaded, as many as there is memory for: of the model or, with a pool for
+    each layer, x of each, as in the paper. (3) Nothing that the prompt used less takes their place.
+    The paper has no cache during the prefill; here it keeps those that lead so far, so hardly any is
+    left to be loaded. Steps without phases are one prompt."""
+
+    selective = True
+
+    def turn(self, phase: str, counts: Mapping[ExpertKey, int], n: int) -> Collection[ExpertKey]:
+        self._counts = counts
+        for key in [*self._priority]:
+            self.touch(key, 0)
+        return heapq.nlargest(n, counts, key=self._rank) if phase == "decode" else ()
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self.put(key, self._rank(key))
+
+    def _rank(self, key: ExpertKey) -> tuple[int, int, int]:
+        return self._counts[key], -key.layer, -key.expert
 
 
 class Belady(_ByPriority):
@@ -248,12 +230,12 @@ POLICIES: dict[str, type | Entry] = {
     "lfu": LFU,
     "lrfu": LRFU,
     "marking": Marking,
-    "least-stale": LeastStale,
     "zipmoe": FewestTokens,
     "next-use": Entry(
         "moelab.cache.next_use:NextUse",
         "evicts what will be used last, by an estimate that learns while it runs",
     ),
+    "prompt": Prompt,
     "belady": Entry(
         Belady, "Belady's optimum, which knows the future: for simulate(run, cache='belady')", True
     ),

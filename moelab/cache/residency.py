@@ -16,11 +16,12 @@ so the δ ranks past the first pool, which are that pool's by their threshold, a
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -44,11 +45,13 @@ class Request(NamedTuple):
 
 @dataclass
 class Step:
-    """What a layer's step needs, by ascending expert id; the experts that leave memory first."""
+    """What a layer's step needs, by ascending expert id; the experts that leave memory first; those
+    that are computed away from it."""
 
     layer: int
     requests: list[Request]
     evicted: list[ExpertKey]
+    away: list[Request] = field(default_factory=list)
 
     @cached_property
     def loads(self) -> list[Request]:
@@ -127,9 +130,40 @@ class Residency:
         places = accumulate(pools[state] for state in group)
         self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
-    def begin(self, layer: int, tokens: Mapping[int, int]) -> Step:
+    def begin_forward(self, phase: str) -> list[Step]:
+        """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"). Returns steps
+        without tokens, one a layer: what a policy with `turn` wants to be loaded first."""
+        steps: list[Step] = []
+        for group, counts in zip(self._groups, self._prompts) if phase != self._phase else ():
+            if phase == "prefill":
+                counts.clear()
+            for pool in group.values():
+                if hasattr(pool.policy, "turn"):
+                    wanted = pool.policy.turn(phase, counts, pool.size)
+                    steps += self._refill(pool, wanted) if [*group] == [State.FULL] else []
+        self._phase = phase
+        return steps
+
+    def _refill(self, pool: Pool, wanted: Collection[ExpertKey]) -> list[Step]:
+        """Let a pool of whole experts hold the wanted ones; who is there stays if there is room."""
+        lacking = sorted({*wanted} - pool.keys.keys())
+        others = [key for key in pool.keys if key not in wanted]
+        evicted = others[: max(0, len(pool.keys) + len(lacking) - pool.size)]
+        for key in evicted:
+            pool.leave(key)
+        for key in lacking:
+            pool.keys[key] = None
+            pool.policy.touch(key, self._now)
+        self.counters.evictions += len(evicted)
+        steps = []
+        for layer, of in groupby(lacking, attrgetter("layer")):
+            loads = [Request(key, 0, State.MISSED, State.FULL) for key in of]
+            steps.append(Step(layer, loads, [] if steps else evicted))
+        return steps
+
+    def begin(self, layer: int, tokens: Mapping[int, int], away: Set[int] = frozenset()) -> Step:
         """Decide about one layer's step: in which states its experts are and stay, and which others
-        are evicted."""
+        are evicted. Those that are computed `away` from this memory are used, but do not come."""
         experts = sorted(tokens)
         try:
             keys = [self._keys[layer][expert] for expert in experts]
@@ -143,16 +177,21 @@ class Residency:
             keep = dict(zip(keys, before))
             evicted = []
         else:
+            if self._phase == "prefill":
+                self._prompts[layer % len(self._prompts)].update(
+                    {key: tokens[key.expert] for key in keys}
+                )
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
                 self._scores[layer, experts] += counts * self._scores.size
-            keep, evicted = self._place(layer, keys, before)
+            keep, evicted = self._place(layer, keys, before, away)
         self._count(keys, before, keep, evicted)
         self._now += 1
         requests = [
             Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)
         ]
-        return Step(layer, requests, evicted)
+        apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
+        return Step(layer, apart[0], evicted, apart[1])
 
     def fill(self) -> None:
         """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
@@ -174,6 +213,10 @@ class Residency:
                 policy.shape(self.L, self.E)
             if hasattr(policy, "follow"):
                 policy.follow(self._scores)
+        #: of each group, tokens of the latest prompt by expert
+        self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
+        self._phase = ""
+        self.begin_forward("prefill")
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
 
@@ -201,7 +244,7 @@ class Residency:
         self.counters = CacheCounters()
 
     def _place(
-        self, layer: int, keys: list[ExpertKey], before: list[State]
+        self, layer: int, keys: list[ExpertKey], before: list[State], away: Set[int]
     ) -> tuple[dict[ExpertKey, State], list[ExpertKey]]:
         """Pool dispatching (§3.4): the state in which each expert of the step stays, and who was
         evicted for it."""
@@ -214,11 +257,13 @@ class Residency:
             if goal is State.MISSED:
                 keep[key] = goal
                 continue
-            if state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state):
-                moves.append((key, goal))  # only upward
-            else:
-                goal = state
+            comes = state is State.MISSED or HIERARCHY.index(goal) < HIERARCHY.index(state)
+            goal = goal if comes else state
             group[goal].policy.touch(key, self._now)
+            if comes and key.expert in away:
+                group[goal].forget(key)
+            elif comes:  # only upward
+                moves.append((key, goal))
         if not math.isinf(self.margin):  # the best ranks choose first
             moves = deque(sorted(moves, key=lambda move: -self._scores[move[0]]))
         below = dict(zip(group, [*group][1:]))

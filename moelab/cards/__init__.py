@@ -28,6 +28,9 @@ UNITS = {
     "tops": "TOPS",
     "ghz": "GHz",
     "w": "W",
+    "ms": "ms",
+    "mj": "mJ",
+    "ratio": "1",
     "count": "1",
 }
 

@@ -66,7 +66,7 @@ class ParameterSource:
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
         if plan.quantizer and any(of.dtype not in FLOATS for of in self.stored.values()):
             made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
-        return made if self.plan.single else made[0]
+        return made if self.plan.single or self.plan.rows else made[0]
 
 
 def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[ParameterSource]:
@@ -75,7 +75,7 @@ def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[
         stored = {}
         for pattern, keys in plan.sources.items():
             of = checkpoint.tensors[keys[expert if plan.apart else 0]]
-            stored[pattern] = of if plan.apart or plan.single else of.slice(expert)
+            stored[pattern] = of if plan.apart or plan.single else of.slice(expert, plan.rows or 1)
         yield ParameterSource(name, plan, stored)
 
 

@@ -17,8 +17,9 @@ from moelab.base.specs import MoESpec
 from moelab.checkpoint.checkpoint import Checkpoint, read_by_name, require_file
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.models import compat
+from moelab.models.experts import banks
 from moelab.models.identity import vouch
-from moelab.models.seam import banks, leave_out, plug
+from moelab.models.seam import leave_out, plug
 from moelab.store.headers import read_json
 from moelab.store.layout import ExpertStore
 from moelab.store.verify import check_weights

@@ -22,8 +22,8 @@ import torch
 from moelab.base.configs import quantisation
 from moelab.base.schema import blamed
 from moelab.models import compat
-from moelab.models.experts import shapes
-from moelab.models.seam import MoELayer, banks, discover
+from moelab.models.experts import banks, shapes
+from moelab.models.seam import MoELayer, discover
 from moelab.store.headers import DTYPES, Stored
 from moelab.store.layout import ExpertStore
 
@@ -101,7 +101,7 @@ def _by_expert(
     made together with others, since experts are read one by one."""
     prefix = f"{layer.name}.experts."
     found = [{} for _ in range(layer.E)]
-    for name in banks(layer.experts):
+    for name, bank in banks(layer.experts).items():
         plan = plans.get(prefix + name)
         if plan is None:
             raise ValueError(
@@ -110,6 +110,8 @@ def _by_expert(
             )
         number = re.fullmatch(r"expert_(\d+)\.(.+)", name)  # of a parameter that is one expert's
         plan.single = number is not None
+        if bank.dim() > layer.experts.get_parameter(name).dim():
+            plan.rows = bank.shape[1]
         own = number[2] if number else name
         for expert in [int(number[1])] if number else range(layer.E):
             found[expert][own] = plan

@@ -19,7 +19,7 @@ Windows of one library file are taken as independent, which makes errors of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy as np
 from moelab.base.library import token_count
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.registry import require
-from moelab.base.table import text_table
+from moelab.base.table import head_and_rows, percent, text_table
 from moelab.evaluation import questions, scores
 from moelab.evaluation.intervals import interval, standard_error
 from moelab.evaluation.questions import Prompt
@@ -44,6 +44,9 @@ TASKS: dict[str, tuple[str, ...]] = {
     "completion": ("code", "prose"),
     **{name: (name,) for name in questions.REMEMBERED},
 }
+
+#: what a row has beside scores where the mode counts it, see `counted`
+COUNTED = ("recall", "dropped", "padded")
 
 #: name of a mode → what makes the context manager under which the model runs in that mode
 Modes = Mapping[str, Callable[[], AbstractContextManager]]
@@ -63,7 +66,6 @@ def compare(
     seed: int = 0,
     decode: bool = False,
     batch_size: int = 16,
-    singly: Collection[str] = (),
     ran: dict[tuple[str, str], Any] | None = None,
 ) -> Record:
     """Score one model in several modes on the same held-out text and prompts.
@@ -74,11 +76,11 @@ def compare(
     decode : False reads each text in one forward pass; True computes what is scored (the answers,
         the last quarter of each window) in decode steps after an ordinary prefill, one text at a
         time.
-    batch_size : texts of one length in a forward pass; singly : modes in which it is 1.
+    batch_size : texts of one length in a forward pass.
     ran : gets (mode, task) → what the mode's context yielded.
 
-    Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with the "recall" of
-    modes that count it; "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
+    Returns a JSON-able dictionary: "settings"; "scores", see `summarise`, with what `counted` finds;
+    "samples": {task: {mode: [score, …]}}. Raises ValueError: unknown tasks, no modes,
     fewer than two samples, an encoder-decoder, no tokenizer."""
     _require_scorable(model, modes, tasks)
     texts = {
@@ -88,18 +90,15 @@ def compare(
         for task in tasks
     }
     samples: Samples = {task: {} for task in texts}
-    recalls: dict[tuple[str, str], float] = {}
+    ran = {} if ran is None else ran
     for mode, context in modes.items():
         for task, items in texts.items():
-            size, label = 1 if mode in singly else batch_size, f"{mode}: {task}"
             decoded = tokens // 4 if decode and task == "loss" else decode
             score = scores.language_loss if task == "loss" else scores.right_answers
-            with context() as running:
-                samples[task][mode] = np.array(score(model, items, size, decoded, label))
-                if ran is not None:
-                    ran[mode, task] = running
-                if hasattr(running, "recall"):
-                    recalls[task, mode] = float(running.recall().nanmean())
+            with context() as ran[mode, task]:
+                samples[task][mode] = np.array(
+                    score(model, items, batch_size, decoded, f"{mode}: {task}")
+                )
     settings = {
         "prompts": n,
         "windows": windows,
@@ -107,11 +106,7 @@ def compare(
         "seed": seed,
         "scored": "decode steps" if decode else "one forward pass",
     }
-    found = result(samples, settings)
-    for (task, mode), share in recalls.items():
-        if not math.isnan(share):
-            found["scores"][task][mode]["recall"] = share
-    return found
+    return result(samples, settings, ran)
 
 
 def _require_scorable(model: Any, modes: Modes, tasks: Sequence[str]) -> None:
@@ -139,12 +134,28 @@ def task_prompts(tokenizer: Any, task: str, n: int, tokens: int, seed: int) -> l
     return [prompt for turn in zip(*sources) for prompt in turn][:n]
 
 
-def result(samples: Samples, settings: Record) -> Record:
-    """The document that `compare` returns, of any samples."""
+def counted(running: Any) -> Numbers:
+    """What a mode's context has counted, as shares: "recall" of predictions, "dropped" routings and
+    "padded" rows of experts with static capacities (NPUMoE Table 3)."""
+    found = {}
+    if hasattr(running, "recall"):
+        found["recall"] = float(running.recall().nanmean())
+    if tally := getattr(running, "total", None) or getattr(running, "tally", None):
+        found["dropped"], found["padded"] = tally.drop_rate, tally.padded_fraction
+    return {name: share for name, share in found.items() if not math.isnan(share)}
+
+
+def result(
+    samples: Samples, settings: Record, ran: Mapping[tuple[str, str], Any] | None = None
+) -> Record:
+    """The document that `compare` returns, of any samples and (mode, task) → what ran."""
+    scores_of = summarise(samples)
+    for (mode, task), running in (ran or {}).items():
+        scores_of[task][mode] |= counted(running)
     return {
         "kind": "measured",
         "settings": settings,
-        "scores": summarise(samples),
+        "scores": scores_of,
         "samples": {
             task: {mode: values.tolist() for mode, values in by_mode.items()}
             for task, by_mode in samples.items()
@@ -208,27 +219,22 @@ def _mean(name: str, error: str, values: np.ndarray) -> Numbers:
 def table(found: Record) -> str:
     """A result as text, one line a task and mode; answers in per cent and points, losses in nats a
     token."""
-    lines = []
+    rows = []
     for task, by_mode in found["scores"].items():
         answers = next(iter(by_mode.values()))["unit"].startswith("share")
         scale, digits = (100, 1) if answers else (1, 4)
         for mode, row in by_mode.items():
             score = f"{scale * row['score']:.{digits}f} ± {scale * row['error']:.{digits}f}"
-            difference = between = change = recall = None
+            told = {"task": task, "mode": mode, "score ± s.e.": score + " %" * answers}
             if "difference" in row:
                 low, high = (f"{scale * end:+.{digits}f}" for end in row["interval"])
                 error = f"{scale * row['difference error']:.{digits}f}"
-                difference, between = (
-                    f"{scale * row['difference']:+.{digits}f} ± {error}",
-                    f"[{low}, {high}]",
-                )
+                told["paired difference"] = f"{scale * row['difference']:+.{digits}f} ± {error}"
+                told["95 %"] = f"[{low}, {high}]"
             if answers and "p" in row:
-                change = f"{row['lost']} lost, {row['gained']} gained, p = {row['p']:.2g}"
+                lost, gained = row["lost"], row["gained"]
+                told["change"] = f"{lost} lost, {gained} gained, p = {row['p']:.2g}"
             elif "relative" in row:
-                change = f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
-            if "recall" in row:
-                recall = f"{row['recall']:.1%}"
-            lines.append([task, mode, score + " %" * answers, difference, between, change, recall])
-    return text_table(
-        ["task", "mode", "score ± s.e.", "paired difference", "95 %", "change", "recall"], lines
-    )
+                told["change"] = f"{row['relative']:+.2f} % ± {row['relative error']:.2f}"
+            rows.append(told | {name: percent(row[name]) for name in COUNTED if name in row})
+    return text_table(*head_and_rows(rows))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from moelab import open_model
 from moelab.base.arguments import one_of, several, whole
@@ -27,22 +28,8 @@ SOURCES = ("code", "prose", "needle_multikey", "lookup")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model"
-    )
-    parser.add_argument("file", type=Path, help="the new file, FILE.safetensors")
-    parser.add_argument(
-        "--prompts", type=whole(1), default=16, metavar="N", help="of each source (%(default)s)"
-    )
-    parser.add_argument(
-        "--sources",
-        type=several(one_of(questions.SOURCES)),
-        default=list(SOURCES),
-        help=f"of {', '.join(questions.SOURCES)} (default: {','.join(SOURCES)})",
-    )
-    parser.add_argument(
-        "--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)"
-    )
+    add_prompts(parser, 16)
+    add_batch(parser)
     parser.add_argument(
         "--new-tokens",
         type=whole(),
@@ -51,6 +38,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="generated after each prompt; n "
         "tokens are n - 1 decode steps, 0 leaves decode out (%(default)s)",
     )
+
+
+def add_prompts(parser: argparse.ArgumentParser, prompts: int) -> None:
+    """A model, a new file, and what the model is run on to fill it."""
+    add = parser.add_argument
+    add("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
+    add("file", type=Path, help="the new file, FILE.safetensors")
+    add(
+        "--prompts",
+        type=whole(1),
+        default=prompts,
+        metavar="N",
+        help="of each source (%(default)s)",
+    )
+    add(
+        "--sources",
+        type=several(one_of(questions.SOURCES)),
+        default=list(SOURCES),
+        help=f"of {', '.join(questions.SOURCES)} (default: {','.join(SOURCES)})",
+    )
+    add("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
+    add(
+        "--external",
+        action="store_true",
+        help="read experts one by one where they are needed: slower, and a fraction of the memory",
+    )
+    add("--seed", type=whole(), default=0, help="picks the prompts (%(default)s)")
+    add("--force", action="store_true", help="replace the file if it is there")
+
+
+def add_batch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch",
         type=whole(1),
@@ -58,32 +76,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="B",
         help="prompts a forward pass (%(default)s)",
     )
-    parser.add_argument(
-        "--external",
-        action="store_true",
-        help="read experts one by one where they are needed: slower, and a fraction of the memory",
-    )
-    parser.add_argument("--seed", type=whole(), default=0, help="picks the prompts (%(default)s)")
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
 
 
-def main(args: argparse.Namespace) -> int:
+def opened(args: argparse.Namespace) -> Any:
+    """The model of `add_prompts`. FileExistsError: the file is there, and it is not said to replace
+    it."""
     if writable(args.file).exists() and not args.force:
         raise FileExistsError(
             f"{args.file} is there already; choose another name, or replace it with --force"
         )
     name = None if args.model == "small" else args.model
     require_tokenizer(name)
-    model = open_model(name, experts="external" if args.external else "resident")
-    prompts = questions.prompts(
-        args.sources,
-        args.prompts,
-        tokens=args.tokens,
-        seed=args.seed,
-        split="train",
-        count=token_count(model.tokenizer),
-    )
-    trace = record(model, prompts, max_new_tokens=args.new_tokens, batch_size=args.batch)
+    return open_model(name, experts="external" if args.external else "resident")
+
+
+def prompts(model: Any, args: argparse.Namespace, n: int, seed: int) -> list[questions.Prompt]:
+    """`n` prompts of each source, of the training split."""
+    count = token_count(model.tokenizer)
+    how = {"tokens": args.tokens, "seed": seed, "split": "train", "count": count}
+    return questions.prompts(args.sources, n, **how)
+
+
+def main(args: argparse.Namespace) -> int:
+    model = opened(args)
+    seen = prompts(model, args, args.prompts, args.seed)
+    trace = record(model, seen, max_new_tokens=args.new_tokens, batch_size=args.batch)
     source = f"{args.prompts} prompts each of {', '.join(args.sources)}, seed {args.seed}"
     found = calibrate(trace, source)
     print(f"{found.save(args.file)}\n{summary(found)}")

@@ -2,39 +2,48 @@
 baseline.
 
     moelab evaluate                                  the small model, moelab's own tasks
-    moelab evaluate --modes hint:router,speculative:quasi,router-free --estimator FILE
+    moelab evaluate --modes hint:router,speculative:hybrid,router-free --estimator FILE
     moelab evaluate qwen.store --memory 50% --modes speculative:quasi --tasks loss,gsm8k --limit 100
     moelab evaluate --modes executor:capacity:factor=1.25
+    moelab evaluate MODEL --modes npumoe,npumoe:order=router:slack=0.75 --calibration FILE
+    moelab evaluate MODEL --modes npumoe:capacities=32,64,128 --tasks boolq,hellaswag --few-shot 2
     moelab evaluate --memory 50% --decode-only --modes executor:fast
 
 Modes are the registry's executors, and those of Speculating Experts: `hint` runs the true experts,
 `speculative` the predicted ones, `router-free` the estimator's without a router (§4, §5.1, §6.4).
-With an executor that drops tokens every mode runs
+`npumoe` sends prompts through a plan for the Neural Engine, in the model's own arithmetic: its
+options are those of `moelab ane plan`, `overflow` and `order`, and beside the accuracy stand the
+routings that are dropped and the rows that are padded (NPUMoE Table 3).
+With an executor that drops tokens, or a plan, every mode runs
 at batch size 1, as the texts of a batch, and its padding, would compete for the same capacity."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import moelab
+from moelab.api import make_executor, parts_of
 from moelab.base import registry
-from moelab.base.arguments import output, whole
+from moelab.base.arguments import one_of, output, whole
 from moelab.base.files import results_root, write_json
 from moelab.base.library import token_count
 from moelab.base.records import Record
+from moelab.calibration import Calibration, calibrate
 from moelab.evaluation import accuracy, questions
 from moelab.evaluation.calibrate import SOURCES
+from moelab.models.identity import identity
 from moelab.offloading.budget import memory
 from moelab.recording import record
 from moelab.speculate import MODES, PREDICTORS, Speculation, default_vectors, takes
-from moelab.speculate.estimator import Estimator
+from moelab.speculate.predictors import require_parts
 from moelab.store.layout import INDEX
 
 BASELINE = "baseline"
@@ -56,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--modes",
         default="",
         help="compared with the baseline: hint[:PREDICTOR], speculative[:PREDICTOR], router-free, "
-        "executor:NAME[:OPTION=VALUE]",
+        "executor:NAME[:OPTION=VALUE], npumoe[:OPTION=VALUE…]",
     )
     add(
         "--limit",
@@ -98,13 +107,30 @@ def _add_ways(add: Callable[..., Any]) -> None:
         metavar="B",
         help="texts a forward pass (%(default)s); 1 where an executor drops tokens",
     )
-    add("--estimator", type=Path, metavar="FILE", help="a trained one, for it and router-free")
+    add(
+        "--estimator",
+        metavar="FILE",
+        help="of `moelab train estimator`, for the predictors estimator and hybrid, and router-free",
+    )
+    add("--vectors", metavar="FILE", help="of `moelab train vectors`, else they are measured")
     add(
         "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="of `moelab calibrate`, for npumoe; else experts are counted on --prompts",
+    )
+    add(
+        "--prompts",
         type=whole(1),
         default=64,
         metavar="N",
-        help="prompts of the training split that measure what a predictor needs (%(default)s)",
+        help="of the training split, on which what a mode needs is measured (%(default)s)",
+    )
+    add(
+        "--few-shot",
+        type=whole(),
+        metavar="N",
+        help="solved examples before each of lm-eval's questions, if not the task's own number",
     )
     add("--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template")
     add(
@@ -118,7 +144,8 @@ def main(args: argparse.Namespace) -> int:
     tasks = list(dict.fromkeys(filter(None, args.tasks.split(","))))
     own = [name for name in tasks if name in accuracy.TASKS]
     others = [name for name in tasks if name not in own]
-    makes = [parse_mode(text, args) for text in args.modes.split(",") if text not in ("", BASELINE)]
+    texts = re.split(r",(?!\d)", args.modes)  # of numbers, a comma is within an option
+    makes = [parse_mode(text, args) for text in texts if text not in ("", BASELINE)]
     stored = args.model is not None and (Path(args.model).expanduser() / INDEX).is_file()
     with moelab.open_model(
         args.model, memory=args.memory or ("auto" if stored else None), device=args.device
@@ -129,8 +156,8 @@ def main(args: argparse.Namespace) -> int:
         }
         batch = args.batch if all(lossless for *_, lossless in makes) else 1
         # first: a task that cannot be loaded fails before hours of work
-        samples = _lm_eval(model, modes, others, args, batch) if others else {}
-        found = accuracy.result(samples, {})
+        samples, ran = _lm_eval(model, modes, others, args, batch) if others else ({}, {})
+        found = accuracy.result(samples, {}, ran)
         if own or not others:
             n = args.limit or 200
             mine = accuracy.compare(
@@ -157,7 +184,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _lm_eval(
     model: Any, modes: Record, names: list[str], args: argparse.Namespace, batch: int
-) -> accuracy.Samples:
+) -> tuple[accuracy.Samples, Record]:
     from moelab.evaluation import lm_eval_adapter
 
     tasks = lm_eval_adapter.load(names, model, tokens=args.tokens, run_code=args.run_code)
@@ -167,36 +194,35 @@ def _lm_eval(
             f"{', '.join(still)} generates nothing, so --decode-only would change nothing; leave "
             "it out, or choose tasks that generate"
         )
-    return lm_eval_adapter.compare(
-        model, modes, tasks, limit=args.limit, batch_size=batch, chat=args.chat
-    )
+    how = {"limit": args.limit, "few_shot": args.few_shot, "chat": args.chat}
+    return lm_eval_adapter.compare(model, modes, tasks, batch_size=batch, **how)
 
 
 def parse_mode(text: str, args: argparse.Namespace) -> tuple[str, Make, bool]:
     """(name, what makes its context, whether it computes every token) of "hint", "speculative:quasi",
     "executor:NAME:OPTION=VALUE" …; ValueError for what is unknown, or what other options lack."""
     mode, _, given = text.partition(":")
-    registry.require("mode", mode, [BASELINE, *MODES, "executor"])
+    registry.require("mode", mode, [BASELINE, *MODES, "executor", "npumoe"])
+    if mode == "npumoe":
+        return text, _through_plan(text, args), False
     if mode == "executor":
-        name, options = executor_options(given)
-        made = (
+        name, _, texts = given.partition(":")
+        options = {option: _value(of) for option, of in options_of(text, texts).items()}
+        lossless = getattr(registry.find("executor", name), "lossless", True)
+        if name in ("tiered", "grouped"):
+            for option in options:
+                registry.require(f"option of {name}", option, ("overflow", "order", "seed"))
+            lossless = options.get("overflow") != "prune"
+        elif options:
             registry.make("executor", name, **options)
-            if options
-            else registry.find("executor", name)
-        )
-        lossless = getattr(made, "lossless", True)
-        return text, lambda model, _: moelab.using(model, executor=name, **options), lossless
+        return text, partial(_executing, name, options), lossless
     predictor = given or ("estimator" if mode == "router-free" else "quasi")
-    known = [name for name in PREDICTORS if "choice" not in takes(name)]
-    registry.require("predictor", predictor, known)
+    registry.require("predictor", predictor, PREDICTORS)
     if (mode == "router-free") > (predictor == "estimator"):
         raise ValueError(
             f"{text!r}: without routers only the estimator can choose experts; write router-free"
         )
-    if predictor == "estimator" and args.estimator is None:
-        raise ValueError(
-            f"{text} needs --estimator FILE: moelab.speculate.training.train makes one (notebook 04)"
-        )
+    require_parts(predictor, ("trace", *(("estimator", "choice") if args.estimator else ())))
 
     def speculating(model: Any, parts: Ingredients) -> Any:
         made = registry.make("predictor", predictor, model, **parts.of(predictor))
@@ -205,19 +231,62 @@ def parse_mode(text: str, args: argparse.Namespace) -> tuple[str, Make, bool]:
     return mode if mode == "router-free" else f"{mode}:{predictor}", speculating, True
 
 
-def executor_options(text: str) -> tuple[str, Record]:
-    """(name, options) of "NAME" or "NAME:option=value:…"; values are numbers, true, false or null
-    where possible."""
-    name, *options = text.split(":")
-    given: Record = {}
-    for option in options:
-        key, equals, value = option.partition("=")
+@contextmanager
+def _executing(name: str, options: Record, model: Any, parts: Ingredients) -> Iterator[Any]:
+    """Within the block an executor runs; static ones, which count, are yielded."""
+    static = name in ("tiered", "grouped", "capacity")
+    made = name
+    if static:
+        needs = None if name == "capacity" else parts.calibration
+        made, options = make_executor(model, name, needs, **options), {}
+    with moelab.using(model, executor=made, **options):
+        yield made
+
+
+def options_of(mode: str, text: str) -> dict[str, str]:
+    """Option → value of "OPTION=VALUE:OPTION=VALUE"."""
+    pairs = [option.partition("=") for option in text.split(":") if option]
+    for option, equals, _ in pairs:
         if not equals:
-            raise ValueError(f"executor:{text}: {option!r} is no option; write OPTION=VALUE")
-        given[key] = value
-        with suppress(ValueError):
-            given[key] = json.loads(value)
-    return name, given
+            raise ValueError(f"{mode}: {option!r} is no option; write OPTION=VALUE")
+    return {option: value for option, _, value in pairs}
+
+
+def _value(text: str) -> Any:
+    """A number, true, false or null where possible."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _through_plan(mode: str, args: argparse.Namespace) -> Make:
+    """What makes the context of "npumoe:OPTION=VALUE:…"."""
+    from moelab.ane.commands import PLANNING, counted, planned
+    from moelab.ane.runtime import prefill_through
+    from moelab.static.static import ORDERS, OVERFLOW
+
+    if args.device != "cpu" or args.memory is not None:
+        raise ValueError(
+            f"{mode} runs on the CPU with all experts in memory; leave out --device and --memory"
+        )
+    readers = {name: read for name, (read, *_) in PLANNING.items()}
+    readers |= {"overflow": one_of(OVERFLOW), "order": one_of(ORDERS)}
+    given: Record = {}
+    for name, text in options_of(mode, mode.partition(":")[2]).items():
+        registry.require("option of npumoe", name, readers)
+        try:
+            given[name] = readers[name](text)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"{mode}: {name}: {error}") from None
+    how = {name: given.pop(name) for name in ("overflow", "order") if name in given}
+
+    @cache
+    def plan(parts: Ingredients) -> Any:
+        spec = parts.model.spec
+        return planned(spec, counted(spec, parts.calibration), given)
+
+    return lambda model, parts: prefill_through(model, plan(parts), seed=args.seed, **how)
 
 
 class Ingredients:
@@ -225,23 +294,34 @@ class Ingredients:
 
     def __init__(self, model: Any, args: argparse.Namespace) -> None:
         self.model, self.args, self.seed = model, args, args.seed
-        self.estimator = args.estimator and Estimator.load(args.estimator, model)
+        self.given = parts_of(args.estimator, args.vectors)
 
     def of(self, predictor: str) -> Record:
-        """Argument → value of what a predictor takes."""
-        return {name: getattr(self, name) for name in takes(predictor)}
+        """Argument → value of what a predictor takes and finds here."""
+        parts = (
+            (name, self.given.get(name) or getattr(self, name, None)) for name in takes(predictor)
+        )
+        return {name: part for name, part in parts if part is not None}
 
     @cached_property
     def prompts(self) -> list[questions.Prompt]:
         """Prompts of the training split."""
         return questions.prompts(
             SOURCES,
-            max(1, self.args.calibration // len(SOURCES)),
+            max(1, self.args.prompts // len(SOURCES)),
             tokens=self.args.tokens,
             seed=self.seed,
             split="train",
             count=token_count(self.model.tokenizer),
         )
+
+    @cached_property
+    def calibration(self) -> Calibration:
+        """Of the model, given or counted on `prompts`."""
+        if self.args.calibration is None:
+            return calibrate(self.trace, f"{len(self.prompts)} prompts, seed {self.seed}")
+        found = Calibration.load(self.args.calibration)
+        return found.require(identity(self.model), self.model.spec)
 
     @cached_property
     def vectors(self) -> Any:

@@ -1,4 +1,4 @@
-"""95 % confidence intervals of means (Student's t), ratios and medians (sign test).
+"""95 % confidence intervals of means (Student's t) and medians (sign test).
 
 With few samples Student's t matters: with six, ± 1.96 standard errors contain the true mean in only
 89 % of cases; 95 % need ± 2.57. Samples are assumed to be independent, and their mean normally
@@ -37,18 +37,6 @@ def interval(values: Sequence[float] | np.ndarray) -> Interval:
     return mean, mean - half, mean + half
 
 
-def ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarray) -> Interval:
-    """Σ above ÷ Σ below of paired samples [n], with the 95 % interval of the ratio estimator
-    (Cochran, Sampling Techniques §6.4); the ends are nan for a single pair."""
-    above, below, n = np.asarray(above, float), np.asarray(below, float), len(above)
-    value = float(above.sum() / below.sum())
-    if n == 1:
-        return value, math.nan, math.nan
-    rest = np.square(above - value * below).sum()
-    half = t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum()))
-    return value, value - half, value + half
-
-
 def median(values: Sequence[float] | np.ndarray) -> Interval:
     """(median, low, high) of values [n], by the sign test: low and high are the values of rank k and
     n − k + 1, with the largest k for which both tails together have at most 5 % probability. The
@@ -62,11 +50,6 @@ def median(values: Sequence[float] | np.ndarray) -> Interval:
     return float(np.median(ordered)), *ends
 
 
-def named(name: str, of: Interval) -> dict[str, float]:
-    """An interval as three metrics: `name`, `name`_from and `name`_to."""
-    return dict(zip((name, f"{name}_from", f"{name}_to"), of))
-
-
 def typical(seconds: Iterable[float]) -> float:
     """Typical seconds of a token: the mean of the middle half. Unlike the mean, it ignores
     disturbances of the machine; unlike the median, it does not depend on whether the middle token
@@ -74,8 +57,3 @@ def typical(seconds: Iterable[float]) -> float:
     ordered = sorted(seconds)
     quarter = len(ordered) // 4
     return fmean(ordered[quarter : len(ordered) - quarter])
-
-
-def format_interval(of: Interval) -> str:
-    """As Markdown: **0.97** [0.93, 1.01]; without an interval, if too few samples have none."""
-    return ("**{:.2f}**" if math.isnan(of[1]) else "**{:.2f}** [{:.2f}, {:.2f}]").format(*of)

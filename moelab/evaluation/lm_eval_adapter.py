@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,12 +28,16 @@ def compare(
     tasks: Sequence[Any],
     *,
     limit: int | None = None,
+    few_shot: int | None = None,
     batch_size: int = 8,
     chat: bool = False,
-) -> Samples:
-    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}};
-    `limit` questions a task, None for all; `chat` puts them into the tokenizer's chat template.
-    ValueError: no metric is a mean over questions in every mode."""
+) -> tuple[Samples, dict[tuple[str, str], Any]]:
+    """Run what `load` returned in every mode: {"task metric": {mode: one score a question [n]}},
+    and (mode, "task metric") → what the mode's context yielded.
+
+    limit : questions a task, None for all; few_shot : solved examples before each, None for the
+    task's own number; chat : in the tokenizer's chat template. ValueError: no metric is a mean over
+    questions in every mode."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -43,31 +48,34 @@ def compare(
         def _model_generate(self, *args: Any, **options: Any) -> Any:
             return super()._model_generate(*args, **greedy(model) | options)
 
-    found: dict[str, dict[str, np.ndarray]] = {}
-    for mode, context in modes.items():
-        lm = OpenModel(pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)
-        with context():
+    found: Samples = {}
+    ran = {}
+    lm = OpenModel(pretrained=model, tokenizer=model.tokenizer, batch_size=batch_size)
+    for (mode, context), task in product(modes.items(), tasks):
+        with context() as running:
             # The tasks are made already, so that no list of lm-eval's ten thousand is needed, which
             # takes long; `load` has asked whether code may run.
             results = simple_evaluate(
                 lm,
-                tasks=list(tasks),
+                tasks=[task],
                 limit=limit,
+                num_fewshot=few_shot,
                 apply_chat_template=chat,
                 bootstrap_iters=0,
                 task_manager=TaskManager(include_defaults=False),
                 confirm_run_unsafe_code=True,
             )
-        found[mode] = per_question(results)
-    names = {name: sum(name in of for of in found.values()) for of in found.values() for name in of}
-    lacking = [name for name, n in names.items() if n < len(modes)]
-    if lacking or not names:
+        for name, scores in per_question(results).items():
+            found.setdefault(name, {})[mode] = scores
+            ran[mode, name] = running
+    lacking = [name for name, of in found.items() if len(of) < len(modes)]
+    if lacking or not found:
         raise ValueError(
             f"{', '.join(lacking or [task.task_name for task in tasks])}: no mean over "
             "questions in every mode, so modes cannot be compared in pairs; leave out the task or "
             "the mode, or use lm-eval itself"
         )
-    return {name: {mode: of[name] for mode, of in found.items()} for name in names}
+    return found, ran
 
 
 def per_question(found: Record) -> dict[str, np.ndarray]:

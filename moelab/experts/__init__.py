@@ -7,6 +7,17 @@ from __future__ import annotations
 
 from moelab.base.registry import Entry
 
+#: those that multiply weights in few bits as they lie in memory
+AS_THEY_LIE = (
+    "fast",
+    "gemv",
+    "blockwise",
+    "neuron",
+    "all_experts",
+    "capacity",
+    "tiered",
+    "grouped",
+)
 EXECUTORS = {
     "exact": Entry("moelab.experts.executor:Exact", "transformers' own arithmetic, bit for bit"),
     "fast": Entry(
@@ -20,7 +31,7 @@ EXECUTORS = {
         "tokens sorted by expert, one product each; runs everywhere",
     ),
     "selective": Entry(
-        "moelab.static.neuron:Selective", "only the experts that a step chose (Neuron guide)", True
+        "moelab.experts.executor:Sorted", "only the experts that a step chose (Neuron guide)", True
     ),
     "all_experts": Entry(
         "moelab.static.neuron:AllExperts", "every expert on every token (Neuron guide)", True

@@ -16,7 +16,7 @@ the expert's input). Executors that go past `weighted` need an expert that is `p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +144,18 @@ def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any)
     return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)
 
 
+def add_padded(
+    out: Tensor, x: Tensor, tokens: Tensor, w: Tensor, slots: int, weighted: Callable[..., Tensor]
+) -> None:
+    """Add to out [T, H] what an expert makes of tokens [n] with weights [n], padded to so many slots.
+
+    weighted : its contribution to rows [slots, H] with weights [slots]."""
+    n = len(tokens)
+    rows, scale = x.new_zeros(slots, x.shape[1]), w.new_zeros(slots)
+    rows[:n], scale[:n] = x[tokens], w
+    out.index_add_(0, tokens, weighted(rows, scale)[:n].to(out.dtype))
+
+
 def local_experts(experts: Any) -> Sequence[int]:
     """The experts whose weights this process has: all, except on a rank that holds some
     (`ShardedExperts`)."""
@@ -154,9 +166,13 @@ def local_experts(experts: Any) -> Sequence[int]:
 def plain(experts: Any) -> bool:
     """Whether an expert is up, gate, down, and its output is weighted; not Llama 4's, Switch's, or
     one with a norm."""
-    cls = type(experts)
-    usual = cls.ffn is SeamExperts.ffn and cls.weighted is SeamExperts.weighted
-    return usual and not experts.has_post_expert_norm
+    weighs_output = type(experts).weighted is SeamExperts.weighted
+    return usual(experts) and weighs_output and not experts.has_post_expert_norm
+
+
+def usual(experts: Any) -> bool:
+    """Whether an expert is computed as up, gate, down, whatever its routing weight scales."""
+    return type(experts).ffn is SeamExperts.ffn
 
 
 def names(experts: Any) -> tuple[str, str]:

@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import names
-from moelab.kernels.products import KINDS, PACKED, Matrices
+from moelab.experts.executor import names, plain
+from moelab.kernels.products import KINDS, PACKED, Matrices, multiply
 from moelab.models import compat
+
+#: of more rows, weights are widened once, for all of them
+FEW_ROWS = 64
 
 
 def locate(
@@ -49,6 +52,19 @@ def locate(
         found[part] = "raw", rows
     shapes = {part: given[0][part].shape for part in parts}
     return _matrices(experts, found, shapes, dtype, given)
+
+
+def weighted(experts: Any, expert: int, rows: Tensor, w: Tensor) -> Tensor:
+    """One expert's contribution to rows [n, H] with routing weights w [n]: up to `FEW_ROWS` by weights
+    in few bits as they lie, where the source has such, else by dense ones."""
+    packed = hasattr(experts.source, "matrices") and plain(experts)
+    if packed and len(rows) <= FEW_ROWS and rows.is_cpu and rows.dtype in KINDS:
+        found = locate(experts, np.array([expert]), rows.dtype)
+        if found and {of.kind for of in found}.isdisjoint(KINDS.values()):
+            bounds = np.array([0, len(rows)])
+            h = experts.activate(multiply(found[0], bounds, rows))
+            return multiply(found[1], bounds, h, dtype=rows.dtype) * w[:, None]
+    return experts.weighted(rows, w, experts.weights(expert))
 
 
 def banks(experts: Any, name: str) -> Tensor | None:

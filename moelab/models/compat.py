@@ -274,13 +274,15 @@ class ParameterPlan:
         they lie `apart`, one for each number (expert) from 0 on.
     converter : transformers' WeightConverter from these sources, or None where a key is merely
         renamed.
-    single : whether it is one expert's alone, where others are stacked."""
+    single : whether it is one expert's alone, where others are stacked.
+    rows : how many of its rows are one expert's; 0 where experts are stacked, [E, …]."""
 
     target: str
     sources: dict[str, list[str]]
     converter: Any = None
     apart: bool = False
     single: bool = False
+    rows: int = 0
 
     @property
     def keys(self) -> list[str]:

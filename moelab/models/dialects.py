@@ -3,7 +3,7 @@ translated for the seam; and experts that transformers does not dispatch by name
 
 Llama 4's router returns dense scores, which scale the experts' *input*; Switch's a one-hot tensor
 without the tokens that were dropped; LongCat's ids go on beyond its experts, to some that give back
-their input. Shapes: ids [T, K], E means "no expert"; weights [T, K].
+their input; DBRX's router returns logits alone. Shapes: ids [T, K], E means "no expert"; weights [T, K].
 
 What is unusual, and the table that says it:
 
@@ -26,29 +26,35 @@ from torch import Tensor, nn
 from moelab.models import compat, experts
 
 
-def _llama4_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+def _llama4_routing(block: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     scores, logits = output  # [T, E] each
-    ids = logits.topk(router.top_k, dim=1).indices
+    ids = logits.topk(block.router.top_k, dim=1).indices
     return ids, scores.gather(1, ids)
 
 
-def _switch_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+def _switch_routing(block: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     chosen, probability, _ = output  # one-hot [B, S, E], [B, S, 1]
     chosen = chosen.reshape(-1, chosen.shape[-1])
-    ids = torch.where(chosen.any(-1), chosen.argmax(-1), router.num_experts)
+    ids = torch.where(chosen.any(-1), chosen.argmax(-1), block.router.num_experts)
     return ids[:, None], probability.reshape(-1, 1)
 
 
-def _longcat_routing(router: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+def _longcat_routing(block: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
     _, weights, ids = output
-    return ids.clamp(max=router.num_experts), weights
+    return ids.clamp(max=block.router.num_experts), weights
 
 
-#: router class → how to read its output; all others return (logits, weights, ids)
+def _dbrx_routing(block: nn.Module, output: Any) -> tuple[Tensor, Tensor]:
+    weights, ids = block.route_tokens_to_experts(output)  # of logits
+    return ids, weights
+
+
+#: router class → how to read its output, of its block and that; all others return (logits, weights, ids)
 ROUTING = {
     "Llama4Router": _llama4_routing,
     "SwitchTransformersTop1Router": _switch_routing,
     "LongcatFlashTopkRouter": _longcat_routing,
+    "DbrxRouter": _dbrx_routing,
 }
 
 #: router classes whose forward takes [B, S, H]; all others take [T, H]
@@ -58,19 +64,19 @@ SEQUENCES = ("SwitchTransformersTop1Router", "AfmoeTokenChoiceRouter", "ZayaRout
 def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     h = hidden_states.reshape(-1, self.hidden_dim)
     scores, logits = self.router(h)
-    ids, weights = _llama4_routing(self.router, (scores, logits))
+    ids, weights = _llama4_routing(self, (scores, logits))
     return self.shared_expert(h).add_(self.experts(h, ids, weights)), logits
 
 
 def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    ids, weights = _switch_routing(self.router, self.router(hidden_states))
+    ids, weights = _switch_routing(self, self.router(hidden_states))
     h = hidden_states.view(-1, hidden_states.shape[-1])
     return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
 def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
     _, _, all_ids = output = self.router(hidden_states)
-    ids, weights = _longcat_routing(self.router, output)
+    ids, weights = _longcat_routing(self, output)
     x = hidden_states.view(-1, hidden_states.shape[-1])
     out = self.experts(x, ids, weights)
     for expert in range(
@@ -81,11 +87,18 @@ def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return out.view(hidden_states.shape)
 
 
+def _dbrx_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    ids, weights = _dbrx_routing(self, self.router(hidden_states))
+    h = hidden_states.view(-1, hidden_states.shape[-1])
+    return self.experts(h, ids, weights).view(hidden_states.shape)
+
+
 #: block class → its forward in the seam's terms
 BLOCKS = {
     "Llama4TextMoe": _llama4_forward,
     "SwitchTransformersSparseMLP": _switch_forward,
     "LongcatFlashMoE": _longcat_forward,
+    "DbrxFFN": _dbrx_forward,
 }
 
 

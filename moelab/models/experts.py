@@ -83,7 +83,8 @@ class SeamExperts:
     def forget_own(self) -> None:
         """Take the experts' parameters out of the module."""
         for name in self.shapes:
-            delattr(self.module, name)
+            child, _, own = name.rpartition(".")
+            delattr(self.module.get_submodule(child), own)
         self.resident = False
 
     def activate(self, h: Tensor) -> Tensor:
@@ -147,7 +148,16 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
         return module.seam.shapes
     if isinstance(module, nn.ModuleDict):
         return {name: tuple(p.shape) for name, p in module["expert_0"].named_parameters()}
-    return {name: tuple(p.shape[1:]) for name, p in module.named_parameters(recurse=False)}
+    return {name: tuple(bank.shape[1:]) for name, bank in banks(module).items()}
+
+
+def banks(module: nn.Module) -> dict[str, Tensor]:
+    """The weights of a stock experts module by parameter name, [E, …] each, or each expert's own
+    where it holds modules; a norm that all share is not among them."""
+    if type(module).__name__ in ROWS:
+        rows = module.named_parameters()
+        return {name: p.unflatten(0, (module.num_experts, -1)) for name, p in rows}
+    return dict(module.named_parameters(recurse=isinstance(module, nn.ModuleDict)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,12 +252,28 @@ class _SwitchExperts(SeamExperts):
         return F.linear(h.to(weights["wo.weight"].dtype), weights["wo.weight"])
 
 
+class _DbrxExperts(SeamExperts):
+    """All experts' rows in one matrix [E·I, H], three of them in the module `mlp`, whose code
+    computes an expert of the views that it is given."""
+
+    has_gate = has_bias = is_transposed = has_post_expert_norm = None  # not said in these words
+
+    def own(self, expert: int) -> Weights:
+        return {name: bank[expert] for name, bank in banks(self.module).items()}
+
+    def ffn(self, x: Tensor, weights: Weights) -> Tensor:
+        return self.module.mlp(x, *(weights[f"mlp.{name}"] for name in ("w1", "v1", "w2")))
+
+
+#: experts classes that hold all experts' rows in one matrix
+ROWS = ("DbrxExperts", "SeamDbrxExperts")
 #: experts class → how it computes, where that is not transformers' usual loop, or where transformers
 #: does not dispatch it by name; `tests.models.sweep` compares all with transformers, bit for bit
 KINDS: dict[str, type[SeamExperts]] = {
     "Llama4TextExperts": _Llama4Experts,
     "SwitchTransformersExperts": _SwitchExperts,
     "LongcatFlashExperts": _LongcatExperts,
+    "DbrxExperts": _DbrxExperts,
     "NemotronHExperts": _SumsWide,
     "Step3p7Experts": SeamExperts,
     "Inkling2Experts": _SumsInFP32,

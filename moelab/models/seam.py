@@ -60,7 +60,7 @@ class MoELayer:
         """(ids [T, K], weights [T, K]) from what the router's forward returned; dropped tokens have
         id E."""
         if adapter := ROUTING.get(type(self.router).__name__):
-            return adapter(self.router, router_output)
+            return adapter(self.block, router_output)
         try:
             _, weights, ids, *_ = router_output
         except (TypeError, ValueError):
@@ -172,12 +172,6 @@ COUNTS = ("num_experts", "num_routed_experts")
 ROUTERS = ("gate", "router")
 
 
-def banks(experts: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a stock experts module that are experts', by name; a norm that all share is
-    not among them."""
-    return dict(experts.named_parameters(recurse=isinstance(experts, nn.ModuleDict)))
-
-
 def plug(model: nn.Module, executor: Run | None = None, **parts: Any) -> list[MoELayer]:
     """Have a model's experts computed by moelab, or change how, for good.
 
@@ -233,4 +227,4 @@ def leave_out(model: nn.Module) -> None:
         experts = layer.experts
         experts.seam = seam_of(experts, layer.index)
         experts.seam.forget_own()
-        compat.initialised(experts, layer.block)
+        compat.initialised(*experts.modules(), layer.block)

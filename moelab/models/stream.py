@@ -96,6 +96,7 @@ AROUND = dict.fromkeys(PLAIN, Around()) | {
     "Afmoe": Around("pre_mlp_layernorm", "post_mlp_layernorm"),
     "AXK1": Around(post="mlp.post_mlp_layernorm"),
     "Cohere2Moe": Around("input_layernorm", beside=True, scale=_cohere_scale),
+    "DbrxBlock": Around("norm_attn_norm.norm_2"),
     "FlexOlmo": Around(None, "post_feedforward_layernorm"),
     "GraniteMoe": _GRANITE,
     "GraniteMoeHybrid": _GRANITE,

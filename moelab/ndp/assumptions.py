@@ -1,9 +1,10 @@
-"""What GPU-NDP's text leaves open, as one choice of each: the paper's machine and routing (§IV). Notebook
-07 tries the other choices, and other readings of the systems."""
+"""What GPU-NDP's text leaves open, as one choice of each: the paper's machine and routing (§IV), and
+readings of its systems. `CHOICES` has the others, by which notebook 07 and `moelab ndp` tell how far
+a result depends on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,36 +13,83 @@ from moelab.base.specs import MoESpec
 from moelab.cards import load_model
 from moelab.ndp.hardware import Hardware, hardware
 from moelab.ndp.routing import PromptRouting, simulated_routing
-from moelab.ndp.systems import SYSTEMS, System
+from moelab.ndp.systems import GPUNDP, SYSTEMS, MoNDE, System
+
+#: what is open of the machine, of the prompts' routing, of the systems → what else it could be
+MACHINE: dict[str, tuple[Any, ...]] = {
+    "mapping": ("MOP4CLXOR", "ChRaBaRoCo", "stated"),  # a module's streaming rate (§IV-A)
+    "clock_ghz": (0.5, 0.64, 1.0, 1.25, 1.6),  # of its multipliers (Table I has none)
+    "efficiency": ((1.0, 1.0), (0.9, 0.8)),  # share of the peaks that is reached
+    "gpu_ghz": (2.3,),  # Table I's clock of the GPU; the card's figures are at its boost clock
+    "gpu_gb": (16 * 2**30 / 1e9,),  # 16 GB as memory is sold
+}
+ROUTING: dict[str, tuple[Any, ...]] = {
+    "zipf": (0.0, 0.1, 0.3, 0.4, 0.6, 1.0),  # skew of the experts' popularity (§II-A)
+    "bias": (0.0, 0.6),  # how much a prompt has favourites of its own (§III-D)
+}
+READINGS: dict[str, tuple[Any, ...]] = {
+    "monde_placement": ("popularity",),  # which module gets which expert (§III-B)
+    "monde_prefill": ("share", "tuned"),  # how much of a prompt goes to the GPU
+    "monde_relieves": ("busiest",),  # which module loses the experts that the GPU gets
+    "monde_rounding": ("floor", "ceil"),  # of the share, experts being whole
+    "monde_correction": ("prompt",),  # of the share, by history (§I, §III-C)
+    "rounding": ("round", "ceil", "none"),  # of E_g (§III-C says whole, §I partial experts)
+    "eq2_tokens": ("prompt",),  # tokens of an expert in the balance of a prompt
+    "limit": ("memory",),  # experts prefetched: TopK (§IV-D) or what fits (§III-D)
+    "cached": ("Fiddler",),  # who keeps popular experts on the GPU all along
+}
+CHOICES = ROUTING | MACHINE | READINGS
 
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What the paper leaves open of its machine and of its prompts' routing.
+    """What the paper leaves open.
 
     The defaults are one of the combinations that fit six of the paper's numbers, found by a descent
     that saw those only.
-    mapping, clock_ghz, efficiency, gpu_gb : see `hardware`. zipf, bias : see `simulated_routing`.
-    shared_dram : see `hardware`; not the paper's."""
+    mapping, clock_ghz, gpu_ghz, efficiency, gpu_gb : see `hardware`. zipf, bias : see
+        `simulated_routing`.
+    shared_dram : see `hardware`; not the paper's.
+    monde_… : see `MoNDE`.
+    rounding, eq2_tokens, limit : of the literal versions, see `GPUNDP`.
+    cached : who keeps popular experts in GPU memory: "none", a system's name, or "all": equal means,
+        everyone fills it."""
 
     zipf: float = 0.2
     bias: float = 0.3
     mapping: str = "RoBaRaCoCh"
-    clock_ghz: float = 0.8
+    clock_ghz: float | None = 0.8
+    gpu_ghz: float | None = None
     efficiency: tuple[float, float] = (0.85, 0.8)
-    gpu_gb: float = 16.0
+    gpu_gb: float | None = 16.0
     shared_dram: bool = False
+    monde_placement: str = "id"
+    monde_prefill: str = "none"
+    monde_relieves: str = "popular"
+    monde_rounding: str = "round"
+    monde_correction: str = "none"
+    rounding: str = "floor"
+    eq2_tokens: str = "mean"
+    limit: str = "K"
+    cached: str = "none"
 
     def hardware(self, N: int, **changes: Any) -> Hardware:
         """The paper's machine under these assumptions; `changes` are other arguments of
         `hardware`."""
-        names = ("mapping", "clock_ghz", "efficiency", "gpu_gb", "shared_dram")
-        return hardware(N, **{name: getattr(self, name) for name in names} | changes)
+        own = {name: getattr(self, name) for name in (*MACHINE, "shared_dram")}
+        return hardware(N, **own | changes)
 
     def system(self, name: str) -> System:
-        """The system of that name, of `SYSTEMS`."""
+        """The system of that name, of `SYSTEMS`, by these readings."""
         require("system", name, SYSTEMS)
-        return SYSTEMS[name]
+        system = replace(SYSTEMS[name], cached=self.cached in ("all", name))
+        if isinstance(system, MoNDE):
+            own = {of.name: getattr(self, f"monde_{of.name}") for of in fields(MoNDE)[1:]}
+            return replace(system, **own)
+        if isinstance(system, GPUNDP):
+            own = {name: getattr(self, name) for name in ("limit", "rounding", "eq2_tokens")}
+            return replace(system, **own)
+        return system
 
     def routing(
         self, model: str | MoESpec, seed: int = 0, prompt: int = 512, answer: int = 512

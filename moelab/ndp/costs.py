@@ -82,28 +82,6 @@ class Costs:
         )
         return np.where(n > 0, time, 0.0)
 
-    @cached_property
-    def dense_params(self) -> int:
-        """Weights on the GPU that every token passes: attention, shared experts, dense layers,
-        routers, LM head."""
-        s = self.spec
-        matrices = 3 if self.spec.gated else 2
-        attention = 2 * s.H * s.head_dim * (s.heads + s.kv_heads)
-        moe = s.L * (matrices * s.H * s.shared_I + s.E * s.H)
-        return (
-            s.num_layers * attention
-            + moe
-            + (s.num_layers - s.L) * matrices * s.H * s.dense_I
-            + s.vocab * s.H
-        )
-
-    @cached_property
-    def dense_bytes(self) -> float:
-        """Those weights and the input embeddings, in the model's dtype but at least 16 bits."""
-        return (self.dense_params + self.spec.vocab * self.spec.H) * max(
-            2.0, DTYPE_BYTES[self.spec.dtype]
-        )
-
     def kv_bytes(self, positions: int) -> int:
         """Bytes of keys and values of that many tokens, of all layers."""
         s = self.spec
@@ -114,23 +92,23 @@ class Costs:
         once."""
         s = self.spec
         h = self.hardware
-        head = self.spec.vocab * self.spec.H
         attention = 2 * s.num_layers * s.heads * s.head_dim * S * S
-        flops = 2 * S * (self.dense_params - head) + 2 * head + attention
-        return max(flops / h.gpu_flops, (self.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth)
+        head = s.vocab * s.H
+        flops = 2 * S * (s.dense_params - head) + 2 * head + attention
+        return max(flops / h.gpu_flops, (s.dense_bytes + self.kv_bytes(S)) / h.gpu_bandwidth)
 
     def dense_decode(self, positions: int) -> float:
         """Seconds of everything but the routed experts for a token with so many before it."""
-        weights = self.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
+        weights = self.spec.dense_params * max(2.0, DTYPE_BYTES[self.spec.dtype])
         read = (weights + self.kv_bytes(positions)) / self.hardware.gpu_bandwidth
-        return max(read, 2 * self.dense_params / self.hardware.gpu_flops)
+        return max(read, 2 * self.spec.dense_params / self.hardware.gpu_flops)
 
     def free_gpu_bytes(self, tokens: int) -> float:
         """Left beside weights, keys and values of that many tokens, and two experts' buffers for
         weights in transit."""
         return (
             self.hardware.gpu_memory
-            - self.dense_bytes
+            - self.spec.dense_bytes
             - self.kv_bytes(tokens)
             - 2 * self.spec.expert_bytes
         )

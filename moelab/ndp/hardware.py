@@ -15,13 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moelab.base.registry import require
 from moelab.cards import load_device
 
 GB = 1e9
-#: one way, x16: lanes × GT/s ÷ 8, times 128/130 (generations 4 and 5) or 242/256 (6, in FLITs),
-#: GB/s
-PCIE = {4: 16 * 16 / 8 * 128 / 130, 5: 16 * 32 / 8 * 128 / 130, 6: 16 * 64 / 8 * 242 / 256}
-#: address mappings of which one rank's streaming rate was measured, fastest first
+#: address mappings of which the modules' card has one rank's streaming rate, fastest first
 MAPPINGS = ("MOP4CLXOR", "RoBaRaCoCh", "ChRaBaRoCo")
 STATED = "stated"  # no mapping: a stream gets all of the bandwidth that the source states
 
@@ -59,9 +57,9 @@ def hardware(
     unit: str = "ndp-dimm-ddr4",
     gpu: str = "rtx-5080",
     host: str = "i7-14700",
-    pcie: int = 5,
     mapping: str = "RoBaRaCoCh",
     clock_ghz: float | None = None,
+    gpu_ghz: float | None = None,
     efficiency: tuple[float, float] = (0.85, 0.8),
     host_channels: int | None = None,
     gpu_gb: float | None = None,
@@ -69,39 +67,41 @@ def hardware(
     link_gbs: float | None = None,
     latency_us: float = 0.0,
 ) -> Hardware:
-    """The paper's machine (§IV-A, Table I) with N = `units`; every argument is one way to change
-    it.
+    """The paper's machine (§IV-A, Table I) with N = `units`, or a change of it; None is the card's.
 
-    unit, gpu, host : device cards, by name or by the path of your own. pcie : generation of the
-        link, of `PCIE`.
-    link_gbs : another link's peak, one way, GB/s. latency_us : of each message over the link; the
-        paper has none.
-    mapping : of `MAPPINGS`, or "stated"; without a streaming rate of a rank units give their whole
-        internal bandwidth.
-    clock_ghz : of the unit's multipliers; None is the card's.
-    efficiency : share of their bandwidths that GPU memory, link and host memory reach, and of their
-        arithmetic that GPU and CPU reach (AttAcc's simulator, for its GPU: 0.85, 0.8).
-    host_channels : memory channels that the units share on their way to the link; None is no limit,
-        as in the paper.
-    gpu_gb : GPU memory, 10^9 bytes; None is the card's. shared_dram : see `Hardware`; the paper
-        does not share it.
-    """
+    unit, gpu, host : device cards, by name or path. host_channels : memory channels that the units
+        share on their way to the link; None is no limit, as in the paper.
+    link_gbs : the link's peak, one way: PCIe x16 of generation 4, 5, 6 has 31.5, 63.0, 121.0 GB/s.
+    mapping : of `MAPPINGS`; "stated", or a card without streaming rates: all of its bandwidth.
+    clock_ghz : of the unit's multipliers. gpu_ghz : of the GPU, whose arithmetic scales with it.
+    efficiency : shares of bandwidths and of arithmetic that are reached (AttAcc's GPU: 0.85, 0.8).
+    gpu_gb : GPU memory, 10^9 bytes. shared_dram, latency_us : see `Hardware`; the paper has neither.
+
+    KeyError: a card lacks a figure. ValueError: no machine is like this."""
     g, h, u = load_device(gpu), load_device(host), load_device(unit)
     clock = u["clock_ghz"] if clock_ghz is None else clock_ghz
-    peak = PCIE.get(pcie, 0) if link_gbs is None else link_gbs
-    _require_possible(units, peak, mapping, clock, efficiency, host_channels, latency_us)
+    peak = g["link_bandwidth_gbs"] if link_gbs is None else link_gbs
+    require("mapping", mapping, (*MAPPINGS, STATED))
+    given = (x for x in (gpu_ghz, gpu_gb, host_channels) if x is not None)
+    above = units, peak, clock, *efficiency, *given
+    if units != int(units) or min(above) <= 0 or max(efficiency) > 1 or latency_us < 0:
+        raise ValueError(
+            f"no machine has {units=}, {peak=}, {clock=}, {gpu_ghz=}, {gpu_gb=}, {host_channels=}, "
+            f"{efficiency=}, {latency_us=}: units are a whole number, at least one; the link's peak, "
+            "clocks, memory and channels are above 0, efficiencies above 0 and at most 1, the latency "
+            "0 or more"
+        )
     if host_channels and "channel_bandwidth_gbs" in u.figures:
         peak = min(peak, u["channel_bandwidth_gbs"] * min(host_channels, units))
     stream = mapping.lower() + "_gbs"  # what a stream of weights gets of a rank's bandwidth
     inside = u[stream] * u["ranks_count"] if stream in u.figures else u["memory_bandwidth_gbs"]
     rate, flops = GB * efficiency[0], 1e12 * efficiency[1]
-    linked = f"{link_gbs:g} GB/s" if link_gbs else f"PCIe {pcie}"
     return Hardware(
-        f"{g.name} + {units} × {u.name}, {linked}",
+        f"{g.name} + {units} × {u.name}, link {peak:g} GB/s",
         units,
         (gpu_gb or g["memory_gb"]) * GB,
         g["memory_bandwidth_gbs"] * rate,
-        g["bf16_tflops"] * flops,
+        g["bf16_tflops"] * flops * (gpu_ghz / g["clock_ghz"] if gpu_ghz else 1),
         peak * rate,
         h["memory_gb"] * GB,
         h["memory_bandwidth_gbs"] * rate,
@@ -112,25 +112,3 @@ def hardware(
         shared_dram,
         1e-6 * latency_us,
     )
-
-
-def _require_possible(
-    units: int,
-    peak: float,
-    mapping: str,
-    clock: float,
-    efficiency: tuple[float, float],
-    host_channels: int | None,
-    latency_us: float,
-) -> None:
-    """ValueError for what no machine has."""
-    fine = units == int(units) >= 1 and peak > 0 and mapping in (*MAPPINGS, STATED) and clock > 0
-    fine &= all(0 < share <= 1 for share in efficiency) and latency_us >= 0
-    if not fine or (host_channels is not None and host_channels <= 0):
-        raise ValueError(
-            f"no machine has units={units}, link_gbs={peak:g}, mapping={mapping!r}, clock_ghz={clock}, "
-            f"efficiency={efficiency}, host_channels={host_channels} and latency_us={latency_us}: units "
-            "are a whole number, at least one; the link is above 0, or that of PCIe "
-            f"{', '.join(map(str, PCIE))}; the mapping is one of {', '.join((*MAPPINGS, STATED))}; clock "
-            "and channels are above 0, efficiencies above 0 and at most 1, the latency 0 or more"
-        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -134,17 +135,16 @@ def problem(
     asked : the step that was to be planned, in any order of its experts. N : units.
     held : (step, N) → the share of each of its experts that each unit ([A, N] or one for all) and
     the host has."""
-    if not isinstance(plan, Plan):
-        return f"it is no plan but {plan!r}"
+    if not isinstance(plan, Plan) or not _same(asked, plan.step):
+        return f"it is {plan!r}, and asked was for one of {asked}"
     step, A = plan.step, len(asked)
-    if not _same(asked, step):
-        return f"it is of another step, {step}, and asked was for {asked}"
     columns = (plan.resident, plan.moved, plan.host)
     shapes = [np.shape(plan.units), *map(np.shape, columns)]
-    if shapes != [(A, N), (A,), (A,), (A,)]:
-        return f"its shapes are {shapes} for {A} experts on {N} units"
-    if not isinstance(plan.pieces, int) or plan.pieces < 1:
-        return f"experts are sent in {plan.pieces} pieces; it must be a whole number, at least 1"
+    if shapes != [(A, N), (A,), (A,), (A,)] or plan.pieces != max(int(plan.pieces), 1):
+        return (
+            f"its shapes are {shapes} for {A} experts on {N} units, which come in {plan.pieces} pieces, a "
+            "whole number of at least 1"
+        )
     on_units, on_host = held(step, N)
     shares = np.column_stack([plan.units, *columns])
     most = np.column_stack(
@@ -170,7 +170,9 @@ def problem(
 
 def _same(one: LayerStep, other: LayerStep) -> bool:
     """Whether two steps differ at most in the order of their experts."""
-    if (one.S, one.decode, one.layer, len(one)) != (other.S, other.decode, other.layer, len(other)):
-        return False
-    one, other = (step.take(step.experts.argsort()) for step in (one, other))
-    return all((getattr(one, name) == getattr(other, name)).all() for name in COLUMNS)
+
+    def told(step: LayerStep) -> tuple[Any, ...]:
+        experts = zip(*(getattr(step, name).tolist() for name in COLUMNS))
+        return step.S, step.decode, step.layer, sorted(experts)
+
+    return told(one) == told(other)

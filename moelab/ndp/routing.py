@@ -13,13 +13,11 @@ neighbouring tokens and layers choose alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from moelab.base.specs import MoESpec
-from moelab.ndp.prefetch import places
-from moelab.trace import DECODE, PREFILL, RoutingTrace
+from moelab.trace import DECODE, RoutingTrace
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +34,17 @@ class PromptRouting:
 
     @classmethod
     def of(cls, trace: RoutingTrace, sequence: int = 0) -> PromptRouting:
-        """One sequence of a trace; its history are the other sequences.
+        """One sequence of a trace; its history are the other sequences. Of a trace that is all of
+        one phase, the first half of the sequence stands for its prompt.
 
         Raises ValueError: the trace has no such sequence, or the sequence lacks a prefill or a
         decode."""
         mine = trace.sequence == sequence
-        parts = [trace.ids[mine & (trace.phase == phase)].numpy() for phase in (PREFILL, DECODE)]
+        ids = trace.ids[mine].numpy()
+        answers = (trace.phase[mine] == DECODE).numpy()
+        if len(trace.phase.unique()) == 1:
+            answers = np.arange(len(ids)) >= len(ids) // 2
+        parts = ids[~answers], ids[answers]
         if not all(map(len, parts)):
             raise ValueError(
                 f"sequence {sequence} of the trace has {len(parts[0])} prefill and "
@@ -53,32 +56,23 @@ class PromptRouting:
 
     def counts(self) -> np.ndarray:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
-        L, E = self.history.shape
-        flat = self.prefill.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
-        return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
+        return counted(self.prefill, self.spec.E)
 
-    @cached_property
-    def decode_by_popularity(self) -> np.ndarray:
-        """`decode` with each token's experts from most to least popular on other prompts, "no
-        expert" last."""
-        return self._by_popularity(self.decode)
-
-    @cached_property
-    def prefill_by_popularity(self) -> np.ndarray:
-        """The prompt's choices, each layer's experts numbered by their popularity in the prompt."""
-        return self._by_popularity(self.prefill)
-
-    @cached_property
-    def prefill_places(self) -> np.ndarray:
-        """Places of the prompt's experts by popularity, each token left out of its own count."""
-        return places(self.prefill_by_popularity, self.spec.E)
-
-    def _by_popularity(self, ids: np.ndarray) -> np.ndarray:
+    def by_popularity(self, ids: np.ndarray) -> np.ndarray:
+        """Choices [T, L, K] with each token's experts from most to least popular on other prompts,
+        "no expert" last."""
         popular = np.pad(self.history, ((0, 0), (0, 1)), constant_values=-1.0)
         by = np.argsort(
             -popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable"
         )
         return np.take_along_axis(ids, by, -1)
+
+
+def counted(ids: np.ndarray, E: int) -> np.ndarray:
+    """Tokens that chose each expert, of ids [T, L, K]: int64 [L, E]; "no expert" is none."""
+    L = ids.shape[1]
+    flat = ids.astype(np.int64) + np.arange(L)[:, None] * (E + 1)
+    return np.bincount(flat.ravel(), minlength=L * (E + 1)).reshape(L, E + 1)[:, :E]
 
 
 def simulated_routing(

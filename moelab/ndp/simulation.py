@@ -12,6 +12,7 @@ from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -32,7 +33,7 @@ class Result:
     moe_… : of the experts alone. dense_… : of all else, on the GPU. intermediate : loading the
         prefetched experts.
     prefetched : experts of each layer on the GPU when decoding begins (x). hit_rate : share of
-        decode's that it has; nan if it never has any.
+        decode's that it has; None if it never has any.
     """
 
     moe_prefill: float
@@ -41,7 +42,7 @@ class Result:
     dense_decode: float
     intermediate: float
     prefetched: int
-    hit_rate: float
+    hit_rate: float | None
 
     @property
     def prefill(self) -> float:  # TTFT without sampling
@@ -78,15 +79,13 @@ class NDPRun:
         self.costs.check(
             tokens, system.home, np.bincount(self.home.ravel()).max() if system.whole else 0
         )
-        self.plans: dict[tuple[int, ...], Plan] = {}  # situation of a decode step → its plan
         self.most = experts_that_fit(self.costs, tokens)
         self.room = int(self.costs.free_gpu_bytes(tokens) // spec.expert_bytes)
-        self.timeless = (
-            type(system).situations is not System.situations and type(system).after is System.after
-        )
+        told = system.alike or type(system).situations is not System.situations
+        self.timeless = told and type(system).after is System.after
         self.now = 0.0
         self.loads = []
-        self.hits = self.asked = 0  # experts of decode steps
+        self.hits = 0  # of experts of decode steps
         self.cached = self._fitting(self.system.resident(self))
 
     @cached_property
@@ -128,16 +127,12 @@ class NDPRun:
         """The prompt's step in a layer, of the tokens [E] that each expert gets; experts by tokens,
         then by popularity."""
         experts = np.lexsort((-self.routing.history[layer], -counts))[: int((counts > 0).sum())]
-        return LayerStep(
-            experts,
-            counts[experts],
-            self.home[layer, experts],
-            self.cached[layer, experts],
-            len(self.routing.prefill),
-            False,
-            layer,
-            self.now,
-        )
+        held = self.cached[layer, experts]
+        S = len(self.routing.prefill)
+        return self._step(layer, experts, counts[experts], held, S, False)
+
+    def _step(self, layer: int, experts: np.ndarray, tokens: np.ndarray, *how: Any) -> LayerStep:
+        return LayerStep(experts, tokens, self.home[layer, experts], *how, layer, self.now)
 
     def decode_step(
         self, layer: int, ids: np.ndarray, resident: np.ndarray | None = None
@@ -146,19 +141,10 @@ class NDPRun:
 
         resident : bool [K], which are on the GPU; None: those that it has now.
         """
-        held = np.pad(self.resident, ((0, 0), (0, 1)))[layer, ids] if resident is None else resident
+        held = hits(self.resident, ids[None, None])[0, layer] if resident is None else resident
         there = np.flatnonzero(ids < self.costs.spec.E)
         by = there[np.argsort(-self.routing.history[layer, ids[there]], kind="stable")]
-        return LayerStep(
-            ids[by].astype(int),
-            np.ones(len(by), int),
-            self.home[layer, ids[by]],
-            held[by],
-            1,
-            True,
-            layer,
-            self.now,
-        )
+        return self._step(layer, ids[by].astype(int), np.ones(len(by), int), held[by], 1, True)
 
     def forward(self, number: int, seconds: Callable[[Plan], float]) -> float:
         """Seconds of the experts of a forward, 0 being the prompt, by `seconds` of each plan; `now`
@@ -175,7 +161,6 @@ class NDPRun:
             )
             if number:
                 self.hits += int(plan.step.resident.sum())
-                self.asked += len(plan.step)
             layer_took = seconds(plan)
             self.now += layer_took
             took += layer_took + self._keep(plan)
@@ -218,50 +203,28 @@ class NDPRun:
         resident: np.ndarray,
         seconds: Callable[[Plan, Costs], float] = layer_seconds,
     ) -> np.ndarray:
-        """[T, L] of tokens that are decoded one by one by a timeless system; each distinct
-        situation is planned once.
-
-        ids : [T, L, K], a token's experts from most to least popular on other prompts. resident :
-        bool [T, L, K]."""
+        """[T, L] of tokens with experts ids [T, L, K] that are decoded one by one by a timeless system;
+        each distinct situation is planned once. resident : bool [L, E], in GPU memory."""
         T, L, K = ids.shape
+        ids = self.routing.by_popularity(ids)
+        here = hits(resident, ids)
         homes = np.pad(self.home, ((0, 0), (0, 1)), constant_values=-1)[np.arange(L)[:, None], ids]
-        rows = self.system.situations(homes.reshape(-1, K), resident.reshape(-1, K), self.costs)
+        rows = self.system.situations(homes.reshape(-1, K), here.reshape(-1, K), self.costs)
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-        times = []
-        for i in first.tolist():
-            at = divmod(i, L)
-            situation = tuple(rows[i].tolist())
-            if situation not in self.plans:
-                self.plans[situation] = self.plan(self.decode_step(at[1], ids[at], resident[at]))
-            times.append(seconds(self.plans[situation], self.costs))
+        steps = (self.decode_step(at[1], ids[at], here[at]) for at in zip(*divmod(first, L)))
+        times = [seconds(self.plan(step), self.costs) for step in steps]
         return np.array(times)[which].reshape(T, L)
 
-    def experts_that_pay(self, usual: int) -> int:
-        """x, as many as fit at most, that is predicted to gain most over the `usual` x, which stays
-        if none gains for sure.
-
-        Each of the prompt's S tokens is decoded with those experts resident that its others use
-        most; D such tokens gain D times the mean, less two standard errors of that prediction.
-
-        Raises ValueError: the system is not timeless.
-        """
-        if not self.timeless:
-            raise ValueError(
-                f"{type(self.system).__name__} prefetches what pays, which is predicted by "
-                "planning the prompt's tokens again: it needs `situations` and cannot have "
-                "`after`"
-            )
-        ids = self.routing.prefill_by_popularity
-        place = self.routing.prefill_places
-        D = len(self.routing.decode)
-        as_usual = self.decode_seconds(ids, place < usual).sum(1)  # [S]
-
-        def gain(x: int) -> float:
-            a_token = as_usual - self.decode_seconds(ids, place < x).sum(1)
-            sure = D * a_token.mean() - 2 * a_token.std() * (D + D * D / len(ids)) ** 0.5
-            return (usual - x) * self.costs.spec.L * self.costs.transfer() + sure
-
-        return max((usual, *range(self.most + 1)), key=gain)
+    def pays(self, counts: np.ndarray) -> np.ndarray:
+        """Which experts are worth loading for the answer, bool [L, E]: one that the same share of its
+        tokens use as of the prompt's, of which there are int [L, E], less a standard error, saves more
+        than its transfer takes. A use saves the time of a decode step less that of the same step with
+        one expert in GPU memory."""
+        ids = np.arange(self.costs.spec.K)
+        steps = (self.decode_step(0, ids, ids < here) for here in (0, 1))
+        without, there = (layer_seconds(self.plan(step), self.costs) for step in steps)
+        uses = (counts - counts**0.5) * len(self.routing.decode) / len(self.routing.prefill)
+        return uses * (without - there) > self.costs.transfer()
 
 
 def simulate(
@@ -283,15 +246,13 @@ def simulate(
     x = run.x
     loading = run.begin_decode()
     if run.timeless:
-        ids = routing.decode_by_popularity
-        found = hits(run.resident, ids)
-        decode = float(run.decode_seconds(ids, found, seconds).sum())
-        run.hits, run.asked = int(found.sum()), int((ids < routing.spec.E).sum())
+        decode = float(run.decode_seconds(routing.decode, run.resident, seconds).sum())
+        run.hits = int(hits(run.resident, routing.decode).sum())
     else:
         decode = sum(
             run.forward(number, lambda plan: seconds(plan, run.costs)) for number in forwards
         )
-    used = run.asked and (x or run.hits)
+    asked = int((routing.decode < routing.spec.E).sum())
     return Result(
         prefill,
         decode,
@@ -299,5 +260,5 @@ def simulate(
         sum(map(run.dense, forwards)),
         loading,
         x,
-        run.hits / run.asked if used else float("nan"),
+        run.hits / asked if asked and (x or run.hits) else None,
     )

@@ -4,17 +4,17 @@ balancing, prefetching.
 A system turns the `LayerStep` of a layer into a `Plan`. Where the paper is ambiguous `GPUNDP` has
 two versions:
 
-    literal   E_g and E_max in whole experts, rounded down; E_g is at most K in prefill too, because
+    literal   E_g and E_max in whole experts, E_g rounded down; it is at most K in prefill too, because
               E_n + E_g = TopK;
               after a prefetch hit the misses stay on the units; K experts a layer are prefetched
               (§IV-D).
     improved  shares of an expert may move ("partial expert parameters", §I), misses after a hit are
-              balanced too, as
-              many experts move in prefill as pay, and as many of those that fit are prefetched as
-              are predicted to pay (`simulation.experts_that_pay`). The split ends both sides at
-              once, by bisection on the closed form.
+              balanced too, as many experts move in prefill as pay, and of those that fit what
+              pays is prefetched (`simulation.NDPRun.pays`). The split ends both sides at once, by
+              bisection on the closed form.
 
-Not modelled: MoNDE's periodic correction of its share from history.
+What else the text leaves open are a system's fields; `moelab.ndp.assumptions.CHOICES` has the other
+readings of each.
 
 `cached`: a system may hold the most popular experts, as other prompts know them, in GPU memory all
 along, as many as fit; it computes them there. The paper's text gives that to none, Fiddler's own
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,14 +45,16 @@ class System(ABC):
     cached : whether popular experts stay in GPU memory, see above. home : where all experts are,
         "host" or "units".
     whole : each is on one unit; otherwise a part of each on all units.
+    alike : it makes no difference which experts a decode step needs, see `situations`.
     `run` is the `moelab.ndp.simulation.NDPRun` that a system plans; its `routing`, `costs`, `most`
     and `cached` are what it may ask for.
     prefetches : how many of a layer: "none", at most "K", as many as fit the "memory", or of those
-    as many as "pay"."""
+    what will "pay"."""
 
     cached = False
     home = "units"
     whole = True
+    alike = False
     prefetches = "none"
 
     @abstractmethod
@@ -75,10 +78,11 @@ class System(ABC):
         has."""
         if self.prefetches == "none":
             return run.cached
-        x = run.most if self.prefetches == "memory" else min(run.most, run.costs.spec.K)
-        return most_used(
-            run.routing.counts(), run.experts_that_pay(x) if self.prefetches == "pay" else x
-        )
+        counts = run.routing.counts()
+        if self.prefetches == "K":
+            return most_used(counts, min(run.most, run.costs.spec.K))
+        fit = most_used(counts, run.most)
+        return fit & run.pays(counts) if self.prefetches == "pay" else fit
 
     def after(self, plan: Plan, costs: Costs) -> np.ndarray | None:
         """Which experts of the layer stay in GPU memory after this plan, bool [E]; None: those that
@@ -97,12 +101,13 @@ class System(ABC):
         self, homes: np.ndarray, resident: np.ndarray, costs: Costs
     ) -> np.ndarray | None:
         """Steps of one decoded token as integers [n, c]: equal rows take equally long, whenever
-        they come. Where a system does not say so, every step is planned at its time, some thousand
-        times more slowly; what has `after`, always is.
+        they come; here, if experts are `alike`, how many there are and how many in GPU memory. Where
+        a system does not say so (None), every step is planned at its time, some thousand times more
+        slowly; what has `after`, always is.
 
         homes : int [n, K], units of the chosen experts, most popular first; −1 where none ran.
         resident : bool [n, K]."""
-        return None
+        return np.column_stack([(homes >= 0).sum(1), resident.sum(1)]) if self.alike else None
 
 
 @dataclass(frozen=True)
@@ -112,12 +117,10 @@ class OnDemand(System):
 
     cached: bool = False
     home = "host"
+    alike = True
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         return make_plan(step, costs.hardware.units, resident=step.resident, moved=~step.resident)
-
-    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        return np.column_stack([(homes >= 0).sum(1), resident.sum(1)])
 
 
 class Fiddler(OnDemand):
@@ -137,22 +140,76 @@ class Fiddler(OnDemand):
         )
 
 
-@dataclass(frozen=True)
+#: what corrects MoNDE's share
+FACTORS = (1.0, 0.0, 0.5, 0.75, 1.5, 2.0, 4.0)
+#: of a share of experts, which is no whole number
+ROUND = {"floor": np.floor, "round": np.rint, "ceil": np.ceil, "none": np.positive}
+
+
+@dataclass(unsafe_hash=True)  # a run sets `factor`
 class MoNDE(System):
     """MoNDE: whole experts on their units. While decoding, of the active experts as many as the
-    link's share of all bandwidth, rounded, the most popular ones, go to the GPU (its §3); of a
-    prompt none, as units are then short of multipliers, which the ratio does not know."""
+    link's share of all bandwidth go to the GPU (its §3); of a prompt none, as units are then short
+    of multipliers, which the ratio does not know.
+
+    rounding : of that share. placement : of experts on units, round-robin by "id" or "popularity".
+    relieves : which go: the most "popular", or one by one the popular ones of the "busiest" unit.
+    prefill : how many go of a prompt, the ones with most tokens: "none", the "share", or "tuned", as
+        many as make the layer fastest.
+    correction : of the share by history, which §III-C tells of and neither text explains: "none", or
+        the one of `FACTORS` that would have been fastest on the "prompt"."""
 
     cached: bool = False
+    rounding: str = "round"
+    relieves: str = "popular"
+    prefill: str = "none"
+    placement: str = "id"
+    correction: str = "none"
+    factor = 1.0
+
+    def __post_init__(self) -> None:
+        _require(
+            self,
+            rounding=ROUND,
+            relieves=("popular", "busiest"),
+            prefill=("none", "share", "tuned"),
+            placement=("id", "popularity"),
+            correction=("none", "prompt"),
+        )
+
+    def place(self, history: np.ndarray, N: int) -> np.ndarray:
+        if self.placement == "id":
+            return super().place(history, N)
+        order = np.argsort(-history, axis=1, kind="stable")
+        return np.argsort(order, axis=1) % N
+
+    def prefetched(self, run: Any) -> np.ndarray:
+        """What it has; before decoding begins the prompt corrects the share."""
+
+        def seconds(factor: float) -> float:
+            self.factor = factor
+            return run.decode_seconds(run.routing.prefill, run.cached).sum()
+
+        if self.correction == "prompt":
+            self.factor = min(FACTORS, key=seconds)
+        return super().prefetched(run)
 
     def share(self, active: int, costs: Costs) -> int:
         """How many of the active experts go to the GPU: in the ratio of the link's bandwidth to
         all."""
         h = costs.hardware
-        return int(np.rint(active * h.link / (h.link + h.units * h.unit_bandwidth)))
+        share = self.factor * active * h.link / (h.link + h.units * h.unit_bandwidth)
+        return int(ROUND[self.rounding](min(active, share)))
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        return self.first(self.share(len(step), costs) if step.decode else 0, step, costs)
+        if self.prefill == "tuned" and not step.decode:
+            counts = range(int(step.resident.sum()), len(step) + 1)
+            plans = (self.first(count, step, costs) for count in counts)
+            return min(plans, key=lambda plan: layer_seconds(plan, costs))
+        if self.relieves == "busiest" and step.decode:
+            step = step.take(_busiest_first(step))
+        sends = step.decode or self.prefill == "share"
+        return self.first(self.share(len(step), costs) if sends else 0, step, costs)
 
     def first(self, count: int, step: LayerStep, costs: Costs) -> Plan:
         """The first `count` experts of a step on the GPU, those included that it has."""
@@ -162,16 +219,25 @@ class MoNDE(System):
 
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         active, here = (homes >= 0).sum(1), resident.sum(1)
-        shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
         stay = (homes >= 0) & ~resident
-        stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
-        return np.column_stack([active, here, unit_loads(homes, stay, costs)])
+        if self.relieves == "popular":
+            shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
+            stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
+        on = (homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]
+        return np.column_stack([active, here, np.sort(on.sum(1), axis=1)])  # units are alike
 
 
-def unit_loads(homes: np.ndarray, stay: np.ndarray, costs: Costs) -> np.ndarray:
-    """Experts that stay on each unit, ascending: [n, N]; `homes` and `stay` are [n, K]."""
-    on = (homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]
-    return np.sort(on.sum(1), axis=1)
+def _require(system: System, **known: Iterable[str]) -> None:
+    for name, choices in known.items():
+        require(name, getattr(system, name), choices)
+
+
+def _busiest_first(step: LayerStep) -> np.ndarray:
+    """The order in which experts of a decode step leave: those in GPU memory, then one by one the
+    hottest of the unit that has most left."""
+    stays = ~step.resident
+    mates = (step.home[:, None] == step.home) & stays
+    return np.lexsort((-np.triu(mates).sum(1), stays))
 
 
 @dataclass(frozen=True)
@@ -180,19 +246,28 @@ class GPUNDP(System):
 
     load_balance, prefetch : +LB, +PRE, beside +TP. version : "literal" or "improved", see
         above.
-    limit : prefetch at most "K" experts of a layer (§IV-D), what fits the "memory" (§III-D), or
-    what of it will "pay"."""
+    Of the literal version are limit : prefetch at most "K" experts of a layer (§IV-D), or what fits
+        the "memory" (§III-D). rounding : of E_g. eq2_tokens : of an expert in T_n and T_g: the layer's
+        "mean", or the whole "prompt", as E_n + E_g = TopK reads if all tokens choose alike."""
 
     load_balance: bool = True
     prefetch: bool = True
     version: str = "literal"
     limit: str = "K"
     cached: bool = False
+    rounding: str = "floor"
+    eq2_tokens: str = "mean"
     whole = False
+    alike = True
 
     def __post_init__(self) -> None:
-        require("version", self.version, ("literal", "improved"))
-        require("limit", self.limit, ("K", "memory", "pay"))
+        _require(
+            self,
+            version=("literal", "improved"),
+            limit=("K", "memory"),
+            rounding=ROUND,
+            eq2_tokens=("mean", "prompt"),
+        )
 
     @property
     def looks(self) -> bool:
@@ -202,8 +277,9 @@ class GPUNDP(System):
     @property
     def prefetches(self) -> str:
         """By which rule experts are brought to the GPU before the answer; "none" without
-        prefetching."""
-        return self.limit if self.prefetch else "none"
+        prefetching, what pays by the improved version, what fits if it was full already."""
+        limit = "memory" if self.cached else self.limit
+        return ("pay" if self.version == "improved" else limit) if self.prefetch else "none"
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
         step = step.take(np.argsort(~(step.resident & self.looks), kind="stable"))
@@ -229,23 +305,15 @@ class GPUNDP(System):
         )
 
     def _literal(self, step: LayerStep, here: np.ndarray, costs: Costs) -> Plan:
-        n = self.expert_tokens(step)
+        n = step.S if self.eq2_tokens == "prompt" else step.tokens.sum() / max(1, len(step))
         terms = costs.balance_terms(n, costs.hardware.units) | {"K": min(costs.spec.K, len(step))}
         E_g = 0.0
         if here.any():  # §III-D, step 3, Eq. 3
             del terms["T_w"]
             E_g = min(int(here.sum()), math.floor(most_on_gpu(**terms)))
         elif self.load_balance and len(step):  # Eqs. 1 and 2
-            E_g = self.rounded(balance(**terms, S=step.S))
+            E_g = ROUND[self.rounding](balance(**terms, S=step.S))
         return self._first(E_g, step, here, costs)
-
-    def expert_tokens(self, step: LayerStep) -> float:
-        """Tokens of an expert in Eq. 2's T_n and T_g."""
-        return step.tokens.sum() / max(1, len(step))
-
-    def rounded(self, E_g: float) -> float:
-        """Experts that are sent by Eqs. 1 and 2."""
-        return math.floor(E_g)
 
     def _improved(self, step: LayerStep, here: np.ndarray, costs: Costs) -> list[Plan]:
         """Plans around the u where both sides end at once, by bisection: the units' falls with u,
@@ -263,9 +331,6 @@ class GPUNDP(System):
             for u in (0, most, low, high, math.floor(low), round(low))
         ]
 
-    def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
-        return np.column_stack([(homes >= 0).sum(1), (resident & self.looks).sum(1)])
-
 
 #: name → system; the literal ones as in the paper's figures
 SYSTEMS: dict[str, System] = {
@@ -274,7 +339,7 @@ SYSTEMS: dict[str, System] = {
     "MoNDE": MoNDE(),
     **{
         "NDP+TP" + "+LB" * lb + "+PRE" * pre + ", improved" * better: GPUNDP(
-            lb, pre, *(("improved", "pay") if better else ())
+            lb, pre, "improved" if better else "literal"
         )
         for lb in (False, True)
         for pre in (False, True)

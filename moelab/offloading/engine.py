@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -32,6 +33,8 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
+from moelab.offloading.host import Host
+from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
 from moelab.offloading.run import EngineRun
@@ -63,12 +66,18 @@ class Engine:
     controller : decides, for the loader's queue.
     run : records what happens.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
+    idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
+        somebody else reports it.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
     def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
         self.loader = loader
+        #: computes some experts where they lie, beside this
+        self.host = loader.reader if isinstance(loader.reader, Host) else None
+        if self.host is not None:
+            controller.balance = Balance(run.settings.experts_bytes)
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -77,8 +86,9 @@ class Engine:
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
-        self._idle_since: float | None = None  # in a forward: when experts were last computed
+        self.idle_since: float | None = None
         self._drafts = 0  # in the forward
+        self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
         self._share = 0.0  # of a core that loading uses in a decode step, a running mean
         self._steps = 0  # that it is of
@@ -114,14 +124,19 @@ class Engine:
     # a layer
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
-        with self._one:
-            self._require_sound()
+        with self._one, self._sound():
             self.computes_in = x.dtype  # which is another if the model was cast
-            try:
-                return self._step(x, ids, weights, experts)
-            except BaseException:
-                self._broken = True
-                raise
+            return self._step(x, ids, weights, experts)
+
+    @contextmanager
+    def _sound(self) -> Iterator[None]:
+        """An error within the block leaves the engine broken."""
+        self._require_sound()
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            raise
 
     def _require_sound(self) -> None:
         """Raise what ends a generation between two layers; after an error, start anew."""
@@ -182,19 +197,31 @@ class Engine:
             return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
 
         E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        out = together(there, not loads) if there else torch.zeros_like(x)
+        away = [request.key.expert for request in step.away]
+        if away:
+            given = experts, away, x, ids, weights, self.timeline.add
+            aside = self.host.submit(self.host.compute, *given)
+        out = together(there, not (loads or away)) if there else torch.zeros_like(x)
         if not self._far:
             late = self._as_loaded(loads)
             added = self._one_by_one(late, ids, weights, E, alone) if loads else []
             for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
                 out.index_add_(0, tokens, y)
-            return out
+            return out.add_(self._from_host(aside, experts.layer)) if away else out
         while loads:
             late = [loads.pop(self.loader.wait())]
             while loads and not self.loader.ready.empty():
                 late.append(loads.pop(self.loader.wait()))
             out += together(late, False)
         return out
+
+    def _from_host(self, aside: Future[Tensor], layer: int) -> Tensor:
+        """What the host has computed meanwhile, when it has."""
+        start = clock()
+        found = aside.result()
+        self._idle_since = clock()
+        self.timeline.add(Event("compute", "wait", layer, -1, start, self._idle_since))
+        return found
 
     def _one_by_one(
         self,
@@ -243,14 +270,14 @@ class Engine:
         self._report(requests, start, clock())
 
     def _report(self, requests: list[Request], start: float, end: float) -> None:
-        self._idle_since, (layer, expert) = end, requests[0].key
+        self.idle_since, (layer, expert) = end, requests[0].key
         self.timeline.add(
             Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, end)
         )
 
     def _report_other(self, now: float, layer: int) -> None:
-        if self._idle_since is not None:
-            self.timeline.add(Event("compute", "other", layer, -1, self._idle_since, now))
+        if self.idle_since is not None:
+            self.timeline.add(Event("compute", "other", layer, -1, self.idle_since, now))
 
     # layers of a token in one call
 
@@ -294,16 +321,21 @@ class Engine:
     def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
-        with self._one:
-            self._require_sound()
+        with self._one, self._sound():
+            self._events = len(self.timeline)
             with self.loader.changing():
-                self.controller.begin_forward(info.phase)
+                steps = self.controller.begin_forward(info.phase)
+            for step in steps:  # what shall be there before
+                with self.loader.changing():
+                    self.controller.load(step, self.loader.ready.put)
+                for _ in step.loads:
+                    self.loader.wait()
         self.decoding = info.phase == "decode"
         self._drafts = info.drafts
-        if self.decoding and not exact and not self._far:
+        if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
-        self._began = self._idle_since = clock()
+        self._began = self.idle_since = clock()
         return self._began
 
     def end_forward(self) -> float:
@@ -311,7 +343,7 @@ class Engine:
         now = clock()
         self.loader.settle()
         self._report_other(now, -1)
-        self._idle_since = None
+        self.idle_since = None
         self.widen()
         if self._broken:
             return now
@@ -320,7 +352,8 @@ class Engine:
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
         with self.loader.changing():
-            self.controller.end_forward(None if self._drafts else now - self._began)
+            took = None if self._drafts else now - self._began
+            self.controller.end_forward(took, self.timeline.since(self._events))
         return now
 
     def _narrow(self) -> None:
@@ -328,7 +361,8 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        if spare := int(self._share + 1 - SHARE):
+        others = 0 if self.host is None else self.host.threads
+        if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
 

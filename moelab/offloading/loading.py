@@ -24,6 +24,7 @@ from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
+from moelab.offloading.host import Host
 from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
@@ -88,6 +89,7 @@ class Loader:
             in_place=self.in_place,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
+        self._source = "link" if isinstance(reader, Host) else "disk"
         self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
         self._sends = self._lands and isinstance(reader, PinnedReader)
         self._readers = 0 if self._sends else readers
@@ -239,7 +241,7 @@ class Loader:
                 begin = max(start, self._served)
                 self._served = max(end, self._served)
                 name = read_name(kinds)
-                self.timeline.add(Event("disk", name, *load.key, begin, self._served, nbytes))
+                self.timeline.add(Event(self._source, name, *load.key, begin, self._served, nbytes))
             queue.read_done(load, kinds, nbytes, error)
         if not self.in_place:
             self._work.ring()

@@ -2,8 +2,7 @@
 TTFT, TPOT, stall …
 
 An event belongs to the last forward that began no later than it did; what came before every forward
-belongs to none and counts in the totals only. Left out: time to convert or open a store, and
-energy."""
+belongs to none and counts in the totals only. Left out: time to convert or open a store."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ from moelab.cache.residency import CacheCounters
 
 class Forward(NamedTuple):
     """One run of the whole model: when, over how many tokens (of all sequences together), prefill
-    or decode; of the tokens, how many were drafts, and how many of these were right."""
+    or decode; of the tokens, how many were drafts, and how many of these were right; seconds that all
+    threads of the process computed, and mJ by part of the chip, where that was measured."""
 
     start: float
     end: float
@@ -33,6 +33,8 @@ class Forward(NamedTuple):
     phase: str  # prefill | decode
     drafts: int = 0
     right: int = 0
+    cpu: float | None = None
+    mj: dict[str, float] | None = None
 
     @property
     def kept(self) -> int:
@@ -46,24 +48,26 @@ class Metrics:
     …).
 
     ttft : median duration of a prefill: the time to the first token, without sampling.
+    ttft_split : of a prefill, {"kind on resource": seconds}, medians; resources work at once, so only
+        those of one resource add up.
+    launches : expert graphs that an accelerator ran (`moelab.ane`).
+    cpu_seconds, energy : medians of a prefill: time that the process's threads computed, and mJ by
+        part of the chip where a machine tells.
     tpot : median duration of a decode forward, which gives each sequence of the batch one token;
         with drafts, the duration of all over the tokens that they gave.
     throughput : tokens a second decoded by all sequences, over the wall time of decoding, which
         runs from the end of the forward before to the end of this one, so sampling counts.
     prefill_tokens, decode_tokens : tokens that went in; without drafts that were wrong, as in
         all that is said of a token.
-    read_bytes, read_bytes_per_prefill_token, read_bytes_per_token : all reads; those of prefill
-        over its tokens; those of decoding over its tokens.
+    read_bytes, read_bytes_per_token : all reads; those of decoding over its tokens.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
-    busy, utilisation : {resource: seconds of anything but waiting}, and that over the time of the
-        forwards.
-    read_rate : bytes a second over the time that the disk, or the link, is busy.
-    overlap_efficiency : 1 − stall ÷ busy time of it: 1 when all reading hides behind work, 0 when
+    busy : {resource: seconds of anything but waiting}.
+    overlap_efficiency : 1 − stall ÷ busy time of the disk, or the link: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
     hits, misses, evictions : requests for experts by the state they were found in ({"F":
         …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F).
     prefetched : counts and bytes of the experts read ahead, and what became of them.
-    peak_rss_bytes, major_faults : of the process, see `process`; None for a simulation.
+    peak_rss_bytes : of the process, see `process`; None for a simulation.
     """
 
     ttft: float | None
@@ -72,21 +76,21 @@ class Metrics:
     prefill_tokens: int
     decode_tokens: int
     read_bytes: int
-    read_bytes_per_prefill_token: float | None
     read_bytes_per_token: float | None
     stall: float
     stall_per_step: float | None
     busy: dict[str, float]
-    utilisation: dict[str, float | None]
-    read_rate: float | None
     overlap_efficiency: float | None
+    ttft_split: dict[str, float] | None = None
+    launches: int | None = None
+    cpu_seconds: float | None = None
+    energy: dict[str, float] | None = None
     hits: dict[str, int] | None = None
     misses: int | None = None
     evictions: int | None = None
     hit_rate: float | None = None
     prefetched: dict[str, int] | None = None
     peak_rss_bytes: int | None = None
-    major_faults: int | None = None
 
     def __repr__(self) -> str:
         return f"<Metrics: {summary_line(self)}>"
@@ -121,9 +125,13 @@ def metrics(
     forwards = [Forward(*forward) for forward in forwards]
     starts = [forward.start for forward in forwards]
     read, stall, tokens, busy = (defaultdict(float) for _ in range(4))
+    split, launches = [defaultdict(float) for _ in forwards], 0
     for event in events:
         at, duration = bisect_right(starts, event.start) - 1, event.end - event.start
         phase = forwards[at].phase if at >= 0 else "before"
+        if phase == "prefill":
+            split[at][f"{event.kind} on {event.resource}"] += duration
+        launches += event.kind == "launch"
         if event.kind == "wait":
             stall[phase] += duration
         else:
@@ -137,33 +145,49 @@ def metrics(
         tokens[one.phase] += one.kept
         decoding += one.end - end_before if one.phase == "decode" else 0.0
     prefill, decode = took["prefill"], took["decode"]
-    total, waited = sum(read.values()), sum(stall.values())
+    waited = sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
-    inside = sum(prefill) + sum(decode)
-    of_cache: dict[str, Any] = {}
-    if counters is not None:
-        hits = {state.value: n for state, n in counters.hits.items()}
-        rate = _ratio(hits["F"], counters.requests)
-        of_cache = asdict(counters) | {"hits": hits, "hit_rate": rate}
     return Metrics(
         ttft=median(prefill) if prefill else None,
+        launches=launches or None,
         tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
-        read_bytes=int(total),
-        read_bytes_per_prefill_token=_ratio(read["prefill"], tokens["prefill"]),
+        read_bytes=int(sum(read.values())),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
         stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
-        utilisation={name: _ratio(busy[name], inside) for name in sorted(busy)},
-        read_rate=_ratio(total, reading),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
-        **of_cache,
+        **_of_prefills([*zip(forwards, split)]),
+        **_of_cache(counters),
         **process,
     )
+
+
+def _of_cache(counters: CacheCounters | None) -> dict[str, Any]:
+    if counters is None:
+        return {}
+    hits = {state.value: n for state, n in counters.hits.items()}
+    return asdict(counters) | {"hits": hits, "hit_rate": _ratio(hits["F"], counters.requests)}
+
+
+def _of_prefills(passes: list[tuple[Forward, dict[str, float]]]) -> dict[str, Any]:
+    prefills = [(one, split) for one, split in passes if one.phase == "prefill"]
+    used = [one.cpu for one, _ in prefills if one.cpu is not None]
+    return {
+        "ttft_split": _medians([split for _, split in prefills]),
+        "cpu_seconds": median(used) if used else None,
+        "energy": _medians([one.mj for one, _ in prefills if one.mj]),
+    }
+
+
+def _medians(rows: list[dict[str, float]]) -> dict[str, float] | None:
+    """Of each name, over all rows; 0 where a row lacks it, None without any."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: median(row.get(name, 0.0) for row in rows) for name in names} or None
 
 
 def _per_token(decode: list[Forward]) -> float | None:
@@ -174,17 +198,15 @@ def _per_token(decode: list[Forward]) -> float | None:
 
 
 def process() -> dict[str, int | None]:
-    """Peak memory and page faults of this process since it began; None where the system does not
-    tell. Peak memory is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
+    """Peak memory of this process since it began; None where the system does not tell. It is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
     peak = None
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)[1])
     if peak is None and sys.platform == "darwin":
-        peak = usage.ru_maxrss
-    return {"peak_rss_bytes": peak, "major_faults": usage.ru_majflt}
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"peak_rss_bytes": peak}
 
 
 def _ratio(part: float, whole: float) -> float | None:

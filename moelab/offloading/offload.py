@@ -29,6 +29,7 @@ from moelab.checkpoint.experts import CheckpointStore
 from moelab.models import plug
 from moelab.offloading.budget import available_on, parse_budget
 from moelab.offloading.engine import Engine, EngineSource
+from moelab.offloading.host import Host
 from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import order_of
 from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
@@ -104,6 +105,15 @@ class Offloading:
     )
     bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
     verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
+    hybrid: int = option(
+        0,
+        "threads that compute missing experts where they lie, in the CPU's memory, which then holds all, "
+        "while others are sent (at bandwidth, if given): of each layer, as many as ends soonest by what "
+        "has been measured; not with exact, as last bits differ",
+        "memory",
+        type=whole(1),
+        metavar="N",
+    )
     device: str | torch.device | None = option(
         None,
         "where to compute: cpu (by default), or cuda, a GPU, whose memory --memory then is for",
@@ -128,6 +138,11 @@ class Offloading:
         if isinstance(self.plan, str):
             raise ValueError(
                 f"the plan is {self.plan!r}; it must be pools, or one of `moelab.zipmoe.planning.plans`"
+            )
+        if self.hybrid and (self.ahead or self.on.type != "cpu"):
+            raise ValueError(
+                f"hybrid is {self.hybrid}, with ahead={self.ahead} on {self.on}: nothing is prefetched "
+                "beside it, and both places that compute are threads of the CPU"
             )
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.mode == "pinned" and kind == "cpu":
@@ -165,7 +180,7 @@ def offload(
     build = partial(opening.build, checkpoint, how.dtype, external=True)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
-        reader = memory.reader()
+        reader = memory.reader(how.hybrid and not residency.holds_all)
         unless_open.callback(reader.close)
         if residency.holds_all:
             beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))
@@ -227,6 +242,12 @@ class Memory:
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
         as_stored = compact and device.type == "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
+        if how.hybrid and not sizes.in_place:
+            raise ValueError(
+                f"hybrid computes experts where they lie, as they are stored, but those of "
+                f"{store.folder} are decoded first, or kept in parts: convert them with --codec raw or "
+                f"bf12, and give no plan"
+            )
         L = len(store.layers)
         E = max(len(layer.experts) for layer in store.layers)
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
@@ -252,10 +273,12 @@ class Memory:
         how = self.how
         return Residency(self.L, self.E, self.pools, how.cache, how.scope)
 
-    def reader(self) -> Reader:
+    def reader(self, hybrid: int) -> Reader:
         how = self.how
         if how.mode == "pinned":
             return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
+        if hybrid:
+            return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
         return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
 
     def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:

@@ -27,22 +27,21 @@ def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward],
             "this run has no events: run the model first (lm.generate), or do not reset it before"
         )
     rows = [
-        (TRACKS[0], f"{one.phase} {n}", one.phase, one.start, one.end, {"tokens": one.tokens})
+        (TRACKS[0], one.start, one.end, one.phase, f"{one.phase} {n}", {"tokens": one.tokens})
         for n, one in enumerate(forwards)
     ]
     for one in sorted(events, key=lambda event: (event.start, -event.end)):
-        where = ".".join(str(n) for n in (one.layer, one.expert) if n >= 0)
+        name = f"{one.kind} {'.'.join(str(n) for n in one[2:4] if n >= 0)}"
         about = {"layer": one.layer, "expert": one.expert, "bytes": one.bytes}
-        rows.append((one.resource, f"{one.kind} {where}", one.kind, one.start, one.end, about))
+        rows.append((one.resource, one.start, one.end, one.kind, name, about))
     tracks = list(dict.fromkeys([*TRACKS, *sorted({row[0] for row in rows})]))
-    zero = min((start for *_, start, _, _ in rows), default=0.0)
-    names = [(0, "process_name", f"moelab, {kind}")]
-    names += [(i, "thread_name", name) for i, name in enumerate(tracks)]
+    zero = min(start for _, start, *_ in rows)
+    names = [("process_name", f"moelab, {kind}"), *(("thread_name", name) for name in tracks)]
     found: list[dict[str, Any]] = [
-        {"ph": "M", "pid": 1, "tid": track, "name": what, "args": {"name": name}}
-        for track, what, name in names
+        {"ph": "M", "pid": 1, "tid": max(i, 0), "name": what, "args": {"name": name}}
+        for i, (what, name) in enumerate(names, -1)
     ]
-    for track, name, category, start, end, about in rows:
+    for track, start, end, category, name, about in rows:
         when = {"ts": 1e6 * (start - zero), "dur": 1e6 * (end - start)}
         what = {"name": name, "cat": category, "args": about}
         found.append({"ph": "X", "pid": 1, "tid": tracks.index(track), **what, **when})

@@ -20,6 +20,7 @@ from moelab.base.specs import Event, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
+from moelab.offloading.hybrid import Rates
 from moelab.offloading.load_queue import PrefetchCounts
 from moelab.offloading.metrics import Forward, Metrics, metrics
 from moelab.store.layout import ExpertStore
@@ -94,7 +95,11 @@ class Timeline:
         return len(self._rows) // _ROW.size
 
     def __iter__(self) -> Iterator[Event]:
-        rows = bytes(self._rows)
+        return self.since(0)
+
+    def since(self, n: int) -> Iterator[Event]:
+        """Those that were reported after the first n."""
+        rows = bytes(self._rows[n * _ROW.size :])
         names = list(self._numbers)
         for resource, kind, *rest in _ROW.iter_unpack(rows):
             yield Event(names[resource], names[kind], *rest)
@@ -126,6 +131,8 @@ class EngineRun(Recorded):
 
     steps : what each forward routed: a list of (layer, {expert: tokens}).
     predictions : what was announced in each forward for prefetching: a list of (layer, experts).
+    rates : what decided in each forward which experts are computed where they lie; None without
+        `hybrid`.
     fetched : what became of prefetched experts.
     """
 
@@ -152,7 +159,7 @@ class EngineRun(Recorded):
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters = deepcopy(self.counters)
         made.fetched = copy(self.fetched)
-        for name in ("forwards", "steps", "predictions"):
+        for name in ("forwards", "steps", "predictions", "rates"):
             setattr(made, name, getattr(self, name)[forward:])
         begin = made.forwards[0].start if made.forwards else float("inf")
         for event in self.timeline:
@@ -167,11 +174,12 @@ class EngineRun(Recorded):
         self.forwards: list[Forward] = []
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
+        self.rates: list[Rates | None] = []
         self.begin_forward()
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
-        for kept in (self.forwards, self.steps, self.predictions):
+        for kept in (self.forwards, self.steps, self.predictions, self.rates):
             del kept[:forwards]
 
     def begin_forward(self) -> None:
@@ -179,11 +187,14 @@ class EngineRun(Recorded):
         of a part of the model that was called by itself."""
         self._steps: list[tuple[int, dict[int, int]]] = []
         self._predictions: list[tuple[int, list[int]]] = []
+        #: what decides in the forward pass that begins
+        self.rating: Rates | None = None
 
     def end_forward(self, forward: Forward) -> None:
         self.forwards.append(forward)
         self.steps.append(self._steps)
         self.predictions.append(self._predictions)
+        self.rates.append(self.rating)
         self.begin_forward()
 
     def accepted(self, right: int) -> None:

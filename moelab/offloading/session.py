@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 from moelab.base.forks import renew_in_children
@@ -90,9 +91,12 @@ class Session:
     engine, store, budget : of an offloaded model: what loads and computes its experts, where they
         are stored, bytes of memory for them. None for a resident one.
     residency : which experts are in memory, and the counts of hits and misses.
-    speculation : the `Speculation` that prefetches, if one does: `speculation.recall()`.
+    speculation : the `Speculation` on whose predictions it runs, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
         text's own (False).
+    planned : what runs prompts through a Neural Engine's graphs, if the model was opened so:
+        `planned.total` counts, `planned.backend.name` says by what.
+    meter : where the machine tells its energy: `window()` yields a dictionary that gets it.
     """
 
     #: those of the run
@@ -120,6 +124,8 @@ class Session:
             self.residency = engine.residency
             self.run = engine.run
         self.gates: dict[bool, DraftGate] = {}
+        self.planned: Any = None
+        self.meter: Any = None
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -164,8 +170,11 @@ class Session:
             parts = [f"offloaded, {self.budget / 1e9:.3g} GB for experts"]
             parts += [named(self.run.settings.policy)]
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
+        if self.planned is not None:
+            parts += [f"prompts by {self.planned.backend.name}"]
         if self.speculation is not None:
-            parts += [f"prefetch {named(self.speculation.predictor)}"]
+            hint = self.speculation.mode == "hint"
+            parts += [f"{'prefetch' if hint else 'speculate'} {named(self.speculation.predictor)}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
 
     def reset(self) -> None:
@@ -173,8 +182,8 @@ class Session:
         stays."""
         with self.turn:
             self.run.reset()
-            #: the forward pass that runs: its module, thread, beginning
-            self._forward: tuple[int, int, float, ForwardInfo] | None = None
+            #: the forward pass that runs: its module, thread, beginning; seconds of CPU before, energy
+            self._forward: tuple[int, int, float, ForwardInfo, tuple] | None = None
             self._routed: list[tuple[MoELayer, Any]] = []  # ids [T, K] of its layers
 
     def metrics(self) -> Metrics:
@@ -261,17 +270,22 @@ class Session:
         self.run.begin_forward()
         exact = self.executor is eager
         start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
-        self._forward = (id(module), me, start, info)
+        energy = ExitStack()
+        mj = None if self.meter is None else energy.enter_context(self.meter.window())
+        self._forward = (id(module), me, start, info, (time.process_time(), energy, mj))
         self._routed = []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
         if self._forward is None or self._forward[0] != id(module):
             return
-        (*_, start, info), self._forward = self._forward, None
+        (*_, start, info, (used, energy, mj)), self._forward = self._forward, None
+        used = time.process_time() - used
+        energy.close()
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        self.run.end_forward(Forward(start, end, info.tokens, info.phase, info.drafts))
+        forward = Forward(start, end, info.tokens, info.phase, info.drafts, cpu=used, mj=mj or None)
+        self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moelab.base.specs import ExpertKey, State
+from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Residency, Step
+from moelab.offloading.hybrid import Balance
 from moelab.offloading.load_queue import LoadQueue, Order
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun
@@ -25,6 +26,7 @@ class StepController:
     gate : whether predictions are followed.
     order : in which order the experts of a step are read and decoded.
     log : records every step and every prediction.
+    balance : which experts are computed where they lie; None: none are.
     """
 
     residency: Residency
@@ -32,17 +34,25 @@ class StepController:
     gate: PrefetchGate
     order: Callable[[Sequence[Request]], Order]
     log: EngineRun | None = None
+    balance: Balance | None = None
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
-    def begin_forward(self, phase: str) -> None:
-        """A forward pass begins, "prefill" or "decode"."""
+    def begin_forward(self, phase: str) -> list[Step]:
+        """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it."""
         self.announced = None
         self.gate.begin_forward(phase)
+        if self.balance is not None:
+            rates = self.balance.begin_forward()
+            if self.log is not None:
+                self.log.rating = rates
+        return self.residency.begin_forward(phase)
 
-    def end_forward(self, seconds: float | None) -> None:
-        """It took so long (None: not to be compared with others, as it had drafts): what it has
-        prefetched and not used is given up."""
+    def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> None:
+        """It took so long (None: not to be compared with others, as it had drafts), of these events:
+        what it has prefetched and not used is given up."""
         self.queue.drop_prefetched()
+        if self.balance is not None:
+            self.balance.end_forward(events)
         if seconds is not None:
             self.gate.end_forward(seconds)
 
@@ -54,7 +64,12 @@ class StepController:
 
     def decide(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Which experts of {expert: tokens} are in memory, which stay, and who leaves for them."""
-        step = self.residency.begin(layer, tokens)
+        away: set[int] = set()
+        if self.balance is not None:
+            state = self.residency.state
+            there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
+            away = self.balance.away(layer, tokens, there)
+        step = self.residency.begin(layer, tokens, away)
         if self.log is not None:
             self.log.layer(layer, tokens)
         return step

@@ -34,12 +34,12 @@ def narrow(n: int) -> None:
         ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)(PAUSE)(SOFT)
 
 
-def alone() -> None:
-    """Let the calling thread, which is one of several, compute without a team; how many threads
-    torch has stays."""
+def alone(n: int = 1) -> None:
+    """Let the calling thread, which is one of several, compute without a team, or with one of `n`;
+    how many threads torch has stays."""
     torch.get_num_threads()  # which gives a new thread torch's number, once
     if SET:
-        ctypes.CFUNCTYPE(None, ctypes.c_int)(SET)(1)
+        ctypes.CFUNCTYPE(None, ctypes.c_int)(SET)(n)
 
 
 def step_back() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moelab.experts.sharding import share
 from moelab.parallel.launch import PeerLost
 
 #: up to so many tokens a step waits for the exchanges themselves, not for bytes or computation
@@ -100,6 +101,15 @@ class Exchange:
             return rows
         parts = self.all_to_all(rows, sizes, [sizes[self.rank]] * self.size, label)
         return added(parts.view(self.size, -1, *rows.shape[1:]))
+
+    def all_reduce(self, x: Tensor, label: str) -> Tensor:
+        """The sum over ranks of x [..., H], of which all have as many rows, bit-equal on all."""
+        rows = x.reshape(-1, x.shape[-1])
+        if len(rows) <= FEW:  # one exchange
+            parts = self.all_gather(rows, [len(rows)] * self.size, label)
+            return added(parts.view(self.size, *x.shape))
+        sizes = share(len(rows), self.size)
+        return self.all_gather(self.reduce_scatter(rows, sizes, label), sizes, label).view(x.shape)
 
 
 class Grid:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from moelab.experts.executor import Exact, Executor
 from moelab.experts.sharding import share
-from moelab.parallel.exchange import FEW, Exchange, Grid, added, pack, unpack
+from moelab.parallel.exchange import FEW, Exchange, Grid, pack, unpack
 from moelab.parallel.sharding import owners
 
 
@@ -66,10 +66,7 @@ class Parallel(Executor):
 
     def run_few(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """As `run`, with all partial sums gathered at once."""
-        world = self.grid.world
-        partial = self.partial(x, ids, weights, experts)
-        parts = world.all_gather(partial, [len(x)] * world.size, "result")
-        return added(parts.view(world.size, *x.shape))
+        return self.grid.world.all_reduce(self.partial(x, ids, weights, experts), "result")
 
     def partial(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         """What this rank's experts add to tokens that all of its peers have."""
@@ -101,12 +98,7 @@ class Parallel(Executor):
 class AllGather(Parallel):
     """Rows to all ranks, partial sums back (reduce-scatter); with experts spread, cut, or both."""
 
-    def run_many(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        """As `run`; the rows are on all ranks already, so nothing is dispatched."""
-        world = self.grid.world
-        sizes = share(len(x), world.size)
-        y = world.reduce_scatter(self.partial(x, ids, weights, experts), sizes, "combine")
-        return world.all_gather(y, sizes, "result")
+    run = Parallel.run_few  # the rows are on all ranks already, so nothing is dispatched
 
     @property
     def peers(self) -> Exchange:

@@ -1,7 +1,8 @@
 """A model whose experts are spread over the ranks of a run.
 
-Every rank reads and holds the model without its routed experts, and its share of those. All ranks
-compute attention, routers and shared experts for all tokens, and the experts where they are.
+Every rank reads the model without its routed experts, and its share of those. Ranks that share experts
+share attention, shared experts and dense layers, too (`moelab.parallel.dense`); all else every rank
+holds, and computes for all tokens.
 Source: AWS Neuron's MoE guide, "Configuring TP and EP"."""
 
 from __future__ import annotations
@@ -15,12 +16,21 @@ from moelab.checkpoint.opening import open_checkpoint
 from moelab.experts.executor import Executor
 from moelab.models import discover, plug
 from moelab.parallel import VARIANTS, degree
+from moelab.parallel.dense import cut_dense
 from moelab.parallel.exchange import Exchange, Grid
+from moelab.parallel.router import route_in_sequence
 from moelab.parallel.sharding import ShardedExperts
 from moelab.static.parallelism import Parallelism, choose
 
 #: the default of a run on several ranks: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
+
+
+def variant_of(tp: int | None) -> str:
+    """The variant in which so many of all ranks share an expert."""
+    if tp in (None, 1):
+        return DEFAULT
+    return "tp" if tp == dist.get_world_size() else "tp-ep"
 
 
 def open_parallel(
@@ -30,6 +40,7 @@ def open_parallel(
     inner: Executor | None = None,
     dtype: Any = "auto",
     device: torch.device | str | None = None,
+    sequence_router: bool = False,
 ) -> Any:
     """Open a model with this rank's share of the experts, `.shards`, of the ranks `.grid`; every
     rank must call it.
@@ -38,8 +49,10 @@ def open_parallel(
         for these ranks. The model's `.parallel` is the key.
     tp : ranks that share an expert: all for "tp", by default 2 for "tp-ep", 1 for the others.
     inner : the executor of what is on this rank; None computes as transformers does.
+    sequence_router : each rank routes its share of a prompt's tokens (`moelab.parallel.router`).
 
-    Raises ValueError: unknown variant, or a `tp` that does not fit it or the number of ranks.
+    Raises ValueError: unknown variant, or a `tp` that does not fit it, the number of ranks or of
+    attention's heads.
     RuntimeError: no connected ranks."""
     if not dist.is_initialized():
         raise RuntimeError("this process is alone; see moelab.parallel.connect and launch")
@@ -54,7 +67,11 @@ def open_parallel(
     if parallel == "auto":
         parallel, tp = _variant(choose(model.spec, W), inner)
     grid = Grid(degree(parallel, W, tp))
+    if sequence_router:
+        route_in_sequence(discover(model), grid.world)
     layers = [layer.seam for layer in discover(model)]
+    if grid.tp.size > 1:
+        cut_dense(model, grid.tp)
     model.grid = grid
     model.parallel = parallel
     model.shards = ShardedExperts(
@@ -81,14 +98,18 @@ def first_ranks(scores: torch.Tensor, world: Exchange) -> torch.Tensor:
 
 
 def spread(model: Any) -> dict[str, Any]:
-    """The ranks, the bytes of experts that each holds, and what each has sent by label; every rank
-    must call it."""
-    mine = model.shards.nbytes, {label: t.bytes for label, t in model.grid.traffic.items()}
+    """The ranks, the bytes of experts and of all else that each holds, and what each has sent by
+    label; every rank must call it."""
+    others = sum(p.nbytes for p in model.parameters())
+    sent = {label: t.bytes for label, t in model.grid.traffic.items()}
+    mine = model.shards.nbytes, others, sent
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
-    labels = sorted({label for _, sent in ranks for label in sent})
+    held, others, sent = zip(*ranks)
+    labels = sorted({label for of in sent for label in of})
     return {
         "ranks": len(ranks),
-        "expert_bytes": [held for held, _ in ranks],
-        "sent": {label: [sent.get(label, 0) for _, sent in ranks] for label in labels},
+        "expert_bytes": [*held],
+        "other_bytes": [*others],
+        "sent": {label: [of.get(label, 0) for of in sent] for label in labels},
     }

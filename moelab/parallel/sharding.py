@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moelab.base.progress import progress
-from moelab.experts.sharding import Weights, on_intermediate, share
+from moelab.experts.sharding import Weights, part_of, share
 
 
 def owners(E: int, W: int) -> Tensor:
@@ -44,7 +44,7 @@ class ShardedExperts:
             for e in (owners(experts.num_experts, W) == rank).nonzero().flatten().tolist():
                 weights = source(layer, e)
                 if parts > 1:
-                    weights = on_intermediate(weights, part, parts, experts)
+                    weights = part_of(weights, part, parts, experts)
                 self._held[layer, e] = {
                     name: tensor.detach().clone() for name, tensor in weights.items()
                 }

@@ -105,6 +105,7 @@ class Machine:
     handover : until threads have woken up, between an expert's last read and its computation, if
         that waits for it.
     predict : of a prediction of a layer's experts.
+    far : of an expert that is computed where it lies: (base, per token).
     """
 
     delays: Delays
@@ -114,6 +115,7 @@ class Machine:
     decide: Linear = (0.0, 0.0)
     handover: Seconds = 0.0
     predict: Seconds = 0.0
+    far: Linear = (0.0, 0.0)
 
 
 @dataclass(frozen=True)

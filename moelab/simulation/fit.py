@@ -8,19 +8,16 @@ was disturbed and counts as so long."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf
-from statistics import fmean, median
-
-import numpy as np
 
 from moelab.base.specs import Event
+from moelab.offloading.hybrid import line, mean
 from moelab.offloading.load_queue import USES
 from moelab.offloading.run import EngineRun
-from moelab.simulation.costs import Delays, Linear, Machine
+from moelab.simulation.costs import Delays, Machine
 
-LONG = 3
 DECODES = (*USES, "check")
 
 
@@ -38,11 +35,12 @@ def fitted(run: EngineRun, reads: bool = True) -> Machine:
     return Machine(
         _delays(run, compute, reads),
         run.settings.workers,
-        other=_line(before),
-        head=_line(compute.head),
-        decide=_line(compute.decide),
-        handover=_mean(compute.handover),
+        other=line(before),
+        head=line(compute.head),
+        decide=line(compute.decide),
+        handover=mean(compute.handover),
         predict=predict,
+        far=line(compute.far),
     )
 
 
@@ -64,12 +62,15 @@ class _Compute:
     head : by tokens.    decide : by experts to load.    handover : of experts that were waited for.
     alone : one expert by itself, from the end of what was computed before, by its tokens.
     together : experts of one token in one call, by their number.
+    far : one expert where it lies, by its tokens.
     """
 
     def __init__(self) -> None:
         self.other: list[tuple[int, int, bool, float]] = []
         self.handover: list[float] = []
-        self.head, self.decide, self.alone, self.together = (defaultdict(list) for _ in range(4))
+        self.head, self.decide, self.alone, self.together, self.far = (
+            defaultdict(list) for _ in range(5)
+        )
 
     def add(
         self,
@@ -80,14 +81,19 @@ class _Compute:
     ) -> None:
         """One forward: its events, {expert: tokens} of each layer, and the layers that were
         predicted."""
+        far: Counter[int] = Counter()  # layer → experts that were computed where they lie
         loaded: dict[tuple[int, int], float] = {}  # (layer, expert) → the end of loading it
         for event in events:
-            if event.resource != "compute":
+            if event.resource == "host":
+                tokens_far = routed[event.layer][event.expert]
+                self.far[tokens_far].append(event.end - event.start)
+                far[event.layer] += 1
+            elif event.resource != "compute":
                 loaded[event[2:4]] = max(event.end, loaded.get(event[2:4], 0.0))
         compute = [event for event in events if event.resource == "compute"]
         for before, event, after in zip([None, *compute], compute, [*compute[1:], None]):
             seconds = event.end - event.start
-            if event.kind == "wait":
+            if event.kind == "wait" and event.expert >= 0:
                 since = max(loaded.get(event[2:4], event.end), event.start)
                 self.handover.append(max(event.end - since, 0.0))
             elif event.kind == "expert" and event.layer in routed:
@@ -97,7 +103,8 @@ class _Compute:
                     self.alone[wanted[event.expert]].append(gap + seconds)
                 elif max(wanted.values()) == 1:  # one call, of all that are not computed alone
                     calls = sum(e[1:3] == event[1:3] for e in compute)
-                    self.together[len(wanted) - calls + 1].append(seconds)
+                    n = len(wanted) - far[event.layer] - calls + 1
+                    self.together[n].append(seconds)
             elif event.kind == "other" and event.layer < 0:
                 self.head[tokens].append(seconds)
             elif event.kind == "other":
@@ -115,7 +122,7 @@ class _Compute:
         for tokens, layer, asked, seconds in self.other:
             if tokens == least and layer:
                 took[asked].append(seconds)
-        return max(_mean(took[True]) - _mean(took[False]), 0.0) if len(took) == 2 else 0.0
+        return max(mean(took[True]) - mean(took[False]), 0.0) if len(took) == 2 else 0.0
 
 
 def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
@@ -141,11 +148,11 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
     decode = sum(decoding.values()) / loads
     apart = decoding["decompress"] + decoding["recover"]
     recover = decode * decoding["recover"] / apart if apart else 0.0
-    whole = _mean([rate for of in rates.values() for rate in of]) if nbytes else inf
-    base, token = _line(compute.alone)
+    whole = mean([rate for of in rates.values() for rate in of]) if nbytes else inf
+    base, token = line(compute.alone)
     return Delays(
-        e_read=e_bytes * (_mean(rates["read E"]) or whole),
-        sm_read=sm_bytes * (_mean(rates["read SM"]) or whole) if sm_bytes else 0.0,
+        e_read=e_bytes * (mean(rates["read E"]) or whole),
+        sm_read=sm_bytes * (mean(rates["read SM"]) or whole) if sm_bytes else 0.0,
         decompress=decode - recover,
         recover=recover,
         expert_base=base,
@@ -154,25 +161,5 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
         e_bytes=round(e_bytes),
         sm_bytes=round(sm_bytes),
         experts_bytes=run.settings.experts_bytes,
-        together=tuple((n, _mean(compute.together[n])) for n in sorted(compute.together) if n > 1),
+        together=tuple((n, mean(compute.together[n])) for n in sorted(compute.together) if n > 1),
     )
-
-
-def _mean(seconds: Sequence[float]) -> float:
-    """The mean, 0 of nothing."""
-    longest = LONG * median(seconds) if seconds else 0.0
-    return fmean(min(one, longest) for one in seconds) if seconds else 0.0
-
-
-def _line(samples: Mapping[int, Sequence[float]]) -> Linear:
-    """(base, per unit) of seconds by a number, neither negative: through the mean of the number
-    that came most."""
-    points = {n: _mean(seconds) for n, seconds in samples.items()}
-    if not points:
-        return 0.0, 0.0
-    often = max(points, key=lambda n: len(samples[n]))
-    each = 0.0
-    if len(points) > 1:
-        weights = [len(samples[n]) ** 0.5 for n in points]
-        each = max(np.polyfit([*points], [*points.values()], 1, w=weights)[0].item(), 0.0)
-    return max(points[often] - each * often, 0.0), each

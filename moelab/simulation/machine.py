@@ -15,7 +15,7 @@ from moelab.cache.residency import Request, Step
 from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, Piece, read_name
 from moelab.simulation.costs import Machine
 
-DISK = -1
+DISK, HOST = -1, -2
 
 
 class SimulatedMachine:
@@ -29,6 +29,7 @@ class SimulatedMachine:
     slots : of each kind.
     resident : (key, state) of what is in memory.
     ahead : how many experts may be prefetched.
+    source : where experts come from, "disk" or "link".
     """
 
     def __init__(
@@ -38,8 +39,10 @@ class SimulatedMachine:
         resident: Iterable[tuple[ExpertKey, State]] = (),
         ahead: int = 0,
         start: float = 0.0,
+        source: str = "disk",
     ) -> None:
         self.machine = machine
+        self._source = source
         self.delays = machine.delays
         number = {kind: count() for kind in KINDS}
         tensors = range(self.delays.N if self.delays.decode else 1)
@@ -61,7 +64,7 @@ class SimulatedMachine:
             for kind in ("decompress", "recover", "decode")
         }
         self.now = start
-        self._events: list[Event] = []
+        self.events: list[Event] = []
         self._running: list[tuple[float, int, Callable[[], None]]] = []  # heap of end, who, then
         self._disk_free = self._compute_free = True
         self._idle = list(range(machine.workers))
@@ -72,7 +75,7 @@ class SimulatedMachine:
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
-        return sorted(self._events, key=lambda event: event.start)
+        return sorted(self.events, key=lambda event: event.start)
 
     def spend(self, layer: int, seconds: float) -> None:
         """Compute does something else than experts; disk and workers go on with what is
@@ -83,12 +86,28 @@ class SimulatedMachine:
             self.run()
 
     def begin(self, step: Step) -> None:
-        """A layer's step comes: its experts that are FULL can be computed."""
+        """A layer's step comes: its experts that are FULL can be computed, and those that are not
+        computed here."""
         self._layer = step.layer
-        self._left = len(step.requests)
+        self._left = len(step.requests) + len(step.away)
+        base, each = self.machine.far
+        start = self.now
+        for request in step.away:
+            end = start + base + each * request.tokens
+            aside = Event("host", "expert", *request.key, start, end)
+            self._begin(HOST, aside, lambda: self.loaded(None))
+            start = end
         self._requests = {request.key: request for request in step.requests}
         there = [request.key for request in step.requests if request.state is State.FULL]
         self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
+
+    def load(self, step: Step) -> None:
+        """Experts come that nothing is computed with yet."""
+        self._left = len(step.loads)
+
+    def loaded(self, key: ExpertKey | None) -> None:
+        """One of them is there, or was computed elsewhere."""
+        self._left -= 1
 
     def ready(self, key: ExpertKey) -> None:
         """An expert of the step is loaded."""
@@ -101,6 +120,7 @@ class SimulatedMachine:
             self.now = self._running[0][0]
             while self._running and self._running[0][0] == self.now:
                 heappop(self._running)[2]()  # all that end together, before anything starts
+        self._wait(self.now)  # for what compute is not needed for
 
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
@@ -125,7 +145,7 @@ class SimulatedMachine:
             self.queue.read_done(load, kinds, nbytes)
 
         end = self.now + seconds
-        read = Event("disk", read_name(kinds), *load.key, self.now, end, nbytes)
+        read = Event(self._source, read_name(kinds), *load.key, self.now, end, nbytes)
         self._begin(DISK, read, then)
 
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
@@ -143,11 +163,17 @@ class SimulatedMachine:
         start = self.now
         if start > self._computed_until:
             start += self.machine.handover
-            waited = Event("compute", "wait", self._layer, -1, self._computed_until, start)
-            self._events.append(waited)
+            self._wait(start)
         only = keys[0].expert if len(keys) == 1 else -1
         end = start + self.delays.at_once([self._requests[key] for key in keys])
         self._compute(Event("compute", "expert", keys[0].layer, only, start, end), keys)
+
+    def _wait(self, until: float) -> None:
+        """Compute has had nothing to do since it computed."""
+        if until > self._computed_until:
+            waited = Event("compute", "wait", self._layer, -1, self._computed_until, until)
+            self.events.append(waited)
+            self._computed_until = until
 
     def _compute(self, event: Event, keys: Sequence[ExpertKey] = ()) -> None:
         self._compute_free = False
@@ -166,4 +192,4 @@ class SimulatedMachine:
         """`who` begins something, and `then` has done it; of those that end together the disk is
         first, compute last."""
         heappush(self._running, (event.end, who, then))
-        self._events.append(event)
+        self.events.append(event)

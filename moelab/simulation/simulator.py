@@ -18,6 +18,7 @@ from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
+from moelab.offloading.hybrid import Balance
 from moelab.offloading.load_queue import Order, PrefetchCounts, order_of, plain_order
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
@@ -83,6 +84,7 @@ def simulate(
     staging: int | None = None,
     order: Callable[[Sequence[Any]], Order] = plain_order,
     prefetching: Prefetching | None = None,
+    balance: Balance | None = None,
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
@@ -94,6 +96,8 @@ def simulate(
     staging : loads in flight beyond what is kept (None: any number).
     order : of a step's reads and decoding; by default the engine's.
     prefetching : None reads nothing ahead.
+    balance : says which experts are computed where they lie; None: none are, and what is read comes
+        from a disk, not over a link.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -106,16 +110,23 @@ def simulate(
         slot_counts(residency.pools, copies, staging or most),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
+        source="link" if balance is not None else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
-    controller = StepController(residency, simulated.queue, gate, order)
+    controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
     passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, (tokens, phase, *drafts), predicted in passes:
+    for step, forward, predicted in passes:
+        tokens, phase, *drafts = forward[:4]  # what else was measured of it is not simulated
+        told = len(simulated.events)
+        for before in controller.begin_forward(phase):
+            simulated.load(before)
+            controller.load(before, simulated.loaded)
+            simulated.run()
         begun = simulated.now
-        controller.begin_forward(phase)
         _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
-        controller.end_forward(None if any(drafts) else simulated.now - begun)
+        took = None if any(drafts) else simulated.now - begun
+        controller.end_forward(took, simulated.events[told:])
         done.append(Forward(begun, simulated.now, tokens, phase, *drafts))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
@@ -200,6 +211,7 @@ def replay(
         staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
+        balance=Balance(settings.experts_bytes, run.rates) if any(run.rates) else None,
     )
 
 
@@ -215,7 +227,17 @@ def machine_of(
 ) -> Machine:
     """The machine where a run was, or what the card of a device says of another; parameters and
     errors as of `replay`. A run that has read nothing will do unless `reads`."""
+    if any(event.kind == "launch" for event in run.events):
+        raise ValueError(
+            "a prompt of this run went through a Neural Engine's graphs, which are not simulated: give "
+            "run.since(1), what came after it; `moelab ane plan` models prompts"
+        )
     if device is not None:
+        if any(run.rates):
+            raise ValueError(
+                "this run computed experts where they lie, at rates of its own machine, which a card "
+                "does not say: leave out device="
+            )
         device = device if isinstance(device, DeviceSpec) else load_device(device)
         return _on_device(device, run)
     where = run.settings.device if run.settings.experts_bytes else "a model in memory"

@@ -27,51 +27,45 @@ from torch import Tensor, nn
 from moelab.base.files import load_tensors, save_tensors
 from moelab.base.registry import find
 from moelab.base.schema import Size, checked
-from moelab.checkpoint.opening import spec_of
-from moelab.speculate.signals import check_model
+from moelab.speculate.signals import DefaultVectors
 
-FORMAT = "moelab.estimator/2"
-TRAINED = "moelab.speculate.train(…).estimator"
+FORMAT = "moelab.estimator/3"
+TRAINED = "`moelab train estimator MODEL FILE` writes what fits"
 
 
 class Estimator(nn.Module):
     """In the place of the next router, from nothing: the paper's.
 
-    Predicts the router logits of layer l + ahead from the quasi-hidden state at layer l.
+    Predicts the router logits of layer l + 1 from the quasi-hidden state at layer l.
 
     width, expansion : w, the latent width, and n, how many times wider the residual block is
         inside.
     model_id : identity of the model it was trained for; "" for none yet.
+    vectors : the default vectors that made q in training.
+    choice : of each layer, whether it predicts better than the next router on q (§6.3).
     """
 
     #: whether what it gives is to be added to the next router's own logits on q
     residual = False
+    ahead = 1  # layers
 
     def __init__(
-        self,
-        H: int,
-        E: int,
-        L: int,
-        width: int,
-        expansion: int = 4,
-        ahead: int = 1,
-        model_id: str = "",
+        self, H: int, E: int, L: int, width: int, expansion: int = 4, model_id: str = ""
     ) -> None:
         super().__init__()
-        if not 1 <= ahead < L:
-            raise ValueError(f"ahead is {ahead}; with {L} MoE layers it must be from 1 to {L - 1}")
-        self.config = dict(H=H, E=E, L=L, width=width, expansion=expansion, ahead=ahead)
-        self.ahead = ahead
+        self.config = dict(H=H, E=E, L=L, width=width, expansion=expansion)
         self.model_id = model_id
+        self.vectors: DefaultVectors | None = None
+        self.choice: tuple[bool, ...] | None = None
         self.A = nn.Linear(H, width)
-        self.layer = nn.Embedding(L - ahead, width)
+        self.layer = nn.Embedding(L - 1, width)
         self.B = nn.Linear(width, expansion * width)
         self.C = nn.Linear(expansion * width, width)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, E)
 
     def forward(self, q: Tensor, layer: int | Tensor) -> Tensor:
-        """Router logits of layer + ahead, or what is added to them, float32 [T, E]; `layer` is one
+        """Router logits of layer + 1, or what is added to them, float32 [T, E]; `layer` is one
         for all, or [T]."""
         x = self.A(q.float()) + self.layer.weight[layer]
         x = x + self.C(F.silu(self.B(x)))
@@ -93,44 +87,49 @@ class Estimator(nn.Module):
             )
         return cls(H, E, L, width)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """L, E."""
-        return self.config["L"], self.config["E"]
-
     def save(self, path: str | Path) -> Path:
+        """Write it to `path` atomically (a .safetensors file), with its vectors; returns the path."""
         kind = next(name for name, known in ESTIMATORS.items() if known is type(self))
+        tensors = self.state_dict()
+        beside = self.vectors.tensors if self.vectors else {}
+        tensors |= {VECTORS + name: tensor for name, tensor in beside.items()}
         about = {"kind": kind, "model_id": self.model_id, "config": self.config}
-        return save_tensors(path, FORMAT, self.state_dict(), **about)
+        weighted = self.vectors is not None and self.vectors.weighted
+        return save_tensors(path, FORMAT, tensors, **about, choice=self.choice, weighted=weighted)
 
     @classmethod
-    def load(cls, path: str | Path, model: nn.Module) -> Estimator:
-        """Read an estimator of `model`, of the kind that was saved, onto its device; ValueError if
-        it is not readable, another model's, or of a kind that is not registered."""
-        about = {"kind": str, "config": dict[str, Size], "model_id": str}
-        made = f"{TRAINED}.save(path)"
-        found = load_tensors(path, FORMAT, "estimator", made, about, _loaded)
-        check_model(model, found.model_id, f"{path}: estimator", f"{made} makes what fits")
-        if found.shape != (wanted := (spec_of(model).L, spec_of(model).E)):
-            raise ValueError(
-                f"{path} is damaged: it is of {found.shape} layers and experts, the model of {wanted}; "
-                "make it again"
-            )
-        return found.to(getattr(model, "device", "cpu")).eval()
+    def load(cls, path: str | Path) -> Estimator:
+        """Read an estimator of the kind that was saved; FileNotFoundError, ValueError if it is not
+        readable, or of a kind that is not registered."""
+        about = {"kind": str, "config": dict[str, Size], "model_id": str, "weighted": bool}
+        about["choice"] = tuple[bool, ...] | None
+        return load_tensors(path, FORMAT, "estimator", TRAINED, about, _loaded)
+
+
+VECTORS = "vectors."  # beginning of their names in an estimator's file
 
 
 def _loaded(
-    tensors: dict[str, Tensor], kind: str, config: dict[str, int], model_id: str
+    tensors: dict[str, Tensor],
+    kind: str,
+    config: dict[str, int],
+    model_id: str,
+    weighted: bool,
+    choice: tuple[bool, ...] | None,
 ) -> Estimator:
     with torch.device("meta"):  # no memory for what the file only claims to have
         estimator = find("estimator", kind)(**config, model_id=model_id)
+    weights = {}
     for name, parameter in estimator.state_dict().items():
-        checked(tensors, name, ("float32",), parameter.shape)
-    # of its own: what safetensors gives lies in the file
-    estimator.load_state_dict(
-        {name: tensor.clone() for name, tensor in tensors.items()}, assign=True
-    )
-    return estimator
+        tensor = checked(tensors, name, ("float32",), parameter.shape)
+        weights[name] = tensor.clone()  # of its own: what safetensors gives lies in the file
+    estimator.load_state_dict(weights, assign=True)
+    beside = {name: of for name, of in tensors.items() if name.startswith(VECTORS)}
+    if beside:
+        beside = {name.removeprefix(VECTORS): of for name, of in beside.items()}
+        estimator.vectors = DefaultVectors.of(beside, weighted, model_id)
+    estimator.choice = choice
+    return estimator.eval()
 
 
 class ResidualEstimator(Estimator):

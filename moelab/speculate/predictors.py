@@ -12,7 +12,7 @@ there were always room."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ Prediction = tuple[Tensor, Tensor]
 Estimate = Callable[[Tensor, int], Tensor]
 #: what predictors are made of, as keyword arguments, and where it comes from
 INGREDIENTS = {
-    "vectors": "moelab.speculate.default_vectors(model, prompts)",
-    "estimator": "a trained moelab.speculate.Estimator (--estimator FILE)",
-    "choice": "a truth value for each layer: whether the estimator predicts it better (notebook 04)",
-    "trace": "moelab.record(model, prompts), or for static calibration= (--calibration FILE of `moelab calibrate`)",
-    "seed": "an integer",
+    "vectors": "vectors= (--vectors FILE); `moelab train vectors MODEL FILE` measures them",
+    "estimator": "estimator= (--estimator FILE); `moelab train estimator MODEL FILE` trains one",
+    "choice": "choice=, which an estimator= of `moelab train estimator MODEL FILE` has",
+    "trace": "calibration= (--calibration FILE); `moelab calibrate MODEL FILE` counts one; or trace=",
+    "seed": "seed=, a whole number",
 }
 
 
@@ -48,9 +48,15 @@ def takes(name: str) -> list[str]:
     return list(find("predictor", name).takes)
 
 
-def lacking(name: str) -> list[str]:
-    """Which of what it takes must be given: the rest is measured where it is needed."""
-    return [part for part in takes(name) if part not in ("vectors", "seed")]
+def lacking(name: str, given: Collection[str] = ()) -> list[str]:
+    """What a predictor still needs to be given: the rest is measured where it is needed."""
+    return [part for part in takes(name) if part not in ("vectors", "seed", *given)]
+
+
+def require_parts(name: str, given: Collection[str]) -> None:
+    """ValueError for what a predictor lacks, with the command that makes it."""
+    for part in lacking(name, given):
+        raise ValueError(f"the predictor {name} needs {INGREDIENTS[part]}")
 
 
 class Predictor(ABC):
@@ -77,10 +83,7 @@ class Predictor(ABC):
             )
         for name in self.takes:
             if (value := ingredients.get(name, getattr(self, name, None))) is None:
-                raise ValueError(
-                    f"the predictor {made} needs {name}={INGREDIENTS[name]}: "
-                    f"prefetch=lambda model: {made}(model, {name}=…)"
-                )
+                raise ValueError(f"the predictor {made} needs {INGREDIENTS[name]}")
             setattr(self, name, value)
         self.ahead, self.spec = ahead, spec_of(model)
         self.device = getattr(model, "device", torch.device("cpu"))
@@ -133,8 +136,10 @@ class Quasi(Predictor):
     reads_residual = True
 
     def prepare(self, model):
-        check_model(model, self.vectors.model_id, "these default vectors are", f"use {MEASURED}")
-        self.vectors, self.streams = self.vectors.to(self.device), streams(model)
+        self.streams = streams(model)
+        made = self.vectors
+        check_model(model, made.model_id, "these default vectors are", MEASURED, *made.counts.shape)
+        self.vectors = made.to(self.device)
 
     def quasi(self, layer: int, r: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """q [T, H] of the layer that is predicted."""
@@ -149,7 +154,7 @@ class Hybrid(Quasi):
     """Per layer the estimator or the next router on q, whichever was better on validation (§6.3,
     Hybrid-PF).
 
-    choice : bool for each of the L layers; `choose` of notebooks/studies/recall_and_misses.py finds it.
+    choice : bool for each of the L layers; `moelab.speculate.training.choose` finds it.
     """
 
     takes = ("vectors", "estimator", "choice")
@@ -167,17 +172,22 @@ class Hybrid(Quasi):
                 f"this estimator was trained to look {trained} layer(s) ahead, not {self.ahead}"
             )
         if model_id := getattr(self.estimator, "model_id", ""):
-            check_model(model, model_id, "this estimator is", f"use {TRAINED}")
+            sizes = {of: self.estimator.config[of] for of in "LE"}
+            check_model(model, model_id, "this estimator is", TRAINED, **sizes)
+            self.estimator.to(self.device)
         for layer, target in self.targets.items():
             if self.choice[layer]:
                 check_given(target, self.vectors.d.shape[-1])
 
     def predict(self, layer, s, r, ids, weights):
         q = self.quasi(layer, r, ids, weights)
-        target = self.targets[layer]
         if not self.choice[layer]:
-            return route(target, q)
-        logits = self.estimator(q, layer)
+            return route(self.targets[layer], q)
+        return self.estimated(layer, q)
+
+    def estimated(self, layer: int, q: Tensor) -> Prediction:
+        """What the estimator says of q [T, H]."""
+        target, logits = self.targets[layer], self.estimator(q, layer)
         if getattr(self.estimator, "residual", False):
             logits = router_logits(target, q) + logits
         return route(target, q, logits)

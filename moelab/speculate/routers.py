@@ -60,8 +60,8 @@ def ask(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Any:
     return output
 
 
-#: router class → place of the logits in what it returns; first in all others
-LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2}
+#: router class → place of the logits in what it returns, … for all of it; first in all others
+LOGITS = {"Llama4Router": 1, "SwitchTransformersTop1Router": 2, "DbrxRouter": ...}
 
 
 def router_logits(layer: MoELayer, x: Tensor, logits: Tensor | None = None) -> Tensor:

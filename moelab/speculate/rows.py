@@ -9,11 +9,13 @@ both layers and was dropped in neither. Hidden states on disk are mapped, never 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from moelab.models import MoELayer
 from moelab.speculate.predictors import Quasi, of_model
 from moelab.speculate.routers import router_logits
 from moelab.speculate.signals import DefaultVectors
@@ -49,20 +51,29 @@ class Rows:
         #: tokens that are read together
         self.size = max(1, BUFFER // (2 * trace.residuals[:1].nbytes))
 
-    @torch.no_grad()
-    def read(self, tokens: Tensor) -> Examples:
-        """The rows of tokens [n] of the trace."""
+    def all(self) -> Iterator[Tensor]:
+        """Tokens [n] of the whole trace, a buffer at a time."""
+        return iter(torch.arange(len(self.trace)).split(self.size))
+
+    def layers(self, tokens: Tensor) -> Iterator[tuple[int, MoELayer, Tensor, Tensor, Tensor]]:
+        """(predicting layer, predicted one, q [R, H], s there [R, H], ids there [R, K]) of tokens
+        [n]."""
         trace = self.trace
         columns = trace.router_inputs, trace.residuals, trace.ids, trace.weights
         s, r, ids, weights = (column[tokens].to(self.quasi.device) for column in columns)
         ids = ids.long()
         passed = (ids != self.spec.E).any(-1)  # [T, L]
-        parts = []
         for l, target in sorted(self.quasi.targets.items()):
             there = target.index
             t = (passed[:, l] & passed[:, there]).nonzero().flatten()
             q = self.quasi.quasi(l, r[t, l], ids[t, l], weights[t, l])
-            start = router_logits(target, q)
-            logits = router_logits(target, s[t, there])
-            parts.append((q, torch.full_like(t, l), start, logits))
+            yield l, target, q, s[t, there], ids[t, there]
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Examples:
+        """The rows of tokens [n] of the trace."""
+        parts = [
+            (q, torch.full((len(q),), l), router_logits(target, q), router_logits(target, s))
+            for l, target, q, s, _ in self.layers(tokens)
+        ]
         return Examples(*(torch.cat(part) for part in zip(*parts)))

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,14 +24,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moelab import recording
+from moelab.base.files import load_tensors, save_tensors
 from moelab.base.progress import progress
+from moelab.base.schema import checked
 from moelab.checkpoint.opening import spec_of
 from moelab.models import SeamExperts, assignments, plugged
 from moelab.models.identity import identity, same_source
 from moelab.models.patches import Patches
 from moelab.models.stream import Stream, streams
 
-MEASURED = "moelab.speculate.default_vectors(model, prompts)"
+FORMAT = "moelab.vectors/1"
+MEASURED = "`moelab train vectors MODEL FILE` writes what fits"
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +69,42 @@ class DefaultVectors:
     def to(self, device: torch.device | str) -> DefaultVectors:
         return replace(self, d=self.d.to(device), shared=self.shared.to(device))
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        return {"d": self.d, "shared": self.shared, "counts": self.counts}
 
-def check_model(model: nn.Module, model_id: str, what: str, remedy: str) -> None:
-    """ValueError if `what` was made from another model than this one."""
+    @classmethod
+    def of(cls, tensors: dict[str, Tensor], weighted: bool, model_id: str) -> DefaultVectors:
+        """Of what `tensors` gave. ValueError for others."""
+        L, E, H = checked(tensors, "d", ("float32",), (None, None, None)).shape
+        shared = checked(tensors, "shared", ("float32",), (L, H))
+        counts = checked(tensors, "counts", ("int64",), (L, E), 0)
+        return cls(tensors["d"], shared, counts, weighted, model_id)
+
+    def save(self, path: str | Path) -> Path:
+        """Write to `path` atomically (a .safetensors file); returns the path."""
+        about = {"weighted": self.weighted, "model_id": self.model_id}
+        return save_tensors(path, FORMAT, self.tensors, **about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> DefaultVectors:
+        """Raises FileNotFoundError, ValueError: not a whole and readable file of default vectors."""
+        about = {"weighted": bool, "model_id": str}
+        what = "file of default vectors"
+        return load_tensors(path, FORMAT, what, MEASURED, about, cls.of)
+
+
+def check_model(
+    model: nn.Module, model_id: str, what: str, remedy: str, L: int = 0, E: int = 0
+) -> None:
+    """ValueError if `what` was made from another model than this one, or says so and has other layers
+    L and experts E."""
     if not same_source(mine := identity(model), model_id):
         raise ValueError(
             f"{what} of another model (identity {model_id}, this model's is {mine}); {remedy}"
         )
+    if L and (wanted := (spec_of(model).L, spec_of(model).E)) != (L, E):
+        raise ValueError(f"{what} damaged: of {(L, E)} layers and experts, not {wanted}; {remedy}")
 
 
 def quasi_hidden(path: Sequence[Stream], r: Tensor, d: Tensor) -> Tensor:

@@ -26,6 +26,9 @@ from torch import Tensor
 from moelab.base.progress import progress
 from moelab.base.registry import find
 from moelab.speculate.estimator import DEFAULT_ESTIMATOR, Estimator
+from moelab.speculate.execution import found
+from moelab.speculate.predictors import EstimatorPredictor
+from moelab.speculate.routers import route
 from moelab.speculate.rows import Examples, Rows
 from moelab.speculate.signals import DefaultVectors
 from moelab.trace import RoutingTrace
@@ -68,8 +71,8 @@ def train(
 
     trace : recorded with `hidden=True`; hidden states on disk are read as needed.
     vectors : the default vectors that make q, the same that predictors will use.
-    validation : of text that is not in `trace`. It decides which weights are kept, so measure the
-        result on a third one.
+    validation : of text that is not in `trace`. It decides which weights are kept, and at which
+        layers a hybrid uses them, so measure the result on a third one.
     kind : a name of `moelab.names("estimator")`. The default begins as the next router on q, and is
         given back as that if no training lowers the validation's loss.
     parameters : of the estimator (`Estimator.sized`).
@@ -82,6 +85,8 @@ def train(
         raise ValueError(f"tokens={tokens}, batch={batch}: each must be at least 1")
     data, held_out = (Rows(t, model, vectors) for t in (trace, validation))
     estimator = _estimator(data, kind, parameters, seed)
+    # refused now, not when it is trained, where a router's logits cannot be replaced
+    predictor = EstimatorPredictor(model, vectors=vectors, estimator=estimator)
     optimizers = _optimizers(estimator)
     every = every or max(tokens // 20, 1)
     history = []
@@ -107,6 +112,7 @@ def train(
             if bar.n - history[-1].tokens >= every or bar.n == tokens:
                 validate()
     estimator.load_state_dict(weights)
+    estimator.vectors, estimator.choice = vectors, choose(held_out, predictor)
     return Training(estimator.eval(), tuple(history))
 
 
@@ -192,7 +198,19 @@ def divergence(logits: Tensor, predicted: Tensor, router: str = "softmax") -> Te
 def evaluate(estimator: Estimator, rows: Rows) -> float:
     """Mean divergence over all rows, nats."""
     losses = []
-    for tokens in torch.arange(len(rows.trace)).split(rows.size):
+    for tokens in rows.all():
         some = rows.read(tokens)
         losses.append(divergence(some.logits, predicted(estimator, some), rows.spec.router))
     return float(torch.cat(losses).mean(dtype=torch.float64))
+
+
+@torch.no_grad()
+def choose(rows: Rows, predictor: EstimatorPredictor) -> tuple[bool, ...]:
+    """For each of the L layers, whether the estimator has the better recall@K than the next router
+    on q  (§6.3). A layer that predicts nothing, such as the last, is the router's."""
+    lead = [0] * rows.spec.L  # hits of the estimator less those of the router
+    for tokens in rows.all():
+        for l, target, q, _, true in rows.layers(tokens):
+            for sign, (ids, _) in ((1, predictor.estimated(l, q)), (-1, route(target, q))):
+                lead[l] += sign * int((found(ids, true) & (true != rows.spec.E)).sum())
+    return tuple(hits > 0 for hits in lead)

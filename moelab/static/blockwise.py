@@ -7,37 +7,35 @@ one product [m·B, H], and blocks without any token are not computed, unless `sk
 
     blocks_e = ⌈n_e/B⌉    slot of a choice = rank within its expert + B · (blocks before that expert)
     block_to_expert [N]    token position table [N, B], −1 where a slot is empty
+
+A logical NeuronCore is two physical ones ("LNC2 sharding strategies"), which share each block's
+product along H or I, or the blocks, even and odd ones. Here they are virtual, run one after the
+other, and form every partial sum; what they would exchange is counted.
+
+    H        [B, H/2] @ [H/2, 2I] → add → gate → [B, I] @ [I, H/2]        B · 2I values a block
+    I        [B, H] @ [H, I] → gate → [B, I/2] @ [I/2, H] → add           B · H values a block
+    block    each core sums its blocks in an output [T, H] → add          T · H values
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Executor, dispatch, zeros
+from moelab.base.registry import require
+from moelab.experts.executor import Executor, add_padded, dispatch, names, usual, zeros
+from moelab.experts.located import weighted
+from moelab.experts.sharding import part_of, share
+from moelab.static.parallelism import blocks_by_code
 
-
-def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
-    """N, the blocks of B tokens that hold any routing of T tokens to K of E experts, as the SDK's code
-    has it: E − 1 experts with a token each, and all other pairs one expert's."""
-    return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)
-
-
-@dataclass
-class Loads:
-    loaded: int = 0
-    skipped: int = 0  # that an algorithm without skipping does, too
-
-    @property
-    def savings(self) -> float:
-        return self.skipped / max(self.loaded + self.skipped, 1)
-
-    def add(self, loaded: int, skipped: int) -> None:
-        self.loaded, self.skipped = self.loaded + loaded, self.skipped + skipped
+SHARDINGS = ("H", "I", "block")
+CORES = 2  # physical ones of a logical NeuronCore
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,39 +73,76 @@ class Blockwise(Executor):
 
     block_size : B. The SDK's is 512; a CPU needs tens of rows a weight.
     skip_blocks : whether blocks without a token are left out.
+    sharding : what two cores share, "H", "I" or "block"; None for one core.
 
     Attributes, summed over calls:
-    live : blocks with a token.
-    row_loads, weight_loads : of token rows [H] for each slot, and of an expert's weights for each
-        block computed.
+    weight_loads : of an expert's weights; with "block" those of both cores, with "H" and "I" each core
+        loads half.
+    exchanged : values that one core sends the other.
     """
 
-    def __init__(self, block_size: int = 64, *, skip_blocks: bool = True) -> None:
+    def __init__(
+        self, block_size: int = 64, *, skip_blocks: bool = True, sharding: str | None = None
+    ) -> None:
         super().__init__()
         if block_size < 1:
             raise ValueError(f"block_size={block_size} must be at least 1")
-        self.block_size, self.skip_blocks, self.live = block_size, skip_blocks, 0
-        self.row_loads, self.weight_loads = Loads(), Loads()
+        if sharding is not None:
+            require("sharding", sharding, SHARDINGS)
+        self.block_size, self.skip_blocks, self.sharding = block_size, skip_blocks, sharding
+        self.weight_loads = self.exchanged = 0
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         m = block_map(ids, experts.num_experts, self.block_size)
         live = m.live
         todo = (live.nonzero().flatten() if self.skip_blocks else torch.arange(len(live))).tolist()
         executed = int((m.tokens >= 0).sum())
-        self.live += int(live.sum())
         self.count(executed, executed, len(todo) * self.block_size)
+        cores = CORES if self.sharding == "block" else 1
+        parts = [self._sum(m, todo[core::cores], x, weights, experts) for core in range(cores)]
+        for part in parts[1:]:
+            parts[0] += part
+            self.exchanged += part.numel()
+        return parts[0].to(x.dtype)
+
+    def _sum(
+        self, m: BlockMap, todo: list[int], x: Tensor, weights: Tensor, experts: Any
+    ) -> Tensor:
+        """What one core makes of its blocks: [T, H]."""
         out = zeros(x, weights, experts)
         for expert, group in groupby(todo, key=m.block_to_expert.tolist().__getitem__):
             run = list(group)
-            tokens = m.tokens[run].flatten()
-            used = (tokens >= 0).nonzero().flatten()
-            t = tokens[used]
-            w = weights.new_zeros(len(tokens))
-            w[used] = weights[t, m.choices[run].flatten()[used]]
-            rows = x.new_zeros(len(tokens), x.shape[1])
-            rows[used] = x[t]
-            y = experts.weighted(rows, w, experts.weights(expert))
-            out.index_add_(0, t, y[used].to(out.dtype))
-            self.row_loads.add(len(used), len(tokens) - len(used))
-            self.weight_loads.add(1, len(run) - 1)
-        return out.to(x.dtype)
+            used = m.tokens[run] >= 0  # slots behind them are empty
+            tokens = m.tokens[run][used]
+            w = weights[tokens, m.choices[run][used]]
+            compute = partial(self._weighted, experts, expert)
+            add_padded(out, x, tokens, w, used.numel(), compute)
+            self.weight_loads += 1
+        return out
+
+    def _weighted(self, experts: Any, expert: int, rows: Tensor, w: Tensor) -> Tensor:
+        """An expert's contribution, its product shared along H or I; the architecture's own
+        weighting of input or output stays."""
+        if self.sharding in (None, "block"):
+            return weighted(experts, expert, rows, w)
+
+        def ffn(x: Tensor, weights: Any) -> Tensor:
+            parts = [part_of(weights, of, CORES, experts, self.sharding) for of in range(CORES)]
+            if self.sharding == "I":
+                made = [experts.ffn(x, part) for part in parts]
+                self.exchanged += made[0].numel()
+                return sum(made)
+            up, down = names(experts)
+            columns = x.split(share(x.shape[1], CORES), 1)
+            made = [experts.linear(of, part, up) for of, part in zip(columns, parts)]
+            self.exchanged += made[0].numel()
+            h = experts.activate(sum(made))
+            return torch.cat([experts.linear(h, part, down) for part in parts], 1)
+
+        if self.sharding == "H" and not usual(experts):
+            raise ValueError(
+                f"{type(experts.module).__name__} computes an expert in code of its own, which is not cut "
+                f"along H: sharding is to be I or block"
+            )
+        shared = SimpleNamespace(ffn=ffn)
+        return type(experts).weighted(shared, rows, w, experts.weights(expert))

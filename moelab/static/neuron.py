@@ -2,7 +2,7 @@
 guide).
 
 `AllExperts` ("All-Experts algorithm") computes T·E rows, E/K times the arithmetic, with static
-shapes. `Selective` ("Selective loading algorithm") reads each expert that any token of the step
+shapes. "selective" ("Selective loading algorithm") is `Sorted`: it reads each expert that any token of the step
 chose, once, and no other: 1 − unique/E of the weights are not read, which pays while batch · K is
 well below E. `NeuronRule` (`ExpertMLPsV2`) chooses by sizes alone; α is 1.0 in the code and
 "typically between 0.8-1" in the guide:
@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, Sorted, local_experts, zeros
-from moelab.static.blockwise import Blockwise, Loads
+from moelab.experts.located import weighted
+from moelab.static.blockwise import Blockwise
+from moelab.static.parallelism import neuron_choice
 from moelab.static.static import CapacityFactor
 
 
@@ -38,46 +40,11 @@ class AllExperts(Executor):
         mask = torch.zeros(T, E + 1, dtype=torch.bool, device=x.device).scatter_(1, ids, True)
         out = zeros(x, weights, experts)
         for e in local if T else ():
-            y = experts.weighted(x, affinity[:, e], experts.weights(e))
+            y = weighted(experts, e, x, affinity[:, e])
             out += torch.where(mask[:, e, None], y.to(out.dtype), 0)  # 0 · ∞ would not be 0
         routed = int((ids < E).sum())
         self.count(routed, routed, T * len(local))
         return out.to(x.dtype)
-
-
-class Selective(Sorted):
-    """`Sorted`, with the unique experts of each step counted; `loads.savings` is 1 − unique/E."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loads = Loads()
-
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        out = super().run(x, ids, weights, experts)
-        E = experts.num_experts
-        if unique := len(ids[ids < E].unique()):
-            self.loads.add(unique, E - unique)
-        return out
-
-
-def neuron_choice(
-    T: int,
-    K: int,
-    E: int,
-    *,
-    decode: bool,
-    block_size: int = 512,
-    capacity_factor: float | None = None,
-    alpha: float = 1.0,
-) -> str:
-    """ "selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
-    if decode:
-        return "all_experts" if alpha * E <= T * K else "selective"
-    if capacity_factor is not None and capacity_factor < E / K:  # from E/K on it is taken for None
-        return "capacity"
-    if alpha * E > T * K:
-        return "selective"
-    return "all_experts" if block_size > T * K else "blockwise"
 
 
 class NeuronRule(Executor):
@@ -104,7 +71,7 @@ class NeuronRule(Executor):
         self.batch = batch
         self.chosen: Counter[str] = Counter()
         self.executors: dict[str, Executor] = {
-            "selective": Selective(),
+            "selective": Sorted(),
             "all_experts": AllExperts(),
             "blockwise": Blockwise(block_size),
         }

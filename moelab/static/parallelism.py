@@ -1,14 +1,17 @@
-"""Tensor or expert parallelism: the guide's decision framework as a function that gives its
-reasons.
+"""What AWS Neuron's guide decides by sizes alone, without torch: how experts are spread over devices,
+which algorithm runs them, and how many blocks hold any routing.
 
-Source: AWS Neuron's MoE guide, "Configuring TP and EP". Few experts (≤ 32) balance badly over
-devices, so each is cut; many (≥ 64) are spread. A part of an expert should keep I ≥ 128, or the
-matrix unit idles. In between the two are combined with TP of 2 to 8. Where the rules disagree (our
-reading), a part never falls below 128 and a device holds at least one expert. Left out: skewed
-routing, and the speed of links."""
+Source: AWS Neuron's MoE guide, "Configuring TP and EP", "Selective loading", "All-Experts", "BWMM";
+the SDK's `ExpertMLPsV2`. Few experts (≤ 32) balance badly over devices, so each is cut; many (≥ 64)
+are spread. A part of an expert should keep I ≥ 128, or the matrix unit idles. In between the two are
+combined, with TP of 2 to 8. Where the guide leaves it open, our reading: "very large EP" suffers from
+uneven loads, and the largest that it shows is 16, so experts are spread over 16 groups and further
+devices cut them, which gives its third example, TP = 4 and EP = 16 on 64. Left out: skewed routing,
+and the speed of links; `moelab.neuron` adds memory, phases and bounds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from moelab.base.specs import MoESpec
@@ -16,7 +19,8 @@ from moelab.base.specs import MoESpec
 FEW = 32
 MANY = 64
 LEAST_I = 128
-HYBRID = (2, 8)
+MOST_TP = 8
+MOST_EP = 16
 
 
 @dataclass(frozen=True)
@@ -35,18 +39,27 @@ class Parallelism:
         return f"{self.kind}: tp = {self.tp}, ep = {self.ep}. " + " ".join(self.reasons)
 
 
-def choose(spec: MoESpec, devices: int) -> Parallelism:
-    """How to spread experts over devices, with even routing."""
+def choose(
+    spec: MoESpec, devices: int, allowed: Callable[[int, int], bool] = lambda tp, ep: True
+) -> Parallelism:
+    """How to spread experts over devices, with even routing.
+
+    allowed : which (tp, ep) a runtime can do; all of them if not given.
+
+    Raises ValueError: no device, or none of the ways is possible."""
     if devices < 1:
         raise ValueError(f"devices is {devices}; there must be at least one")
     if devices == 1:
         return Parallelism(1, 1, ("One device holds everything.",))
-    divisors = [tp for tp in range(1, devices + 1) if devices % tp == 0]
-    fitting = [tp for tp in divisors if devices // tp <= spec.E and tp <= spec.I]
+    fitting = [
+        tp
+        for tp in range(1, min(devices, spec.I) + 1)
+        if devices % tp == 0 and devices // tp <= spec.E and allowed(tp, devices // tp)
+    ]
     if not fitting:
         raise ValueError(
             f"{devices} devices are too many for {spec.E} experts of I = {spec.I}: no tp that divides "
-            f"them gives every device a part"
+            f"them gives every device a part that the runtime can compute"
         )
     tp, why = _rule(spec, devices, fitting)
     reasons = [f"{spec.E} experts {why}."]
@@ -60,13 +73,45 @@ def choose(spec: MoESpec, devices: int) -> Parallelism:
 def _rule(spec: MoESpec, devices: int, fitting: list[int]) -> tuple[int, str]:
     """tp, one of `fitting`, and why."""
     wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
-    least, most = HYBRID
-    moderate = [tp for tp in wide if least <= tp <= most and tp < devices]
+    if len(fitting) == 1:
+        return fitting[0], "can be spread in this way only"
     if spec.E <= FEW:
         return wide[-1], f"are few (≤ {FEW}): they are cut"
-    if spec.E >= MANY:
-        return wide[0], f"are many (≥ {MANY}): they are spread"
-    if moderate:
-        return moderate[0], "are neither few nor many: a moderate tp beside ep"
-    tp = wide[-1] if wide[-1] <= most else wide[0]
-    return tp, f"are neither few nor many, and no tp of {least} to {most} leaves parts and an ep"
+    many = spec.E >= MANY
+    low = [tp for tp in wide if tp <= MOST_TP] or wide[:1]
+    enough = (tp for tp in low if devices // tp <= MOST_EP and (many or tp > 1))
+    tp = next(enough, low[-1])
+    how = (
+        "spread"
+        if tp == 1
+        else "cut"
+        if tp == devices
+        else f"spread over {devices // tp} groups, and cut"
+    )
+    return tp, f"are {f'many (≥ {MANY})' if many else 'neither few nor many'}: they are {how}"
+
+
+def neuron_choice(
+    T: int,
+    K: int,
+    E: int,
+    *,
+    decode: bool,
+    block_size: int = 512,
+    capacity_factor: float | None = None,
+    alpha: float = 1.0,
+) -> str:
+    """ "selective", "all_experts", "capacity" or "blockwise", by the SDK's rule."""
+    if decode:
+        return "all_experts" if alpha * E <= T * K else "selective"
+    if capacity_factor is not None and capacity_factor < E / K:  # from E/K on it is taken for None
+        return "capacity"
+    if alpha * E > T * K:
+        return "selective"
+    return "all_experts" if block_size > T * K else "blockwise"
+
+
+def blocks_by_code(T: int, K: int, E: int, B: int) -> int:
+    """N, the blocks of B tokens that hold any routing of T tokens to K of E experts, as the SDK's code
+    has it: E − 1 experts with a token each, and all other pairs one expert's."""
+    return min(-(-(T * K - (E - 1)) // B) + E - 1, T * K)

@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from moelab.base.registry import require
-from moelab.experts.executor import Dispatch, Executor, Tally, dispatch, local_experts, zeros
+from moelab.experts.executor import Dispatch, Executor, add_padded, dispatch, local_experts, zeros
+from moelab.experts.located import weighted
 from moelab.static.tiers import Group
 
 #: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens'
@@ -47,6 +48,7 @@ ORDERS: dict[str, Order] = {
     # the opposite of saliency, for control: the strongest are dropped first
     "strongest": lambda d, weights, saliency, rng: -saliency[d.tokens],
 }
+OVERFLOW = ("prune", "pad")
 NEED_SALIENCY = ("saliency", "strongest")
 #: names under which architectures keep a decoder layer's attention
 ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
@@ -155,7 +157,7 @@ class StaticExecutor(Executor):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require("overflow", overflow, ("prune", "pad"))
+        require("overflow", overflow, OVERFLOW)
         require("order", order, ORDERS)
         if overflow == "prune" and order in NEED_SALIENCY and saliency is None:
             raise ValueError(
@@ -166,7 +168,6 @@ class StaticExecutor(Executor):
         self.order = order
         self.saliency = saliency
         self.lossless = overflow == "pad"
-        self.by_layer: dict[int, Tally] = {}
         self._rng = torch.Generator().manual_seed(seed)
 
     @abstractmethod
@@ -201,14 +202,9 @@ class StaticExecutor(Executor):
             if n:
                 mine = slice(begins[e], begins[e] + counts[e])
                 tokens = kept.tokens[mine]
-                buffer, scale = x.new_zeros(n, x.shape[1]), weights.new_zeros(n)
-                buffer[: counts[e]] = x[tokens]
-                scale[: counts[e]] = weights[tokens, kept.choices[mine]]
-                y = experts.weighted(buffer, scale, experts.weights(e))[: counts[e]]
-                out.index_add_(0, tokens, y.to(out.dtype))
-        done = len(routed), len(kept), sum(rows)
-        self.count(*done)
-        self.by_layer.setdefault(layer, Tally()).add(*done)
+                w = weights[tokens, kept.choices[mine]]
+                add_padded(out, x, tokens, w, n, partial(weighted, experts, e))
+        self.count(len(routed), len(kept), sum(rows))
 
     def admitted(
         self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int, chunk: slice

@@ -47,7 +47,14 @@ class Group:
 
 
 def capacity_tiers(
-    counts: Any, tokens: int, chunk: int, *, levels: int = 3, rule: str = "topk", slack: float = 1.0
+    counts: Any,
+    tokens: int,
+    chunk: int,
+    *,
+    levels: int = 3,
+    rule: str = "topk",
+    slack: float = 1.0,
+    capacities: Sequence[int] = (),
 ) -> list[Tiers]:
     """Tiers of every layer from calibrated counts (NPUMoE §4.1).
 
@@ -57,8 +64,13 @@ def capacity_tiers(
     rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads,
         which choose the tier, have the factor K in both; an expert above the largest level gets the
         largest.
+    capacities : fixed levels of all layers instead, multiples of 16 such as (32, 64, 128) (§5.1).
     """
     require("rule", rule, RULES)
+    if any(C < MULTIPLE or C % MULTIPLE for C in capacities):
+        raise ValueError(
+            f"capacities {', '.join(map(str, capacities))}: each must be a multiple of {MULTIPLE}"
+        )
     counts = _layers_of(counts)
     if min(tokens, chunk, levels) < 1 or slack <= 0 or not counts.sum(1).all():
         raise ValueError(
@@ -70,7 +82,7 @@ def capacity_tiers(
     r = counts.max(1) / counts.mean(1)
     base = expected.mean(1) if rule == "topk" else [slack * chunk / counts.shape[1]] * len(counts)
     return [
-        _tiers(wanted, low, low * ratio, chunk, levels)
+        _tiers(wanted, capacities or low * ratio ** np.linspace(1, 0, levels), chunk)
         for wanted, low, ratio in zip(expected, base, r)
     ]
 
@@ -105,16 +117,10 @@ def round_up(n: float, multiple: int) -> int:
     return max(-int(-n // multiple), 1) * multiple
 
 
-def _tiers(wanted: Sequence[float], low: float, high: float, chunk: int, levels: int) -> Tiers:
-    """Levels low · (high/low)^(j/(levels − 1)), and for each wanted load the smallest level that
-    holds it."""
+def _tiers(wanted: Sequence[float], levels: Sequence[float], chunk: int) -> Tiers:
+    """The levels as capacities of a chunk, and for each wanted load the smallest that holds it."""
     ceiling = round_up(chunk, MULTIPLE)  # a token visits an expert once at most
-    ordered = sorted(
-        {
-            min(round_up(round(low * (high / low) ** step, 6) if low > 0 else 0, MULTIPLE), ceiling)
-            for step in np.linspace(1, 0, levels)
-        }
-    )
+    ordered = sorted({min(round_up(round(level, 6), MULTIPLE), ceiling) for level in levels})
     capacity = tuple(
         next((level for level in ordered if load <= level), ordered[-1]) for load in wanted
     )

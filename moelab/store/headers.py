@@ -90,12 +90,11 @@ class Stored(NamedTuple):
             raise ValueError(f"{self.file} became shorter while it was read")
         return raw
 
-    def slice(self, i: int) -> Stored:
-        """Its part [i:i+1]."""
-        shape = (1, *self.shape[1:])
-        n = prod(self.shape[1:])
+    def slice(self, i: int, rows: int = 1) -> Stored:
+        """The i-th of its parts of so many rows."""
+        shape = (rows, *self.shape[1:])
         begin = self.begin + i * nbytes(self.dtype, shape)
-        return Stored(self.file, self.dtype, shape, begin, self.key, i * n)
+        return Stored(self.file, self.dtype, shape, begin, self.key, i * prod(shape))
 
 
 def read_header(file: Path) -> dict[str, Stored]:

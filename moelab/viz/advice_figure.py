@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, DECODED, FORMS
@@ -11,7 +12,6 @@ from moelab.base.table import duration, size, unit_of
 from moelab.viz import theme
 from moelab.viz.charts import ROUND, finish, hover, point_look
 from moelab.viz.notebook import say, show, table
-from moelab.viz.plotly_json import Figure
 
 #: forms in the order of their colours and symbols
 SERIES = [AS_IS, DECODED, *FORMS]

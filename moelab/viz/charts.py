@@ -9,16 +9,16 @@ modelled."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
+from plotly.graph_objects import Figure
+from plotly.subplots import make_subplots
 
 from moelab.base.records import Record
 from moelab.base.specs import Event
 from moelab.viz import theme
-from moelab.viz.plotly_json import Figure, merged
 
 GREY = "#555555"
 EDGE = {"color": theme.BLACK, "width": 1}
@@ -41,11 +41,26 @@ KINDS = {
     "decompress": (theme.ORANGE, "", "black"),
     "recover": (theme.PURPLE, "\\", "black"),
     "decode": (theme.ORANGE, "-", "black"),
+    "attention": (theme.PURPLE, "", "white"),
+    "router": (theme.SKY, "", "black"),
+    "gather": (theme.SKY, "-", "black"),
+    "launch": (theme.ORANGE, "/", "black", "launch of a group of experts"),
+    "scatter": (theme.SKY, "\\", "black"),
     "expert": (theme.GREEN, "", "white"),
     "other": ("#8c8c8c", ".", "white"),
     "wait": ("#eeeeee", "x", "#222"),
 }
-RESOURCES = ("gpu", "link", "host", "disk", "copy", "worker", "compute")  # from top to bottom
+RESOURCES = (
+    "gpu",
+    "link",
+    "host",
+    "disk",
+    "copy",
+    "worker",
+    "ane",
+    "evaluator",
+    "compute",
+)  # from top to bottom
 
 
 def line_look(i: int) -> Record:
@@ -104,33 +119,15 @@ def panels(
     """
     titles = list(titles)
     columns = min(columns or len(titles), len(titles))
-    grid = _grid(tuple(map(bool, titles)), columns, tuple(how.items()))
-    figure = Figure((), grid, columns)
-    for note, title in zip(figure.frame.get("annotations", ()), filter(None, titles)):
-        note["text"] = title
+    named = any(titles) and len(titles) > 1
+    rows = -(-len(titles) // columns)
+    figure = make_subplots(rows, columns, subplot_titles=titles if named else None, **how)
     bottom = range(max(0, len(titles) - columns), len(titles))
     places = [{"row": i // columns + 1, "col": i % columns + 1} for i in range(len(titles))]
     for i in bottom:
         figure.update_xaxes(title=x, **places[i])
     figure.update_yaxes(title=y, col=1).update_annotations(font_size=13)
     return figure, places
-
-
-@cache
-def _grid(titled: tuple[bool, ...], columns: int, how: tuple[tuple[str, Any], ...]) -> Record:
-    """The empty panels, some with a title, as plotly lays them out."""
-    from plotly.subplots import make_subplots
-
-    n = len(titled)
-    return merged(
-        make_subplots(
-            rows=-(-n // columns),
-            cols=columns,
-            **dict(how),
-            subplot_titles=["title" * there for there in titled] if n > 1 and any(titled) else None,
-        ).layout.to_plotly_json(),
-        {"template": None},
-    )
 
 
 def add_points(
@@ -162,15 +159,14 @@ def finish(figure: Figure, x: str = "", y: str = "", legend: str = "", **layout:
     if y:
         figure.update_yaxes(title=y)
     named: set[str] = set()
-    for trace in figure.traces:
-        name = trace.get("name")
-        if name and "showlegend" not in trace:
-            trace |= {"legendgroup": name, "showlegend": name not in named}
-            named.add(name)
+    for trace in figure.data:
+        if trace.name and trace.showlegend is None:
+            trace.update(legendgroup=trace.name, showlegend=trace.name not in named)
+            named.add(trace.name)
     title = {"text": legend, "font": {"size": 13}}
     figure.update_layout(
         legend={"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title},
-        showlegend=len(figure.traces) > 1 or bool(legend),
+        showlegend=len(figure.data) > 1 or bool(legend),
         margin={"l": 72, "r": 24, "t": 40, "b": 56},
     )
     return figure.update_layout(**layout)
@@ -222,7 +218,7 @@ def lines(
         i = names.index(name)
         add_points(figure, found, name, i, "%{x:g}: %{y:.3g}", showlegend=False, **places[0])
     _add_across(figure, across or {})
-    xs = {float(point) for trace in figure.traces for point in trace["x"]}
+    xs = {float(point) for trace in figure.data for point in trace["x"]}
     _scale_axes(figure, log)
     if "x" in log and len(xs) < 9:  # a tick at each
         figure.update_xaxes(tickvals=sorted(xs))
@@ -262,7 +258,7 @@ def _scale_axes(figure: Figure, log: str) -> None:
     """Logarithmic axes, "x", "y" or "xy", with round numbers."""
     for axis, update in (("x", figure.update_xaxes), ("y", figure.update_yaxes)):
         if axis in log:
-            values = np.concatenate([np.asarray(of[axis], float) for of in figure.traces])
+            values = np.concatenate([np.asarray(of[axis], float) for of in figure.data])
             values = values[values > 0]
             wide = len(values) and values.max() > 300 * values.min()
             update(type="log", tickvals=ROUND[:: 3 if wide else 1])
@@ -308,8 +304,7 @@ def bars(
     if not shown:
         figure.update_yaxes(title=f"{y}, {kind}" if kind and y else y, col=1)
     if layout.get("barmode") == "stack":
-        for trace in figure.traces:
-            del trace["offsetgroup"]
+        figure.update_traces(offsetgroup=None)
     title = kind + (f"<br>dashed: {line[1]}" if line else "")
     finish(figure, legend=title, showlegend=shown)
     if line and not shown:  # what it is stands in the margin, where no bar is

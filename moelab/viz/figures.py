@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.base.specs import Event
 from moelab.viz import theme
@@ -24,7 +25,6 @@ from moelab.viz.charts import (
     panels,
     pattern,
 )
-from moelab.viz.plotly_json import Figure
 from moelab.zipmoe.entropy import FORMATS, entropy, marginals
 
 BELADY = "Belady, whole experts"
@@ -55,9 +55,8 @@ def budget_curve(
         height=560,
         margin_t=64,
     ).update_annotations(x=0, xanchor="left")
-    for trace in figure.traces:
-        if trace["name"] == BELADY:
-            trace |= {"mode": "lines", "line": {"width": 3, "color": theme.BLACK, "dash": "solid"}}
+    thick = {"width": 3, "color": theme.BLACK, "dash": "solid"}
+    figure.update_traces(mode="lines", line=thick, selector={"name": BELADY})
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         figure.add_annotation(

@@ -16,10 +16,10 @@ from typing import Any
 
 import ipywidgets
 from IPython.display import Markdown, display
+from plotly.graph_objects import Figure
 
 from moelab.base.table import head_and_rows, markdown_table
 from moelab.viz import theme
-from moelab.viz.plotly_json import Figure
 
 #: width of what stands before a control, so that all controls begin below one another
 LABEL = "16em"

@@ -9,7 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -84,11 +84,20 @@ TEMPLATE = json.loads(json.dumps(_template()))  # no tuples
 
 
 def to_json(fig: Any) -> Record:
-    """A figure, ours or plotly's, in moelab's look as plain JSON, {"data": …, "layout": …}; what it
-    sets itself stays."""
-    found = json.loads(fig.to_json(), parse_constant=lambda _: None)
+    """A plotly figure in moelab's look as plain JSON, {"data": …, "layout": …}; what it sets itself
+    stays, and NaN is null."""
+    found = json.loads(fig.to_json(), parse_constant=lambda _: None, object_hook=_listed)
     found["layout"]["template"] = TEMPLATE
     return found
+
+
+def _listed(part: Record) -> Any:
+    """An array that plotly has packed as a list."""
+    if "bdata" not in part:
+        return part
+    shape = [int(n) for n in part.get("shape", "-1").split(",")]
+    values = np.frombuffer(b64decode(part["bdata"]), part["dtype"]).reshape(shape)
+    return np.where(np.isfinite(values), values, None).tolist()
 
 
 def packed(part: Any, name: str = "") -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -30,7 +30,7 @@ from moelab.advice.model import find_model
 from moelab.advice.question import Question
 from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import chosen, identity_of, looked
-from moelab.advice.space import PROMPT, TIMED, WARM, CostsOf, Look, Search, forms_of, reading
+from moelab.advice.space import PROMPT, TIMED, WARM, Costs, CostsOf, Look, Search, forms_of
 from moelab.advice.verify import options_of, stored
 from moelab.advice.verify import run as run_way
 from moelab.advice.ways import Way
@@ -206,6 +206,20 @@ def resumed(file: Path, rounds: int) -> Records:
         if kept["of"] == made_by(rounds):
             return kept["rows"]
     return {}
+
+
+def reading(costs_of: CostsOf, change: Callable[[float, float], float]) -> CostsOf:
+    """The same costs but for reads, whose seconds, of so many bytes, are changed."""
+
+    def changed(form: str) -> Costs | None:
+        if (costs := costs_of(form)) is None:
+            return None
+        d = costs.machine.delays
+        e, sm = change(d.e_read, d.e_bytes), change(d.sm_read, d.sm_bytes)
+        delays = replace(d, e_read=e, sm_read=sm)
+        return replace(costs, machine=replace(costs.machine, delays=delays))
+
+    return changed
 
 
 def prepared(spec: MoESpec, folder: Path, rate: float) -> tuple[Look, CostsOf]:

@@ -12,24 +12,25 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.ane.plan import ANEPlan, make_plan
-from moelab.ane.systems import ABLATION, SYSTEMS, TABLE_2
+from moelab.ane.predict import DeviceModel
+from moelab.ane.systems import SYSTEMS
 from moelab.cards import load_model
 from moelab.viz import theme
-from moelab.viz.plotly_json import Figure
 
-from .ane_device import DeviceModel, Prefill
+from .ane_device import Modelled, fitted, prefill_of
 from .ane_popularity import assumed_counts, assumed_loads
-from .ane_published import ATTENTION_CPU, TABLE_5
+from .ane_published import ABLATION, ATTENTION_CPU, TABLE_2, TABLE_5
 
 #: (prompt, chunk) of Figures 14 to 16
 RUNS = ((1024, 256), (1024, 512), (4096, 256), (4096, 512), (4096, 1024))
 #: what is compared → the figure of a prefill
-METRICS: dict[str, Callable[[Prefill], float]] = {
+METRICS: dict[str, Callable[[Modelled], float]] = {
     "ttft": lambda p: p.ttft_s,
     "energy": lambda p: p.total.mj,
-    "cpu_cycles": lambda p: p.cpu_s,
+    "cpu_cycles": lambda p: p.total.cpu_ms,
 }
 #: a choice of ours, changed → options of `studies`
 READINGS: dict[str, dict[str, Any]] = {
@@ -43,7 +44,7 @@ READINGS: dict[str, dict[str, Any]] = {
 #: models and the machines that the paper ran them on
 MACHINES = {"Phi-3.5-MoE": "m2-ultra", "Phi-tiny-MoE": "m2-max", "Qwen3-30B-A3B": "m2-ultra"}
 RIVALS = tuple(system for system in TABLE_2 if system != "npumoe")
-Run = dict[str, Prefill]  # system → its prefill
+Run = dict[str, Modelled]  # system → its prefill
 Study = dict[tuple[int, int], Run]  # (prompt, chunk) → systems
 Values = dict[str, tuple[float, str]]  # name → (value, unit)
 
@@ -72,15 +73,15 @@ def study(
     for prompt, chunk in runs:
         plans, unseen = _plans(model, chunk, skew, seed)
         found[prompt, chunk] = {
-            s: device.prefill(plan, prompt, unseen) for s, plan in plans.items()
+            s: prefill_of(device, plan, prompt, unseen) for s, plan in plans.items()
         }
     return found
 
 
 def studies(seed: int = 0, skew: str = "typical", runs: Any = RUNS, **how: Any) -> dict[str, Study]:
-    """The study of each of `MACHINES`; `how` are `DeviceModel.of`'s."""
+    """The study of each of `MACHINES`; `how` are `ane_device.fitted`'s."""
     return {
-        model: study(model, DeviceModel.of(device, **how), runs, skew, seed)
+        model: study(model, fitted(device, **how), runs, skew, seed)
         for model, device in MACHINES.items()
     }
 
@@ -99,7 +100,7 @@ def ratio(run: Run, metric: str, system: str) -> float:
 def figures(found: dict[str, Study]) -> Values:
     """All that the ledger asks of `studies`."""
     phi, tiny, qwen = found.values()
-    device = DeviceModel.of()
+    device = fitted()
     values = {
         f"slot_{G}x{C}": (device.rates.graph_ms(G, C) / (G * C), "ms a row, serial")
         for G, C in ((1, 32), (1, 128), (8, 32), (8, 96), (8, 128), (8, 256))
@@ -109,7 +110,18 @@ def figures(found: dict[str, Study]) -> Values:
             for system in RIVALS:
                 values[f"phi_{P}_{B}_{metric}_{system}"] = ratio(run, metric, system), "× NPUMoE"
         values[f"phi_{P}_{B}_mj_per_token"] = run["npumoe"].mj_per_token, "mJ"
+    for metric, cost in (("ttft", "ms"), ("energy", "mj"), ("cpu_cycles", "cpu_ms")):
+        for system in RIVALS:
+            gains = [
+                getattr(run[system].end_to_end, cost) / getattr(run["npumoe"].end_to_end, cost)
+                for run in phi.values()
+            ]
+            values[f"end_to_end_{metric}_{system}_least"] = min(gains), "× NPUMoE, with decoding"
+            values[f"end_to_end_{metric}_{system}_most"] = max(gains), "× NPUMoE, with decoding"
     first = next(iter(phi.values()))
+    for cost, what in (("ms", "time"), ("cpu_ms", "cpu")):
+        share = getattr(first["cpu"].total, cost) / getattr(first["cpu"].end_to_end, cost)
+        values[f"prefill_share_{what}"] = share, "of end to end, Core ML (CPU only)"
     for system in ABLATION[:-1]:
         values[f"ablation_{system}"] = ratio(first, "ttft", system), "× all, TTFT"
         values[f"ablation_energy_{system}"] = ratio(first, "energy", system), "× all, energy"
@@ -137,7 +149,7 @@ def _ranges(phi: Study, tiny: Study, qwen: Study) -> dict[str, tuple[Study, Any,
 
     def padding_cycles(run: Run) -> float:
         ours = run["npumoe"]
-        return ours.cpu_s / (ours.cpu_s - ours.padding.cpu_ms / 1e3)
+        return ours.total.cpu_ms / (ours.total - ours.padding).cpu_ms
 
     def padding_time(run: Run) -> float:
         return run["npumoe"].padding.ms / (run["npumoe"].total - run["npumoe"].padding).ms

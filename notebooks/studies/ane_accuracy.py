@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from moelab import open_model
-from moelab.ane.plan import Account, ANEPlan, count, make_plan
+from moelab.ane.plan import Account, ANEPlan, make_plan
 from moelab.ane.runtime import prefill_through
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.library import token_count
@@ -25,8 +25,10 @@ from moelab.base.records import Record, Records
 from moelab.calibration import calibrate
 from moelab.evaluation import accuracy, questions
 from moelab.recording import record
-from moelab.static.loads import loads_of_ids
 from moelab.trace import PREFILL, RoutingTrace
+
+from .ane_counts import count
+from .chunks import loads_of_ids
 
 #: mode → which routings it drops first, a name in `moelab.static.static.ORDERS`
 MODES = {
@@ -105,7 +107,7 @@ def compare(
     }
     ran: dict[tuple[str, str], Any] = {}
     modes = {"dense": nullcontext} | modes  # texts of a batch would compete for capacity
-    found = accuracy.compare(model, modes, tasks, seed=seed, singly=ways, ran=ran, **how)
+    found = accuracy.compare(model, modes, tasks, seed=seed, batch_size=1, ran=ran, **how)
     return found, {name: {task: ran[name, task].total for task in tasks} for name in ways}
 
 

@@ -95,12 +95,10 @@ OPERATORS = (
 )
 
 
-#: the expert that Table 5 was timed on, PhiMoE's in fp16: H, I, weights and bytes
-REFERENCE_H = 4096
-REFERENCE_I = 6400
-REFERENCE_PARAMS = 3 * REFERENCE_H * REFERENCE_I
-REFERENCE_BYTES = 2 * REFERENCE_PARAMS
 TABLES = paper("npumoe")
+#: keys of `SYSTEMS`: Table 2, and the steps of Figure 17
+TABLE_2 = ("cpu", "naive", "anemll", "npumoe")
+ABLATION = ("base", "base+T", "base+TG", "npumoe")
 #: NPUMoE Table 5; "C=1..512" has no capacity and is left out
 TABLE_5 = tuple(Sample(*row) for row in TABLES["table_5"]["rows"])
 #: a row whose energy no power of the others explains; only this very row, another machine's 1x128

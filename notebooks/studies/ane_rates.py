@@ -1,32 +1,35 @@
-"""The device model's fitted parameters: expert graphs on the ANE (NPUMoE Table 5), and the CPU
-beside it.
+"""Fits the device model's parameters: expert graphs on the ANE (NPUMoE Table 5), and the CPU beside
+it.
 
-One launch of a graph of G experts of capacity C takes, in ms,
+The formulas of graphs that run one after the other are `moelab.ane.predict`'s. Graphs submitted at
+once overlap in part, up to 1024 rows,
 
-    serial:    a + b·G + c·G·C + s·max(0, G·C − 1024)          parallel, G·C ≤ 1024:
-    G·C · (p/C + q + w·log2 G)
+    parallel, G·C ≤ 1024:    G·C · (p/C + q + w·log2 G)
 
-a the launch, b to bring an expert's weights, c a row, s what a row more costs once activations
-exceed 1024 rows. Weights and rows add up (a roofline, max(b, c·C), fits worse), so loading does not
-hide behind computing. Graphs submitted at once overlap in part, up to 1024 rows; above, they run as
-if serial. Energy is e·ms + f per slot, for each mode: a power and a work. All are least squares of
-relative errors; half a digit of the smallest published figure, 0.07 ms, is 7 %. A slot is a row of
-a graph, padding included, not a prompt token (docs/papers/npumoe.md).
+and run as if serial above. Weights and rows add up (a roofline, max(b, c·C), fits worse), so
+loading does not hide behind computing. Energy is e·ms + f per slot, for each mode: a power and a
+work. All are least squares of relative errors; half a digit of the smallest published figure, 0.07
+ms, is 7 %. A slot is a row of a graph, padding included, not a prompt token (docs/papers/npumoe.md).
 
-An expert on the CPU costs its weights once a chunk and then each of its tokens, whatever the chunk.
 Each CPU parameter is read off one published figure (§5.3, Fig. 7, Tables 4, 6, 7), so there is no
-fit error; notebook 06 judges what follows from them. Times are for PhiMoE's experts (157.3 million
-weights, H = 4096), to be scaled."""
+fit error; notebook 06 judges what follows from them. `python -m notebooks.studies.ane_rates` writes
+what is fitted into the cards of both Macs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from moelab.ane.predict import SPILL_ROWS, CPURates, Rates
+from moelab.base.files import write_text
+from moelab.cards import UNITS, load_device
 
 from .ane_published import (
     ATTENTION_CPU,
@@ -39,7 +42,6 @@ from .ane_published import (
     Sample,
 )
 
-SPILL_ROWS = 1024
 MODES = ("serial", "parallel")
 #: Table 4's run: 1024 prompt tokens in 4 chunks of 256, 16 experts, top-2; graphs of the worst
 #: case, four times the mean load (§1), where Core ML places them
@@ -49,72 +51,59 @@ WORST_CASE = 128
 
 
 @dataclass(frozen=True)
-class Rates:
-    """The ANE's parameters, for experts of the size they were fitted on; times in ms."""
+class Parallel:
+    """Graphs that are submitted at once, for experts of the size they were fitted on; times in
+    ms."""
 
-    launch: float  # a
-    expert: float  # b
-    row: float  # c
-    spill: float  # s
+    serial: Rates
     overlap: tuple[float, float, float]  # p, q, w
-    power: tuple[float, float]  # e, W, serial and parallel
-    work: tuple[float, float]  # f, mJ a row, serial and parallel
+    power: float  # e, W
+    work: float  # f, mJ a row
 
-    def graph_ms(self, G: int, C: int, mode: str = "serial") -> float:
+    def graph_ms(self, G: int, C: int) -> float:
         """Milliseconds of one launch of G experts of capacity C."""
         rows = G * C
-        if mode == "parallel" and rows <= SPILL_ROWS:
-            return rows * float(np.dot(self.overlap, _overlap_features(G, C)))
-        return (
-            self.launch + self.expert * G + self.row * rows + self.spill * max(0, rows - SPILL_ROWS)
-        )
+        if rows > SPILL_ROWS:
+            return self.serial.graph_ms(G, C)
+        return rows * float(np.dot(self.overlap, _overlap_features(G, C)))
 
-    def graph_mj(self, G: int, C: int, mode: str = "serial") -> float:
+    def graph_mj(self, G: int, C: int) -> float:
         """Millijoules of one launch."""
-        which = MODES.index(mode)
-        return self.power[which] * self.graph_ms(G, C, mode) + self.work[which] * G * C
-
-    def scaled(self, weights: float, work: float, power: float = 1.0) -> Rates:
-        """For graphs whose weights (b, p) and operations (c, s, q, w) take that many times as
-        long."""
-        p, q, w = self.overlap
-        return Rates(
-            self.launch,
-            self.expert * weights,
-            self.row * work,
-            self.spill * work,
-            (p * weights, q * work, w * work),
-            tuple(e * power for e in self.power),
-            tuple(f * work * power for f in self.work),
-        )
+        return self.power * self.graph_ms(G, C) + self.work * G * C
 
 
-def fit(samples: Sequence[Sample] = TABLE_5) -> Rates:
-    """Least squares of relative errors; ValueError for too few serial samples to tell the
-    parameters apart."""
-    serial = [s for s in samples if s.mode == "serial"]
-    design = [[1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in serial]
+def fit(samples: Sequence[Sample] = TABLE_5) -> dict[str, Any]:
+    """Mode → `Rates` or `Parallel`, by least squares of relative errors; parallel only if there are
+    such samples. ValueError for too few serial samples to tell the parameters apart."""
+    by = {mode: [s for s in samples if s.mode == mode] for mode in MODES}
+    design = [
+        [1 / (s.G * s.C), 1 / s.C, 1, max(0, 1 - SPILL_ROWS / (s.G * s.C))] for s in by["serial"]
+    ]
     if np.linalg.matrix_rank(design) < 4:
         raise ValueError(
-            f"{len(serial)} serial samples do not determine launch, weights, row and spill: "
+            f"{len(by['serial'])} serial samples do not determine launch, weights, row and spill: "
             "time at least two group sizes, two capacities and one graph of more than "
             f"{SPILL_ROWS} rows"
         )
-    small = [s for s in samples if s.mode == "parallel" and s.G * s.C <= SPILL_ROWS]
+
+    def energy(mode: str) -> tuple[float, ...]:
+        rows = [s for s in by[mode] if s.mj is not None and s not in OUTLIERS]
+        return _relative([[s.ms, 1] for s in rows], [s.mj for s in rows])
+
+    serial = Rates(*_relative(design, [s.ms for s in by["serial"]]), *energy("serial"))
+    small = [s for s in by["parallel"] if s.G * s.C <= SPILL_ROWS]
+    if not small:
+        return {"serial": serial}
     overlap = _relative([_overlap_features(s.G, s.C) for s in small], [s.ms for s in small])
-    energies = []
-    for mode in MODES:
-        rows = [s for s in samples if s.mode == mode and s.mj is not None and s not in OUTLIERS]
-        energies.append(_relative([[s.ms, 1] for s in rows], [s.mj for s in rows]))
-    return Rates(*_relative(design, [s.ms for s in serial]), overlap, *zip(*energies))
+    return {"serial": serial, "parallel": Parallel(serial, overlap, *energy("parallel"))}
 
 
-def relative_errors(rates: Rates, samples: Sequence[Sample], quantity: str) -> list[float]:
-    """Of the fit, for the "latency" or the "energy" of samples, outliers of energy left out."""
+def relative_errors(rates: dict[str, Any], samples: Sequence[Sample], quantity: str) -> list[float]:
+    """Of a fit, for the "latency" or the "energy" of samples, outliers of energy left out."""
     if quantity == "latency":
-        return [rates.graph_ms(*s[:3]) / (s.G * s.C) / s.ms - 1 for s in samples]
+        return [rates[s.mode].graph_ms(s.G, s.C) / (s.G * s.C) / s.ms - 1 for s in samples]
     known = [s for s in samples if s.mj is not None and s not in OUTLIERS]
-    return [rates.graph_mj(*s[:3]) / (s.G * s.C) / s.mj - 1 for s in known]
+    return [rates[s.mode].graph_mj(s.G, s.C) / (s.G * s.C) / s.mj - 1 for s in known]
 
 
 @cache
@@ -140,37 +129,11 @@ def _overlap_features(G: int, C: int) -> list[float]:
 
 
 def _relative(design: Any, y: Any) -> tuple[float, ...]:
-    """Least squares of (design·x − y)/y."""
+    """Least squares of (design·x − y)/y; nothing of nothing."""
+    if not len(y):
+        return (0.0, 0.0)
     scaled = np.asarray(design, dtype=float) / np.asarray(y, dtype=float)[:, None]
     return tuple(np.linalg.lstsq(scaled, np.ones(len(scaled)), rcond=None)[0].tolist())
-
-
-@dataclass(frozen=True)
-class CPURates:
-    """The CPU's parameters, in ms and W.
-
-    `dispatch` is taken to grow with the graph's weights: were it the same for each graph,
-    Qwen3-30B's naïve system would take 48 times as long as ours, not 3.9 (§5.2)."""
-
-    expert: float  # to bring an expert's weights: Table 4, CPU
-    row: float  # a token of it: Fig. 7
-    choice: float  # router, gather (twice) and padding of one choice of an expert: Table 4, ours
-    dispatch: float  # what a graph of one expert takes more if Core ML places it: Table 4, naïve
-    attention: float  # CPU attention over ANE attention: §5.3
-    cpu_w: float  # the busy CPU: Tables 6 and 7
-    wait_w: float  # the CPU while the ANE works: Tables 6 and 7
-    comm_w: float  # communication, at all times: Tables 6 and 7, mean of three
-
-    @property
-    def waiting(self) -> float:
-        """Share of the whole CPU that is busy while the ANE works, by its power."""
-        return self.wait_w / self.cpu_w
-
-    def scaled(self, time: float) -> CPURates:
-        """A CPU that takes `time` times as long and draws so much less power."""
-        times, powers = ("expert", "row", "choice", "dispatch"), ("cpu_w", "wait_w", "comm_w")
-        changed = {name: getattr(self, name) * time for name in times}
-        return replace(self, **changed | {name: getattr(self, name) / time for name in powers})
 
 
 def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:
@@ -179,18 +142,67 @@ def fit_cpu(rates: Rates, attention: float = ATTENTION_CPU) -> CPURates:
     attention : of the CPU over the ANE; §5.3 does not say which of the two is the slower.
     """
     cpu_ffn, naive_ffn, _, _ = TABLE_4["expert FFN"]
-    row = rates.row * (FIGURE_7[0] * FIGURE_7[1]) ** 0.5
+    row = rates.row_ms * (FIGURE_7[0] * FIGURE_7[1]) ** 0.5
     watts = {
         name: [j / TABLE_6[name][0] for j in joules] for name, joules in TABLE_7.items()
     }  # all, CPU, ANE, comm.
     return CPURates(
-        expert=(cpu_ffn - ROUTED * row) / VISITS,
-        row=row,
+        expert_ms=(cpu_ffn - ROUTED * row) / VISITS,
+        row_ms=row,
         # what is gathered is written back: as many rows once more
-        choice=(TABLE_4["router"][3] + 2 * TABLE_4["gather"][3] + TABLE_4["padding"][3]) / ROUTED,
-        dispatch=naive_ffn / VISITS - rates.graph_ms(1, WORST_CASE),
-        attention=attention,
-        cpu_w=watts["cpu"][1],
+        choice_ms=(TABLE_4["router"][3] + 2 * TABLE_4["gather"][3] + TABLE_4["padding"][3])
+        / ROUTED,
+        dispatch_ms=naive_ffn / VISITS - rates.graph_ms(1, WORST_CASE),
+        attention_ratio=attention,
+        busy_w=watts["cpu"][1],
         wait_w=watts["npumoe"][1],
         comm_w=sum(of_system[3] for of_system in watts.values()) / len(watts),
     )
+
+
+def slowed(rates: Any, time: float) -> Any:
+    """Rates of a chip that takes `time` times as long and draws so much less power; a launch takes
+    what it takes, and a row's work stays."""
+    factor = {"ms": time, "w": 1 / time}
+    return type(rates)(
+        **{
+            name: value * (1 if name == "launch_ms" else factor.get(name.rpartition("_")[2], 1))
+            for name, value in asdict(rates).items()
+        }
+    )
+
+
+def figures(rates: Rates, cpu: CPURates) -> dict[str, float]:
+    """Figures of a device card, by the names that `DeviceModel.of` reads."""
+    both = (("ane", rates), ("cpu", cpu))
+    return {f"{unit}_{name}": value for unit, of in both for name, value in asdict(of).items()}
+
+
+def write_card(
+    path: Path, name: str, found: dict[str, float], kind: str, source: str, keep: str = ""
+) -> Path:
+    """A device card with these figures; `keep` is text of a card that stays before them."""
+    text = keep or f'name = "{name}"\n'
+    for figure, value in found.items():
+        unit = UNITS[figure.rpartition("_")[2]]
+        text += f'\n[figures.{figure}]\nvalue = {value:.6g}\nunit = "{unit}"\nkind = "{kind}"\n'
+        text += f'source = "{source}"\n'
+    return write_text(path, text)
+
+
+def main() -> None:
+    """Put what is fitted to NPUMoE's tables into the cards of its two machines."""
+    rates = fit()["serial"]
+    both = rates, fit_cpu(rates)
+    slower = load_device("m2-ultra")["npu_tops"] / load_device("m2-max")["npu_tops"]
+    told = "notebooks/studies/ane_rates.py, from NPUMoE Tables 4 to 7, Fig. 7, §5.3"
+    half = f"{told}; not fitted: half the rates and powers of m2-ultra, one of its two dies"
+    for card, time, source in (("m2-ultra", 1.0, told), ("m2-max", slower, half)):
+        path = Path(__file__).parents[2] / f"moelab/cards/devices/{card}.toml"
+        keep = re.split(r"\n\[figures\.(?:ane|cpu)_", path.read_text(encoding="utf-8"))[0]
+        found = figures(*(slowed(of, time) for of in both))
+        print(write_card(path, card, found, "fitted", source, keep.rstrip() + "\n"))
+
+
+if __name__ == "__main__":
+    main()

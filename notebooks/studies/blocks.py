@@ -14,8 +14,8 @@ Where the guide's worked numbers do not follow from its own inputs, or need care
     (`router_bytes`).
 - "One expert gets 1750 tokens" of 1000 cannot be: with distinct top-2 experts it gets 1000 at most.
 - AIF counts padded rows as work. A weight that is read once serves T·K/E rows, whatever B is; B
-  sets the work for each *load* where weights are reloaded for every block
-  (`advise_block_size(reuse=False)`).
+  sets the work for each *load* where weights are reloaded for every block, which is what
+  `moelab.neuron.plan` goes by.
 - "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is
 230."""
 
@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 from moelab.base.registry import require
 from moelab.base.specs import DeviceSpec
-from moelab.static.blockwise import blocks_by_code
+from moelab.static.parallelism import blocks_by_code
 
 #: dtype of the weights → (figure with its compute rate, bytes a weight)
 RATES = {
@@ -110,46 +110,27 @@ def intensity_target(device: DeviceSpec, dtype: str = "bf16") -> float:
     return 1e3 * device[RATES[dtype][0]] / device["memory_bandwidth_gbs"]
 
 
-class BlockSize(NamedTuple):
-    block_size: int
-    intensity: float  # FLOPs/byte of its N blocks
-    target: float  # FLOPs/byte from which on the device is compute-bound
-    padding: float  # share of the N·B slots, in the worst case
-
-
-def advise_block_size(
-    device: DeviceSpec,
-    T: int,
-    K: int,
-    E: int,
-    *,
-    dtype: str = "bf16",
-    reuse: bool = True,
-    sizes: Sequence[int] = (64, 128, 256, 512, 1024),
-) -> BlockSize:
-    """The smallest block size that makes the experts compute-bound on a device (the guide's
-    principle); modelled.
-
-    reuse : consecutive blocks of one expert share a load of its weights: the intensity is the AIF,
-        else 2·B / bytes.
-    sizes : block sizes of the hardware. If none is compute-bound, the one that pads least is
-    advised."""
-    if min(T, K, E, *sizes, len(sizes)) < 1:
-        raise ValueError(
-            f"T={T}, K={K}, E={E}, the block sizes {list(sizes)} and their number must be at least 1"
-        )
-    target = intensity_target(device, dtype)
-    size = RATES[dtype][1]
-    found = []
-    for B in sorted(sizes):
-        N = blocks_by_code(T, K, E, B)
-        intensity = intensity_factor(B, N, E, size) if reuse else 2 * B / size
-        found.append(BlockSize(B, intensity, target, 1 - T * K / (N * B)))
-    bound = [of for of in found if of.intensity >= target]
-    return bound[0] if bound else min(found, key=lambda of: (of.padding, -of.block_size))
-
-
 def router_bytes(H: int, E: int, layers: int = 1) -> int:
     """Memory of replicated 16-bit routers, each [H, E] ("Router execution in sequence parallel
     mode")."""
     return 2 * H * E * layers
+
+
+class Shared(NamedTuple):
+    """What two cores do to share a layer's blocks, one way; exact counts."""
+
+    exchanged: int  # values that one core sends the other
+    loads: float  # experts whose weights the busier core reads; a half counts half
+    blocks: float  # that the busier core multiplies; a half counts half
+
+
+def shared(counts: Sequence[int], T: int, H: int, I: int, B: int) -> dict[str, Shared]:
+    """The guide's three LNC2 shardings of a gated layer, for the tokens of each expert, counts [E]."""
+    walked = [e for e, n in enumerate(counts) for _ in range(-(-int(n) // B))]
+    N, experts = len(walked), len({*walked})
+    cores = walked[::2], walked[1::2]
+    return {
+        "H": Shared(N * B * 2 * I, experts / 2, N / 2),
+        "I": Shared(N * B * H, experts / 2, N / 2),
+        "block": Shared(T * H, max(len({*of}) for of in cores), len(cores[0])),
+    }

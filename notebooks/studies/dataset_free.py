@@ -2,8 +2,9 @@
 calibration.
 
 Source: GPU-NDP §III-D, Fig. 6 and 7. After the prefill, the x most used experts of each layer are
-made resident, and nothing else is kept while the answer is decoded. Popularity comes from the
-prompt itself (dataset-free), from other prompts of the same source, or from other sources.
+made resident, and nothing else is kept while the answer is decoded: `cache="prompt"` with a pool for
+each layer. Popularity comes from the prompt itself (dataset-free), from other prompts of the same
+source, or from other sources, of which the policy is told in the prompt's place.
 Utilisation is the share of resident experts that a decode step uses (hits counted by the engine,
 exact); intervals are of 95 %, over prompts. Loading is not overlapped with anything.
 
@@ -13,6 +14,7 @@ exact); intervals are of 95 %, over prompts. Loading is not overlapped with anyt
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +26,12 @@ from moelab.base.library import token_count
 from moelab.base.progress import progress
 from moelab.base.records import Record
 from moelab.base.specs import ExpertKey, MoESpec
+from moelab.cache.policies import Prompt
 from moelab.cache.pools import Pools
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
 from moelab.evaluation.intervals import Interval, interval
 from moelab.evaluation.questions import prompts
-from moelab.models import discover
 from moelab.ndp.prefetch import most_used
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
@@ -42,20 +44,16 @@ SOURCES = ("arithmetic", "knowledge", "code")
 WAYS = ("dataset-free", "calibrated, same source", "calibrated, other sources")
 
 
-class Chosen:
-    """An eviction policy that keeps the experts of `keys` and lets no other one in once the pool is
-    full."""
+class Chosen(Prompt):
+    """As `Prompt`, but what is to be resident may be said: a mask [L, E] of all its instances."""
 
-    selective = True
+    resident: np.ndarray | None = None
 
-    def __init__(self) -> None:
-        self.keys: set[ExpertKey] = set()
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        pass
-
-    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
-        return next(key for key in resident if key not in self.keys)
+    def turn(self, phase: str, counts: Mapping[ExpertKey, int], n: int) -> Collection[ExpertKey]:
+        if self.resident is not None:
+            layer = min(counts).layer
+            counts = Counter(ExpertKey(layer, int(e)) for e in np.flatnonzero(self.resident[layer]))
+        return super().turn(phase, counts, n)
 
 
 class Answer(NamedTuple):
@@ -91,7 +89,11 @@ class Prefetcher:
     def __init__(self, source: ExpertStore | str | Path | None, x: int) -> None:
         checkpoint = Checkpoint.at(source)
         store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype())
-        self.spec, self.x, self.policy = store.spec, (x := x or store.spec.K), Chosen()
+        self.spec, self.x, self.policy = (
+            store.spec,
+            (x := x or store.spec.K),
+            type("Own", (Chosen,), {}),
+        )
         if not 1 <= x <= self.spec.E:
             raise ValueError(
                 f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched"
@@ -119,7 +121,7 @@ class Prefetcher:
         if steps < 1:
             raise ValueError(f"{steps} decode steps use no expert; ask for at least 1")
         offloading = self.model.moelab
-        self.policy.keys = set()
+        self.policy.resident = None
         offloading.reset()
         with torch.inference_mode():
             out = self.model(input_ids=torch.tensor([list(ids)]), use_cache=True)
@@ -127,10 +129,11 @@ class Prefetcher:
             found = {}
             for name, way in choose.items():
                 resident = way(counts)
-                self._load(resident)
+                self.policy.resident = resident
+                offloading.residency.begin_forward("chosen")  # so that an answer begins anew
                 offloading.reset()
                 tokens = self._decode(out.logits, copy.deepcopy(out.past_key_values), steps)
-                counters = offloading.residency.counters
+                counters, begin = offloading.residency.counters, offloading.forwards[0].start
                 found[name] = Answer(
                     tokens,
                     counts,
@@ -138,18 +141,9 @@ class Prefetcher:
                     self._by_expert(offloading.steps) > 0,
                     sum(counters.hits.values()),
                     counters.requests,
-                    sum(event.bytes for event in offloading.timeline),
+                    sum(event.bytes for event in offloading.timeline if event.start >= begin),
                 )
         return found
-
-    def _load(self, resident: np.ndarray) -> None:
-        """The intermediate step (Fig. 7, 2): calling a layer's experts with the chosen ids makes
-        just them resident."""
-        self.policy.keys = {ExpertKey(*key) for key in np.argwhere(resident).tolist()}
-        for layer in discover(self.model):
-            ids = torch.from_numpy(np.flatnonzero(resident[layer.index]))[None]
-            x, weights = (torch.zeros(1, n, dtype=self.model.dtype) for n in (self.spec.H, self.x))
-            layer.experts(x, ids, weights)
 
     def _decode(self, logits: torch.Tensor, past: Any, steps: int) -> np.ndarray:
         ends, tokens = self.model.generation_config.eos_token_id, []

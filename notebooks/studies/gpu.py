@@ -13,7 +13,7 @@ import os
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -32,11 +32,17 @@ from moelab.bench.peers import Accelerate, Transformers
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.checkpoint.convert import convert
+from moelab.offloading.prefetch_gate import ungated
 
+#: name → options of `using`; "serial" copies all of a layer's experts, then computes (§5.1), and
+#: "ungated" prefetches in every token, not where that has been seen to pay
 ARMS = {
-    "exact": {"prefetch": None},
-    "fast": {"executor": "fast", "prefetch": None},
+    "serial": {"executor": "fast", "prefetch": "none"},
+    "exact": {"prefetch": "none"},
+    "fast": {"executor": "fast", "prefetch": "none"},
     "fast, prefetching": {"executor": "fast", "prefetch": "router"},
+    "ungated": {"executor": "fast", "prefetch": "router"},
+    "speculative": {"executor": "fast", "speculate": "router"},
 }
 SECTIONS = ("tokens", "peers")
 
@@ -73,9 +79,11 @@ def tokens(
     prompt: int,
     shares: Iterable[float],
     room: int,
+    ways: Iterable[str],
 ) -> Iterator[tuple[str, Record]]:
-    """Everything in the GPU's memory; then shares of it, all experts in pinned memory. The first
-    round of each counts nothing: kernels are compiled, and attention is planned for each length."""
+    """Everything in the GPU's memory; then shares of it, all experts in pinned memory, in ways of
+    `ARMS`. The first round of each counts nothing: kernels are compiled, and attention is planned
+    for each length."""
     with (
         opened(folder / "model", device) as eager,
         opened(folder / "model", device, executor="fast") as fast,
@@ -98,13 +106,17 @@ def tokens(
             taken = defaultdict(list)
             last = {}
             for _, (form, arm) in turns(
-                list(product(runs, ARMS)), rounds + 1, f"{of:.0%} on the GPU"
+                list(product(runs, ways)), rounds + 1, f"{of:.0%} on the GPU"
             ):
                 model = runs[form].model
-                with using(model, **ARMS[arm]):
+                engine = model.moelab.engine
+                always = ungated(engine) if arm == "ungated" else nullcontext()
+                with using(model, **ARMS[arm]), always:
+                    engine.serial = arm == "serial"
                     model.moelab.reset()
                     taken[form, arm].append(runs[form].measure([ids], prompt))
                     last[form, arm] = model.moelab.metrics()
+                    engine.serial = False
             del model, runs
         for (form, arm), found in taken.items():
             said = last[form, arm]
@@ -164,16 +176,17 @@ def run(
     folder: str | None = None,
     scale: float = 0.125,
     rounds: int = 3,
-    prompt: int = 128,
+    contexts: Iterable[int] = (128,),
     decode: int = 32,
     shares: Iterable[float] = (0.25, 0.5),
+    ways: Iterable[str] = tuple(ARMS),
     llama_bench: str | None = None,
     model: str | MoESpec = "Qwen3-30B-A3B",
 ) -> Record:
     if not torch.cuda.is_available():
         raise ValueError("this bench needs a CUDA GPU, and torch finds none here (moelab doctor)")
     device = torch.device("cuda", 0)
-    shares = list(shares)
+    shares, ways, (prompt, *longer) = list(shares), list(ways), list(contexts)
     spec = scaled(load_model(model) if isinstance(model, str) else model, scale)
     found: Record = {
         "conditions": {
@@ -181,7 +194,7 @@ def run(
             "CUDA": torch.version.cuda,
             "model": f"{spec.name}, {spec.num_layers} layers, synthetic",
             "experts GB": spec.experts_bytes / 1e9,
-            "tokens": f"random; prompts of {prompt}, then {decode}, batch 1",
+            "tokens": f"random; prompts of {prompt} or as told, then {decode}, batch 1",
             "rounds": rounds,
         }
     }
@@ -191,10 +204,12 @@ def run(
         if not (place / "bf12").exists():
             convert(place / "model", place / "bf12", codec="bf12")
         draw = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, spec.vocab, (prompt + decode,), generator=draw).tolist()
-        if "tokens" in only:
-            room = spec.experts_bytes
-            found["tokens"] = dict(tokens(place, device, ids, rounds, prompt, shares, room))
+        most = max((prompt, *longer)) + decode
+        ids = torch.randint(3, spec.vocab, (most,), generator=draw).tolist()
+        for context in (prompt, *longer) if "tokens" in only else ():
+            title = "tokens" if context == prompt else f"tokens, context {context}"
+            given = device, ids[: context + decode], rounds, context
+            found[title] = dict(tokens(place, *given, shares, spec.experts_bytes, ways))
         if "peers" in only:
             layers = [int(of * spec.num_layers) for of in shares]
             found["peers"] = accelerate(place, ids[: prompt + 8], spec, layers, prompt)
@@ -210,8 +225,9 @@ OPTIONS = {
     "folder": (None, "where the model is kept, 25 GB, for the next time; else it is temporary"),
     "scale": (number(above=0, most=1), "part of the layers"),
     "rounds": (whole(1), "of every arm"),
-    "prompt": (whole(1), "tokens of a prompt"),
+    "contexts": (several(whole(1)), "tokens of a prompt; the paper's are 1024 to 65536"),
     "decode": (whole(1), "tokens after it"),
     "shares": (several(number(above=0, most=1)), "of the experts, in the GPU's memory"),
+    "ways": (several(one_of(ARMS)), "of running a model whose experts do not all fit"),
     "llama_bench": (None, "llama.cpp's llama-bench, built for CUDA"),
 }

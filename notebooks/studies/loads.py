@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import numpy as np
 from numpy.typing import ArrayLike
+from plotly.graph_objects import Figure
 
 from moelab.viz.charts import DASHED, finish, label_right, line_look
-from moelab.viz.plotly_json import Figure
 
 
 def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> Figure:

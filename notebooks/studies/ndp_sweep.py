@@ -56,17 +56,19 @@ class Sweep:
         return sorted({N for _, N, *_ in self.cells})
 
     def speedups(
-        self, system: str, over: str, what: str, seed: int
+        self, system: str, over: str, what: str, seed: int, units: Sequence[int] = ()
     ) -> dict[tuple[str, int], float]:
         """(model, units) → how much faster `system` is, in `what`: a property of `Result` such as
         "moe_decode".
 
-        Only where both are supported, and for numbers of units that the assumptions average over.
+        Only where both are supported, and for these numbers of units, or those that the assumptions
+        average over.
         """
+        units = units or self.assumptions.averaged
         pairs = {
             (model, N): (own, self.cells[model, N, over, seed])
             for (model, N, name, s), own in self.cells.items()
-            if (name, s) == (system, seed) and N in self.assumptions.averaged
+            if (name, s) == (system, seed) and N in units
         }
         return {
             cell: getattr(other, what) / getattr(own, what)
@@ -84,19 +86,6 @@ class Sweep:
         return spread(
             [getattr(other, what) / getattr(own, what) for own, other in pairs if own and other]
         )
-
-    def mean_gains(
-        self, system: str, over: str, what: str, model: str = "", averaged: bool = True
-    ) -> dict[tuple[str, int], float]:
-        """(model, units) → the mean over the seeds of `gain`, where both are supported; of one
-        model if it is named."""
-        cells = [
-            (name, N)
-            for name in ([model] if model else self.models)
-            for N in self.units
-            if not averaged or N in self.assumptions.averaged
-        ]
-        return {cell: gain[0] for cell in cells if (gain := self.gain(*cell, system, over, what))}
 
 
 def paper_sweep(
@@ -168,9 +157,19 @@ def quantities(sweep: Sweep, seed: int) -> dict[str, float]:
             sweep.speedups(PAPER[-1], other, "end_to_end", seed).values()
         )
     alone = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", seed)
+    ends = sweep.speedups(PAPER[-1], "MoNDE", "end_to_end", seed)
+    hybrid = sweep.speedups(PAPER[-1], "NDP+TP", "moe_decode", seed, sweep.units)
+    for model in sweep.models:
+        own = {N: gain for (of, N), gain in hybrid.items() if of == model}
+        found[f"end_to_end_{model}"] = mean(x for (of, _), x in ends.items() if of == model)
+        found[f"hybrid_fewest_{model}"] = own[min(own)]
+        found[f"hybrid_six_{model}"] = own[max(own)]
+    beside = sweep.speedups(PAPER[-1], "NDP+TP+LB", "moe_decode", seed, sweep.units)
     return found | {
         "DeepSeek, N=2, decode NDP+TP": alone["DeepSeek-MoE-16B", 2],
         "Qwen3, N=2, decode NDP+TP": alone["Qwen3-30B-A3B", 2],
+        "end_to_end_mean_over_monde": mean(ends.values()),
+        "prefetching_beside_balancing_least": min(beside.values()),
     }
 
 

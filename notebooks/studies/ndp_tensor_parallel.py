@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import Executor, dispatch
-from moelab.experts.sharding import on_intermediate
+from moelab.experts.sharding import part_of
 
 
 class NDPTensorParallel(Executor):
@@ -43,8 +43,6 @@ class NDPTensorParallel(Executor):
             w = weights[order.tokens[of], order.choices[of]]
             whole = experts.weights(expert)
             for unit in range(self.units):
-                y = experts.weighted(
-                    x[tokens], w, on_intermediate(whole, unit, self.units, experts)
-                )
+                y = experts.weighted(x[tokens], w, part_of(whole, unit, self.units, experts))
                 out[unit].index_add_(0, tokens, y.to(out.dtype))
         return out

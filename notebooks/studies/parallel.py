@@ -18,11 +18,13 @@ from math import comb
 
 import torch
 
+from moelab import open_model
 from moelab.base.arguments import whole
 from moelab.base.records import Numbers, Records
 from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
+from moelab.parallel.opening import open_parallel, spread
 from moelab.parallel.sharding import ShardedExperts
 
 from .eplb import balance, consecutive, imbalance
@@ -99,6 +101,37 @@ def routing(tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         torch.rand(tokens, K, generator=generator),
         torch.randn(tokens, H, generator=generator),
     )
+
+
+def held(tokens: int, ranks: int = 2) -> Records:
+    """way → bytes of fp32 weights that a rank of the small model holds, bytes of routing that all ranks
+    gather of a prompt's token, and whether the prompt's choices of tokens are one process's."""
+    model = open_model(dtype="float32")
+    alone = choices(model, tokens)
+    experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
+    others = sum(p.nbytes for p in model.parameters()) - experts
+    found = {"one process": {"experts": experts, "others": others}}
+    for way in ("ep-a2a", "tp"):
+        made = launch(_held, ranks, way, tokens, threads=1)
+        found[way] = {
+            "experts": made[0]["expert_bytes"][0],
+            "others": made[0]["other_bytes"][0],
+            "routing": sum(made[0]["sent"]["routing"]) / tokens / model.spec.L,
+            "same": all(torch.equal(of["choices"], alone) for of in made),
+        }
+    return found
+
+
+def _held(way: str, tokens: int) -> Records:
+    model = open_parallel(parallel=way, sequence_router=True, dtype="float32")
+    return {"choices": choices(model, tokens)} | spread(model)
+
+
+def choices(model: torch.nn.Module, tokens: int) -> torch.Tensor:
+    """The most likely token after each of a prompt."""
+    ids = torch.arange(3, 3 + tokens)[None] % 90 + 3
+    with torch.inference_mode():
+        return model(input_ids=ids).logits.argmax(-1)
 
 
 def eplb(s: float, seed: int) -> Numbers:

@@ -37,7 +37,7 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
 from moelab.checkpoint.convert import kept_store
-from moelab.evaluation.intervals import Interval, ratio
+from moelab.evaluation.intervals import Interval
 from moelab.evaluation.questions import prompts
 from moelab.offloading.budget import parse_budget
 from moelab.offloading.offload import offload
@@ -52,6 +52,7 @@ from moelab.zipmoe.planner import best_pools
 from moelab.zipmoe.planning import CachePlan, plans
 
 from .popularity import inclusion_probabilities
+from .ratios import ratio
 from .timing import torch_threads
 
 SOURCES = ("code", "prose", "needle", "lookup")

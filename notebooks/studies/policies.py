@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import warnings
 from argparse import ArgumentTypeError
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 
@@ -32,6 +32,7 @@ from moelab.base.arguments import folder, number, one_of, several, whole
 from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Records
+from moelab.base.specs import ExpertKey
 from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import LRFU
 from moelab.cache.pools import Pools
@@ -45,10 +46,48 @@ MEASURES = ("moelab/cache",)
 #: counted in one pass over the accesses, for all shares
 COUNTED = ("lru", "lfu", "static")
 HALF_LIVES = (4, 64, 256)
+
+
+class LeastStale:
+    """Stale experts first, then those of the layers whose next turn is furthest away.
+
+    After SpecMD (Hoang et al. 2026, arXiv 2602.03921). An expert is stale if it was not used the
+    last time that its layer ran. Among the stale, and then among the rest, the layer that ran last
+    goes first; within a layer, the least recently used. The paper's prefetching and its exact order
+    among the stale are left out."""
+
+    def __init__(self) -> None:
+        #: layer → key → last step, oldest first
+        self._layers: dict[int, dict[ExpertKey, int]] = {}
+        self._ran: dict[int, int] = {}
+        self._latest = 0
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        order = self._layers.setdefault(key.layer, {})
+        order.pop(key, None)
+        order[key] = self._ran[key.layer] = step
+        self._latest = key.layer
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        fresh = None
+        for layer in sorted(
+            self._layers, key=lambda layer: (layer <= self._latest, layer), reverse=True
+        ):
+            order = self._layers[layer]
+            key = next((key for key in order if key in resident), None)
+            if key is not None and order[key] < self._ran[layer]:
+                return key
+            fresh = fresh or key
+        return fresh
+
+    def forget(self, key: ExpertKey) -> None:
+        self._layers.get(key.layer, {}).pop(key, None)
+
+
 #: name → (policy, scope)
-ARMS = {
-    name: (name, "model") for name in ("lrfu", "next-use", "least-stale", "marking", "zipmoe")
-} | {f"{name}, layer": (name, "layer") for name in ("lru", "lfu", "lrfu", "next-use")}
+ARMS = {name: (name, "model") for name in ("lrfu", "next-use", "marking", "zipmoe")}
+ARMS |= {"least-stale": (LeastStale, "model")}
+ARMS |= {f"{name}, layer": (name, "layer") for name in ("lru", "lfu", "lrfu", "next-use")}
 ARMS |= {
     f"lrfu {turns}": (type(f"LRFU{turns}", (LRFU,), {"half_life": turns}), "model")
     for turns in HALF_LIVES

@@ -33,8 +33,9 @@ from moelab.calibration import Calibration, calibrate
 from moelab.evaluation.intervals import interval
 from moelab.evaluation.questions import prompts
 from moelab.recording import record
-from moelab.static.loads import chunk_loads
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted
+
+from .chunks import chunk_loads
 
 #: two forms of one question, as different as two question-answering data sets: a buried fact, a
 #: claim about one

@@ -1,7 +1,6 @@
 """How well predictors predict routing, from a trace that was recorded with `hidden=True`.
 
-Source: Speculating Experts §3.3: recall@K (Fig. 4) and rank alignment (Fig. 5); §6.3: which layers
-an estimator predicts. Entry l of a result, [L − ahead], is about what layer l says of layer
+Source: Speculating Experts §3.3: recall@K (Fig. 4) and rank alignment (Fig. 5). Entry l of a result, [L − ahead], is about what layer l says of layer
 l + ahead; what executing a prediction does to later layers is not seen here
 (`moelab.speculate.execution`)."""
 
@@ -10,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from moelab.evaluation.intervals import t95
-from moelab.evaluation.passes import walk
-from moelab.speculate import DefaultVectors, Predictor
+from moelab.speculate import Predictor
 from moelab.speculate.execution import found as is_among
-from moelab.speculate.predictors import Estimate, EstimatorPredictor, Quasi
 from moelab.trace import RoutingTrace
+
+from .passes import walk
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,6 @@ def score(trace: RoutingTrace, predictor: Predictor, phase: int | None = None) -
             aligned[layer] += ((ranked(*prediction, E) == by_rank) & (by_rank != E)).sum(0).cpu()
             tokens[layer] += (by_rank != E).sum(0).cpu()
     return Score(requests, hits, aligned, tokens)
-
-
-def choose(
-    trace: RoutingTrace, model: nn.Module, vectors: DefaultVectors, estimator: Estimate
-) -> tuple[bool, ...]:
-    """For each of the L layers, whether the estimator has the better recall@K on a validation trace  (§6.3).
-
-    Both look as far ahead as the estimator was trained to (`ahead`, 1 if it does not say). A layer
-    that predicts nothing, such as the last, is the router's."""
-    made = {"vectors": vectors, "ahead": getattr(estimator, "ahead", 1)}
-    by_estimator = score(trace, EstimatorPredictor(model, estimator=estimator, **made)).recall
-    better = by_estimator > score(trace, Quasi(model, **made)).recall
-    return (*better.tolist(), *[False] * made["ahead"])
 
 
 def ranked(ids: Tensor, weights: Tensor, E: int) -> Tensor:

@@ -25,7 +25,8 @@ from moelab.base.specs import MoESpec
 from moelab.bench import ENGINE
 from moelab.bench.end_to_end import SPEC
 from moelab.bench.grid import ROUTING, Experiment, place_of
-from moelab.evaluation.intervals import named, ratio
+
+from .ratios import named, ratio
 
 EXECUTORS = ("exact", "fast")
 AIM = 1.01  # hint ÷ on demand, at most

@@ -23,13 +23,14 @@ from moelab.base.specs import Event
 from moelab.bench import measure
 from moelab.cache.pools import Pools
 from moelab.evaluation.intervals import Interval
-from moelab.evaluation.intervals import ratio as ratio_of
 from moelab.offloading.metrics import Forward, Metrics
 from moelab.offloading.offload import offload
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.slots import Sizes
 from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
+
+from .ratios import ratio as ratio_of
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
 WARM = 2  # tokens of every arm that are not counted

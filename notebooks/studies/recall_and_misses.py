@@ -41,7 +41,7 @@ from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation import accuracy
-from moelab.evaluation.intervals import Interval, ratio
+from moelab.evaluation.intervals import Interval
 from moelab.evaluation.questions import REMEMBERED, prompts
 from moelab.offloading.session import Session
 from moelab.recording import record
@@ -50,7 +50,8 @@ from moelab.speculate.estimator import DEFAULT_ESTIMATOR, ESTIMATORS
 from moelab.speculate.training import train
 from moelab.trace import PREFILL, RoutingTrace
 
-from .predictor_scores import Score, choose, score
+from .predictor_scores import Score, score
+from .ratios import ratio
 
 #: of all prompts
 SOURCES = ("code", "prose", "needle_multikey", "lookup")
@@ -182,10 +183,7 @@ class Contest:
                 found.setdefault(kind, {})[n] = [mean(of) for _, of in made]
                 key = "early" if (kind, part) == ("appendix-a", 4) else kind
                 self.estimators[key] = made[0][0]
-        self.choices = {
-            key: choose(self.validation, self.model, self.vectors, one)
-            for key, one in self.estimators.items()
-        }
+        self.choices = {key: one.choice for key, one in self.estimators.items()}
         return found, seconds
 
     def speculation(self, name: str, mode: str = "speculative", **how: Any) -> Speculation:

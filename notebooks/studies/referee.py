@@ -26,7 +26,7 @@ from moelab.cache.policies import DEFAULT_POLICY, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_device
-from moelab.evaluation.intervals import Interval, interval, ratio
+from moelab.evaluation.intervals import Interval, interval
 from moelab.simulation.costs import Delays, Machine, MachineRates
 from moelab.simulation.routing import families, routing_of
 from moelab.simulation.simulator import Prefetching, Simulation, simulate
@@ -36,6 +36,7 @@ from moelab.trace import load as load_trace
 from . import zipmoe
 from .engines import Costs, Holder, SizedCache, StaticSet, played
 from .published import Folder, Texts, counts, digest
+from .ratios import ratio
 
 KIND = "simulated"
 MEASURES = ("moelab/simulation", "moelab/cache", "moelab/cards")

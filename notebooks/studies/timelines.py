@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from plotly.graph_objects import Figure
+
 from moelab.base.specs import Event
 from moelab.viz.charts import gantt
 from moelab.viz.figures import READS, kind_of
-from moelab.viz.plotly_json import Figure
 
 
 def token_timeline(runs: Mapping[str, Sequence[Event]]) -> Figure:

@@ -155,7 +155,7 @@ def offline(*_, **__):
         ({"memory": "lots"}, "the budget is .lots."),
         ({"model": None, "context": 2049}, "at most 2,048"),
         ({"device": "no-such-card"}, "there is no card"),
-        ({"device": "trn2"}, "no host link and no disk"),
+        ({"device": "trn2"}, "moelab neuron plan Qwen3-30B-A3B"),
         ({"model": "no/such/folder"}, "no checkpoint folder"),
         ({"model": "some-where/else"}, "cannot be had"),
     ],

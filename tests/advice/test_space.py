@@ -12,8 +12,9 @@ from moelab.advice.assumed import SHARES, TEXTS, assumed, hit_rate
 from moelab.advice.kept import Kept
 from moelab.advice.model import AS_IS, DECODED, Model
 from moelab.advice.question import Question
-from moelab.advice.space import Search, card_costs, play, reading, scenes
+from moelab.advice.space import Search, card_costs, play, scenes
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
+from notebooks.studies.advise import reading
 
 SPEC = MoESpec("m", "m", 2, (0, 1), 8, 2, H=64, I=32)
 MODEL = Model("m", SPEC, 0, "given")

@@ -8,6 +8,7 @@ behaves: which operations fall back to the CPU ("softmax,matmul"), or "crash", "
 import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import coremltools as ct
@@ -22,21 +23,23 @@ from moelab.ane.device import mac
 behaviour = os.environ.get("FAKE", "")
 
 
-class Model(ct.models.MLModel):
-    """An MLModel that predicts off a Mac."""
+def compile_model(model, destination_path):
+    """A folder that says which package it was made of, in place of Core ML's compiler."""
+    os.mkdir(destination_path)
+    Path(destination_path, "package").write_text(model)
+    return destination_path
 
-    def __init__(
-        self,
-        model,
-        skip_model_load=False,
-        compute_units=ct.ComputeUnit.ALL,
-        **options,
-    ):
-        super().__init__(model, skip_model_load=True, compute_units=compute_units, **options)
-        self.evaluator = None
-        if not skip_model_load:
-            assert isinstance(model, str) and compute_units is ct.ComputeUnit.CPU_AND_NE
-            self.evaluator = Evaluator(model, mode="fp16")
+
+def package_of(path):
+    return Path(path, "package").read_text()
+
+
+class Model:
+    """A CompiledMLModel that predicts off a Mac."""
+
+    def __init__(self, path, compute_units=None):
+        assert compute_units in ct.ComputeUnit
+        self.evaluator = Evaluator(package_of(path), mode="fp16")
 
     def predict(self, data):
         if behaviour == "crash":
@@ -50,16 +53,13 @@ class Model(ct.models.MLModel):
             for name, value in out.items()
         }
 
-    def get_compiled_model_path(self):
-        return str(self.package_path)
-
 
 class Plan:
     """MLComputePlan of a package, whose operations named in `behaviour` go to the CPU."""
 
     def __init__(self, path):
         functions = {}
-        for name, function in read_package(path).functions.items():
+        for name, function in read_package(package_of(path)).functions.items():
             ops = [
                 cp.MLModelStructureProgramOperation(
                     {},
@@ -111,7 +111,8 @@ class Monitor:
 
 def install(patch=setattr):
     """Put them where moelab looks for them."""
-    patch(ct.models, "MLModel", Model)
+    patch(ct.models, "CompiledMLModel", Model)
+    patch(ct.models.utils, "compile_model", compile_model)
     patch(cp, "MLComputePlan", Plan)
 
 

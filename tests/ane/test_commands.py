@@ -12,6 +12,8 @@ from moelab.ane import commands
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn
 from moelab.ane.device import mac
 from moelab.ane.plan import ANEPlan
+from moelab.ane.predict import DeviceModel
+from moelab.ane.systems import SYSTEMS
 from moelab.calibration import calibrate
 from moelab.recording import record
 from moelab.simulation.routing import routing_of
@@ -47,6 +49,22 @@ def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     assert plan.spec.name == card and plan.popularity == routing_of(plan.spec)[1]
     assert f"launches {plan.launches} expert graphs" in out
     assert max(group.weight_bytes for group in plan.graphs) <= 1200 * 2**20
+    for system in SYSTEMS:  # the fastest by the model is planned, another one if it is asked for
+        assert run(f"plan {card} --system {system} --save {path}") == 0
+        assert ANEPlan.load(path).system == system
+        device = DeviceModel.of()
+        assert device.prefill(ANEPlan.load(path), 1024).ttft_s >= device.prefill(plan, 1024).ttft_s
+    assert f"fastest: {plan.system}" in out and "Apple M2 Ultra" in out
+
+
+def test_what_a_machine_does_not_hold_or_the_model_does_not_know_is_said(capsys):
+    assert run("plan Phi-3.5-MoE --device m2-max") == 2
+    assert "Apple M2 Max has 64 GB of memory" in capsys.readouterr().err
+    assert run("plan Phi-3.5-MoE --device m2-max --weights int8") == 0
+    assert run("plan DeepSeek-V2-Lite") == 0
+    assert "attention of DeepSeek-V2-Lite" in capsys.readouterr().out
+    assert run("plan Phi-3.5-MoE --device rtx-a6000") == 2
+    assert "not known of this device" in capsys.readouterr().err
 
 
 def test_a_plan_from_a_calibration_of_that_very_model(checkpoint, calibration, capsys, tmp_path):
@@ -83,7 +101,7 @@ def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monk
     n = 1 + sum("file" in group for group in packages["groups"])
     assert out.count("tiny-graph") == n and f"0 of {n} packages are clean" in out
     assert main(["ane", "lint", str(folder / packages["attention"]["file"])]) == 1
-    assert "softmax" in capsys.readouterr().out
+    assert "tiny-graph" in capsys.readouterr().out
     large = save_ffn(tmp_path / "large.mlpackage", [large_expert()] * 2, 32)
     assert main(["ane", "lint", str(large)]) == 0
     assert "clean" in capsys.readouterr().out

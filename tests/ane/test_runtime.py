@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab.ane.backends import TorchBackend
-from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, count, make_plan
+from moelab.ane.plan import Account, ANEPlan, LayerPlan, PlannedGroup, make_plan
 from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.base.specs import MoESpec
 from moelab.models import SeamExperts, discover
 from moelab.static.tiers import Tiers
+from notebooks.studies.ane_counts import count
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
 
@@ -81,7 +82,7 @@ def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none)
         T if g.unit == "cpu" else g.capacity for e in range(E) for g in GROUPS if e in g.experts
     ]
     expected, executed = oracle(x, ids, weights, experts, importance, capacity)
-    executor = PlannedExperts(plan, TorchBackend(plan), order=order, saliency={0: norms})
+    executor = PlannedExperts(TorchBackend(plan), order=order, saliency={0: norms})
     assert torch.allclose(executor(x, ids, weights, experts).double(), expected, atol=1e-4)
     found, on_cpu = executor.by_layer[0], sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
     launched = [g for g in GROUPS if g.unit == "ane" and any((ids == e).any() for e in g.experts)]
@@ -114,7 +115,7 @@ def test_padding_loses_nothing_and_launches_until_all_are_served(T, seed, layout
     )
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(seed))
     plan = plan_of(TOY, 64)
-    executor = PlannedExperts(plan, TorchBackend(plan), overflow="pad")
+    executor = PlannedExperts(TorchBackend(plan), overflow="pad")
     expected = sum(
         weights[:, k, None]
         * torch.stack(
@@ -134,12 +135,12 @@ def test_more_tokens_than_a_chunk_and_unknown_options_are_refused():
     experts, plan = make_experts(E, H, 8), plan_of(TOY, 16)
     backend = TorchBackend(plan)
     with pytest.raises(ValueError, match="prefill_through"):
-        PlannedExperts(plan, backend, order="router")(
+        PlannedExperts(backend, order="router")(
             torch.randn(17, H), *make_routing(17, E, K), experts
         )
     for options in ({"order": "best"}, {"overflow": "spill"}):
         with pytest.raises(ValueError, match=next(iter(options.values()))):
-            PlannedExperts(plan, backend, **options)
+            PlannedExperts(backend, **options)
 
 
 # ---- a whole model

@@ -229,6 +229,15 @@ def test_a_table_for_each_budget_and_rate_has_every_configuration(forms):
     assert set(pairs) == {f"{title}: huffman + prefetch" for title in titles}
 
 
+def test_executed_predictions_have_a_divergence_and_serial_loading_has_none(forms):
+    rows = ends(forms, ("serial", "speculate", "huffman + speculate"))
+    rows = rows["75% of experts, the disk as it is"]
+    assert rows["serial"]["KL"] == 0 and rows["serial"]["output"] == "= eager"
+    for name in ("speculate", "huffman + speculate"):
+        assert rows[name]["KL"] > 0 and rows[name]["output"].startswith("best token")
+        assert rows[name]["TPOT s"] > 0 and "simulated TPOT s" not in rows[name]
+
+
 def test_a_wrong_output_has_no_speed(forms, monkeypatch):
     def wrong(name, options):
         report = right(name, options)

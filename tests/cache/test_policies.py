@@ -86,25 +86,6 @@ def test_marking_spares_what_its_phase_used(steps, capacity, seed):
             resident.discard(victim)
 
 
-@pytest.mark.parametrize(
-    "capacity, steps, victim",
-    [
-        # not used when its layer last ran, though another layer's ran more recently
-        (3, [(0, {0: 1}), (1, {0: 1}), (0, {1: 1}), (1, {0: 1}), (2, {0: 1})], (0, 0)),
-        # the running layer's own is stale as soon as it is not asked for
-        (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {1: 1})], (1, 0)),
-        # none is stale: layer 2 comes next, layer 0 only in the next pass
-        (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {0: 1, 1: 1})], (0, 0)),
-        # within a layer, the least recently used
-        (3, [(0, {1: 1}), (0, {0: 1}), (0, {2: 1}), (0, {3: 1})], (0, 1)),
-    ],
-)
-def test_least_stale_by_hand(capacity, steps, victim):
-    residency = Residency(3, 4, Pools(F=capacity), "least-stale")
-    decisions = [residency.begin(*step) for step in steps]
-    assert [step.evicted for step in decisions] == [[]] * (len(steps) - 1) + [[victim]]
-
-
 @given(STEPS, st.integers(1, L * E))
 @settings(max_examples=40, deadline=None)
 def test_belady_evicts_what_is_needed_last(steps, capacity):

@@ -26,7 +26,7 @@ CHANGES = {
     "minimax": {"full_attn_alpha_factor": 3.5, "mlp_alpha_factor": 2.0},
 }
 #: in which discover finds no block of routed experts
-ELSEWHERE = ("dbrx", "doge", "jetmoe", "nllb_moe")
+ELSEWHERE = ("doge", "jetmoe", "nllb_moe")
 
 
 @cache

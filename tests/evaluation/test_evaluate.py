@@ -6,7 +6,12 @@ import pytest
 
 import moelab
 from moelab.__main__ import main
+from moelab.ane.plan import make_plan
+from moelab.ane.runtime import prefill_through
+from moelab.calibration import calibrate
 from moelab.evaluation import accuracy, evaluate, lm_eval_adapter, scores
+from moelab.recording import record
+from moelab.trace import PREFILL
 from tests.evaluation.test_accuracy import wrong_experts
 
 QUICK = ["--limit", "4", "--tokens", "64"]
@@ -59,20 +64,54 @@ def test_executors_and_decode_steps(tmp_path):
     assert row["difference"] != 0 and 0 < row["recall"] < 1
 
 
+def test_a_plan_answers_as_it_does_by_itself_and_says_what_it_drops(model, tmp_path):
+    """Table 3's columns; every option reaches the plan or its run."""
+    counts = calibrate(record(model, ["def f(x):\n    return x\n" * 20]), "a text")
+    file = counts.save(tmp_path / "c.safetensors")
+    modes = [
+        "npumoe:chunk=32:overflow=pad",
+        "npumoe:chunk=32:capacities=16",
+        "npumoe:chunk=32:capacities=16,32:order=router:cold_share=0:min_rows=0:max_graphs=3",
+        "executor:grouped:overflow=prune",
+    ]
+    few = ["--tasks", "loss", "--prompts", "4", "--calibration", str(file)]
+    found = evaluated(tmp_path, *few, "--modes", ",".join(modes))
+    assert list(found["scores"]["loss"]) == ["baseline", *modes]
+    pad, prune, hot, grouped = (found["scores"]["loss"][mode] for mode in modes)
+    assert pad["dropped"] == 0 < prune["dropped"] < 1 and 0 < pad["padded"] < 1
+    assert pad["score"] == pytest.approx(found["scores"]["loss"]["baseline"]["score"], rel=1e-2)
+    assert prune["score"] != pad["score"] and 0 < hot["padded"] < pad["padded"]
+    assert {"dropped", "padded"} <= grouped.keys()
+    calibrated = counts.counts(PREFILL), counts.tokens[PREFILL], 32
+    plan = make_plan(model.spec, *calibrated, capacities=[16], model_id=counts.model_id)
+    windows = scores.text_windows(model.tokenizer, "test", 4, 64)
+    with prefill_through(model, plan) as ane:
+        assert (
+            scores.language_loss(model, windows, 1).tolist() == found["samples"]["loss"][modes[1]]
+        )
+    assert (ane.total.drop_rate, ane.total.padded_fraction) == (prune["dropped"], prune["padded"])
+
+
 @pytest.mark.parametrize(
     "modes, message",
     [
         ("guess", "no mode 'guess'. There are: baseline, hint"),
-        ("hint:hybrid", "There are: router, quasi"),
+        ("hint:hybrid", "needs estimator= (--estimator FILE); `moelab train estimator MODEL FILE`"),
+        ("hint:psychic", "There are: router, quasi"),
         ("router-free:quasi", "only the estimator"),
-        ("router-free", "needs --estimator FILE"),
+        ("router-free", "needs estimator= (--estimator FILE); `moelab train estimator MODEL FILE`"),
         ("executor:fsat", "there is no executor"),
         ("executor:capacity:2", "OPTION=VALUE"),
         ("executor:capacity:colour=2", "colour"),
+        ("executor:grouped:colour=2", "no option of grouped 'colour'"),
+        ("npumoe:colour=2", "no option of npumoe 'colour'"),
+        ("npumoe:slack=none", "slack: 'none' is not a finite number"),
+        ("npumoe:order", "OPTION=VALUE"),
+        ("npumoe:capacities=16,40", "capacities 16, 40: each must be a multiple of 16"),
     ],
 )
 def test_what_makes_no_sense_is_told_in_a_line(modes, message, capsys):
-    assert main(["evaluate", "--calibration", "1", "--tokens", "64", "--modes", modes]) == 2
+    assert main(["evaluate", "--prompts", "1", "--tokens", "64", "--modes", modes]) == 2
     told = capsys.readouterr().err
     assert message in told and "Traceback" not in told
 
@@ -123,30 +162,42 @@ def test_scores_a_question_are_taken_where_lm_eval_reports_their_mean():
     }
 
 
-def task_of(name, prompts):
+def task_of(name, prompts, kind="loglikelihood"):
     """An lm-eval task that needs no network: right if greedy decoding gives exactly the answer."""
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
 
     data = Dataset.from_list([{"text": p.text, "answer": p.answer} for p in prompts])
     about = {"task": name, "custom_dataset": lambda **_: {"test": data}, "test_split": "test"}
-    about |= {"output_type": "loglikelihood", "target_delimiter": "", "num_fewshot": 0}
+    about |= {"output_type": kind, "target_delimiter": "", "num_fewshot": 0}
     about |= {"doc_to_text": lambda doc: doc["text"], "doc_to_target": lambda doc: doc["answer"]}
-    acc = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
-    return ConfigurableTask(config=about | {"metadata": {"version": 1}, "metric_list": [acc]})
+    if kind == "generate_until":
+        about["generation_kwargs"] = {"until": ["\n"], "max_gen_toks": 4, "do_sample": False}
+    metric = "acc" if kind == "loglikelihood" else "exact_match"
+    about["metric_list"] = [{"metric": metric, "aggregation": "mean", "higher_is_better": True}]
+    return ConfigurableTask(config=about | {"metadata": {"version": 1}})
 
 
 def test_lm_eval_gives_moelabs_verdicts_in_every_mode(model):
     """What is plugged into the model is what lm-eval measures."""
     pytest.importorskip("lm_eval")
-    prompts = accuracy.task_prompts(model.tokenizer, "completion", 8, 64, 3)
+    prompts = accuracy.task_prompts(model.tokenizer, "lookup", 8, 128, 3)
+    counts = calibrate(record(model, [p.text for p in prompts]))
+    plan = make_plan(
+        model.spec, counts.counts(PREFILL), counts.tokens[PREFILL], 128, capacities=[16]
+    )
     modes = {"baseline": nullcontext, "damaged": lambda: wrong_experts(model)}
-    tasks = [task_of("words", prompts)]
-    found = lm_eval_adapter.compare(model, modes, tasks, limit=6, batch_size=3)["words acc"]
+    modes |= {"plan": lambda: prefill_through(model, plan)}
+    tasks = [task_of("words", prompts), task_of("said", prompts, "generate_until")]
+    found, ran = lm_eval_adapter.compare(model, modes, tasks, limit=6, batch_size=1)
     for mode, context in modes.items():
         with context():
-            assert found[mode].tolist() == scores.right_answers(model, prompts[:6])
-    assert any(found["baseline"]) and list(found["damaged"]) != list(found["baseline"])
+            right = scores.right_answers(model, prompts[:6], batch_size=1)
+        assert found["words acc"][mode].tolist() == right
+        if mode == "plan":
+            assert all(ran[mode, name].total.drop_rate > 0 for name in found)
+    words = found["words acc"]
+    assert any(words["baseline"]) and list(words["damaged"]) != list(words["baseline"])
 
 
 class FakeManager:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.evaluation.intervals import interval, median, ratio, standard_error, t95
+from moelab.evaluation.intervals import interval, median, standard_error, t95
+from notebooks.studies.ratios import ratio
 
 scipy_stats = pytest.importorskip("scipy.stats")
 

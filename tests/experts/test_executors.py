@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from moelab import open_model
 from moelab.base.registry import make
-from moelab.experts import EXECUTORS
+from moelab.experts import AS_THEY_LIE, EXECUTORS
 from moelab.experts.executor import Tally, plain, silu_gated
 from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV
 from moelab.models import eager, plug
-from moelab.store import bf12
+from moelab.store import bf12, fewbit
 from tests.depth import in_turn
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 from tests.models import tiny
@@ -153,6 +153,47 @@ def test_experts_of_bf12_are_those_of_bf16(layout, few):
 
     experts.source = Source()
     assert (GEMV()(x, ids, weights, experts).double() - wanted).abs().max() <= 4e-2
+
+
+@pytest.mark.parametrize("tokens", [9, 300])
+@pytest.mark.parametrize("layout", ["gated", "bias", "transposed", "interleaved"])
+@pytest.mark.parametrize("name", AS_THEY_LIE[1:6])
+def test_few_bits_are_multiplied_as_they_lie(name, layout, tokens):
+    """By the executors that say so, and widened only for many rows of an expert."""
+    x, ids, weights, experts = given = case(
+        tokens, H=64, I=128, layout=layout, dtype=torch.bfloat16
+    )
+    form = fewbit.find_format("mxfp4.T" if experts.is_transposed else "mxfp4")
+    kept = [{n: w.clone() for n, w in experts.own(e).items()} for e in range(6)]
+    blobs = [{n: form.compress(w) for n, w in of.items() if w.dim() == 2} for of in kept]
+    for e, of in enumerate(blobs):
+        for name_, blob in of.items():
+            form.decompress(blob, kept[e][name_])
+            getattr(experts.module, name_).data[e] = kept[e][name_]
+    widened = []
+
+    class Source:
+        def __call__(self, layer, expert):
+            widened.append(expert)
+            return kept[expert]
+
+        def matrices(self, layer, experts, dtype):
+            return {name: self.rows(name, experts) for name in kept[0]}
+
+        def rows(self, name, experts):
+            if name not in blobs[0]:
+                return "raw", np.array([[kept[e][name].data_ptr(), 0, 0, 0] for e in experts])
+            shape = kept[0][name].shape
+            found = [
+                form.row(blobs[e][name].ctypes.data, len(blobs[e][name]), shape) for e in experts
+            ]
+            return form.name, np.array(found)
+
+    wanted = naive(*given)
+    experts.source = Source()
+    executor = make("executor", name, **({"factor": 6.0} if name == "capacity" else {}))
+    assert (executor(*given).double() - wanted).abs().max() <= 4e-2 * wanted.abs().max()
+    assert (len(widened) > 0) == (tokens == 300 and name != "gemv")
 
 
 def test_clamped_gates_are_not_taken_for_silu():

@@ -49,7 +49,7 @@ def decode(lm, hook=None, steps=STEPS):
         "steps": session.steps,
         "predictions": session.predictions,
         "tally": executor.tally,
-        "forwards": [forward[2:] for forward in session.forwards],
+        "forwards": [forward[2:6] for forward in session.forwards],
         "events": events,
         "cache": [(layer.keys.shape, layer.values.shape) for layer in out.past_key_values.layers],
     }

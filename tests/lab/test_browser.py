@@ -51,7 +51,6 @@ VIEWS = {
     "scrubber": "views.scrubber(lm, tokens=8)",
     "theatre": "views.theatre(lm, tokens=8)",
     "arena": "moelab.lab.arena(Mine, tokens=64, each=1)",
-    "claims": f"views.claims('zipmoe', results={str(CHECKOUT / 'results')!r})",
     "model_map": "views.model_map()",
 }
 VIEWS = dict(depth([*VIEWS.items()][::3], VIEWS.items()))

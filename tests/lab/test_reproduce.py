@@ -71,9 +71,10 @@ HOSTILE = [
 def test_no_element_of_an_exported_notebook_comes_from_a_name(word, monkeypatch):
     """As nbconvert exports what cells display: tables, takeaways, captions, advice."""
     filters = pytest.importorskip("nbconvert.filters")
+    from plotly.graph_objects import Figure
+
     from moelab.lab.results import Run
     from moelab.viz import notebook
-    from moelab.viz.plotly_json import Figure
 
     shown = []
     monkeypatch.setattr(
@@ -114,7 +115,8 @@ def test_no_element_of_an_exported_notebook_comes_from_a_name(word, monkeypatch)
 
 @pytest.mark.parametrize("word", HOSTILE)
 def test_no_element_of_a_view_comes_from_a_name(word):
-    from moelab.viz.plotly_json import Figure
+    from plotly.graph_objects import Figure
+
     from moelab.viz.views.base import View
     from moelab.viz.views.detailed import html_rows
 

@@ -33,6 +33,7 @@ from moelab.models import (
     discover,
     plug,
 )
+from moelab.models.experts import banks
 from tests.models import tiny
 
 TABLE = Path(__file__).with_name("architectures.json")
@@ -121,16 +122,17 @@ def geometry(case: Case) -> None:
     assert {spec.K} == set(chosen), f"K is {spec.K}, and routers choose {set(chosen)}"
     for module in (layer.experts for layer in layers):
         apart = isinstance(module, torch.nn.ModuleDict)  # Switch; all others are banks [E, …]
-        E = (
-            len(module) if apart else len(module.down_proj)
-        )  # LongCat's up has rows that are never used
+        found = {"": module} if apart else banks(module)
+        E = len([*found.values()][-1])  # LongCat's up has rows that are never used
         tensors = (
             dict(module["expert_0"].named_parameters())
             if apart
-            else {name: bank[0] for name, bank in module.named_parameters(recurse=False)}
+            else {name: bank[0] for name, bank in found.items()}
         )
         weights = sum(tensor.numel() for tensor in tensors.values())
-        down = tensors["wo.weight" if apart else "down_proj"]
+        (down,) = (
+            tensors[name] for name in ("wo.weight", "down_proj", "mlp.w2") if name in tensors
+        )
         assert (spec.E, {spec.H, spec.I}) == (E, set(down.shape)), "another E, H or I"
         assert weights == spec.expert_params, (
             f"an expert has {weights} weights, and the spec {spec.expert_params}"

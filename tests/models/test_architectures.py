@@ -13,7 +13,7 @@ from tests.depth import depth
 from tests.models import sweep, tiny
 
 #: a sample: those that differ most
-FEW = [("nemotron_h", "bf16"), ("longcat_flash", "fp32"), ("granitemoe", "bf16")]
+FEW = [("dbrx", "bf16"), ("nemotron_h", "bf16"), ("longcat_flash", "fp32"), ("granitemoe", "bf16")]
 RUN = [
     name
     for name in tiny.every()

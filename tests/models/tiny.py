@@ -149,6 +149,8 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "sliding_window": 0,
     },
     "olmoe": {"num_hidden_layers": 3},
+    # transformers' class has no default for this; DBRX's config.json says it
+    "dbrx": {"attn_config": {"rope_theta": 5e5, "clip_qkv": 8, "kv_n_heads": 2}},
     "mixtral": {
         "num_hidden_layers": 3,
         "num_local_experts": 4,

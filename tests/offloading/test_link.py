@@ -203,7 +203,6 @@ def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
         on(lm, "cpu")
         metrics, run = lm.moelab.metrics(), lm.moelab.run
         assert "disk" not in metrics.busy and metrics.busy["link"] > 0
-        assert metrics.read_rate == pytest.approx(metrics.read_bytes / metrics.busy["link"])
         run.settings = replace(run.settings, device="cuda")
         with pytest.raises(ValueError, match="cuda .* only a CPU's delays are measured"):
             simulate(run)

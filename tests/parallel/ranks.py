@@ -37,7 +37,8 @@ def tokens_and_logits(model) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def generate_all(cases):
-    """[(folder, variant, dtype, executor)] → [(tokens, logits, bytes of experts, tally)]."""
+    """[(folder, variant, dtype, executor)] → [(tokens, logits, bytes of experts, tally, bytes of all
+    else)]."""
     from moelab.parallel.opening import open_parallel
 
     made = []
@@ -46,7 +47,27 @@ def generate_all(cases):
         model = open_parallel(folder, variant, inner=inner, dtype=dtype)
         tokens, logits = tokens_and_logits(model)
         tally = discover(model)[0].seam.executor.tally
-        made.append((tokens, logits, model.shards.nbytes, tally))
+        others = sum(p.nbytes for p in model.parameters())
+        made.append((tokens, logits, model.shards.nbytes, tally, others))
+    return made
+
+
+def route_both_ways(folders):
+    """[folder] → [((tokens, logits) by routers in sequence parallel, bytes gathered of a prompt, and of
+    one token)]."""
+    from moelab.parallel.opening import open_parallel
+
+    made = []
+    for folder in folders:
+        model = open_parallel(folder, dtype=torch.float32, sequence_router=True)
+        out = tokens_and_logits(model)
+        sent = []
+        for T in (20, 1):
+            model.grid.traffic.clear()
+            with torch.no_grad():
+                model(input_ids=torch.full((1, T), 7))
+            sent.append(model.grid.traffic["routing"].bytes)
+        made.append((out, sent))
     return made
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from moelab import open_model
 from moelab.base.registry import make
 from moelab.experts import EXECUTORS
-from moelab.experts.sharding import on_intermediate, share
+from moelab.experts.sharding import part_of, share
 from moelab.models import eager, plug
 from moelab.parallel import VARIANTS, degree, launch
+from moelab.parallel.dense import cut_dense
 from moelab.parallel.exchange import FEW, pack, unpack
 from moelab.parallel.sharding import ShardedExperts, owners
 from tests.depth import in_turn
@@ -37,6 +39,7 @@ def test_a_whole_generation_is_that_of_one_process(tmp_path):
     cases = [(name, "ep-a2a", FP32) for name in tiny.ARCHITECTURES]
     cases += [(name, "ep-a2a", BF16) for name in ("qwen3_moe", "gpt_oss", "llama4_text")]
     cases += [(n, "tp", FP32) for n in ("qwen3_moe", "gpt_oss", "llama4_text", "small")]
+    cases += [(n, "tp", FP32) for n in ("deepseek_v3", "qwen2_moe", "olmoe")]
     cases += [(n, v, FP32) for n in ("qwen3_moe", "llama4_text") for v in ("ep", "ep-dedup")]
     paths = {name: tiny.save(name, tmp_path / name) for name in tiny.ARCHITECTURES}
     made = launch(ranks.generate_all, 2, [(paths.get(n), v, d, None) for n, v, d in cases])
@@ -45,9 +48,10 @@ def test_a_whole_generation_is_that_of_one_process(tmp_path):
         if (name, dtype) not in alone:
             model = open_model(paths.get(name), dtype=dtype)
             held = sum(p.nbytes for n, p in model.named_parameters() if ".experts." in n)
-            alone[name, dtype] = *ranks.tokens_and_logits(model), held
-        tokens, logits, held = alone[name, dtype]
-        for made_tokens, made_logits, made_held, _ in (rank[i] for rank in made):
+            others = sum(p.nbytes for p in model.parameters()) - held
+            alone[name, dtype] = *ranks.tokens_and_logits(model), held, others
+        tokens, logits, held, others = alone[name, dtype]
+        for made_tokens, made_logits, made_held, _, made_others in (rank[i] for rank in made):
             assert torch.equal(made_tokens, tokens), (name, variant)
             assert close(made_logits, logits), (name, variant)
             # Llama 4's blocks multiply all rows, and fp32 products round by the number of rows
@@ -56,6 +60,9 @@ def test_a_whole_generation_is_that_of_one_process(tmp_path):
             # a bias that cannot be cut is on every rank, zero on all but one
             rel = 0.03 if (name, variant) == ("gpt_oss", "tp") else 1e-9
             assert made_held == pytest.approx(held / 2, rel=rel), (name, variant)
+            # OLMoE has norms across all heads
+            cut = variant == "tp" and name != "olmoe"
+            assert made_others < 0.8 * others if cut else made_others == others, (name, variant)
 
 
 def test_every_variant_and_executor(tmp_path):
@@ -82,6 +89,45 @@ def test_every_variant_and_executor(tmp_path):
             total = sum(getattr(rank[i][3], count) for rank in made)
             assert total == times * getattr(tally, count), (variant, name)
     assert alone["capacity"][2].dropped  # it had something to drop
+
+
+def test_routers_in_sequence_parallel_choose_as_replicated_ones(tmp_path):
+    """And gather K weights in fp32 and ids of four bytes of each token of a prompt: half of the
+    tokens from either rank; a dialect's routers gather nothing."""
+    names = ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text")
+    folders = [tiny.save(name, tmp_path / name) for name in names]
+    made = launch(ranks.route_both_ways, 2, folders)
+    for i, folder in enumerate(folders):
+        model = open_model(folder, dtype=FP32)
+        tokens, logits = ranks.tokens_and_logits(model)
+        for (made_tokens, made_logits), (prompt, step) in (rank[i] for rank in made):
+            assert torch.equal(made_tokens, tokens) and close(made_logits, logits)
+            expected = 10 * model.spec.K * 8 * model.spec.L
+            assert (prompt, step) == (0 if names[i] == "llama4_text" else expected, 0)
+
+
+def test_heads_that_ranks_cannot_share_evenly_are_refused_by_name(tmp_path):
+    for W, name in ((3, "qwen3_moe"), (8, "gpt_oss"), (3, "deepseek_v3")):
+        model = open_model(tiny.save(name, tmp_path / f"{name}{W}"))
+        with pytest.raises(ValueError, match=r"layers.0.self_attn has 4 heads.*--parallel ep-a2a"):
+            cut_dense(model, SimpleNamespace(rank=0, size=W))
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v3"])
+def test_parts_of_attention_add_up(name, tmp_path):
+    """For ranks in turn, as one process has them: the parts' outputs before they are exchanged."""
+    folder, x, whole = tiny.save(name, tmp_path), torch.randn(2, 5, 32), None
+    for W in (1, 2, 4):
+        summed = 0
+        for rank in range(W):
+            model = open_model(folder, dtype=FP32)
+            cut_dense(model, SimpleNamespace(rank=rank, size=W, all_reduce=lambda y, _: y))
+            at = torch.arange(5)[None]
+            turned = model.model.rotary_emb(x, at)
+            attention = model.model.layers[1].self_attn
+            summed = summed + attention(x, position_embeddings=turned, attention_mask=None)[0]
+        whole = summed if whole is None else whole
+        torch.testing.assert_close(summed, whole, atol=1e-5, rtol=1e-5)
 
 
 def test_options_that_do_not_fit():
@@ -175,7 +221,7 @@ def test_parts_of_an_expert_add_up(layout, parts, H, I):
     experts = toy.make_experts(1, H, I, layout)
     x = torch.randn(4, H)
     whole = experts.ffn(x, experts.own(0))
-    pieces = [on_intermediate(experts.own(0), part, parts, experts) for part in range(parts)]
+    pieces = [part_of(experts.own(0), part, parts, experts) for part in range(parts)]
     summed = sum(experts.ffn(x, piece) for piece in pieces)
     torch.testing.assert_close(summed, whole, atol=1e-5, rtol=1e-5)
     assert sum(piece["down_proj"].numel() for piece in pieces) == H * I
@@ -188,10 +234,10 @@ def test_what_cannot_be_cut_or_is_elsewhere_is_refused():
     with pytest.raises(KeyError, match="another rank"):
         source(0, 0)
     with pytest.raises(ValueError, match="no rule"):
-        on_intermediate({"extra": torch.zeros(2, 2)}, 0, 2, experts)
+        part_of({"extra": torch.zeros(2, 2)}, 0, 2, experts)
     experts.has_post_expert_norm = True
     with pytest.raises(ValueError, match="normalises"):
-        on_intermediate(experts.own(0), 0, 2, experts)
+        part_of(experts.own(0), 0, 2, experts)
 
 
 @given(st.integers(0, 50), st.integers(1, 9), st.integers(1, 3))

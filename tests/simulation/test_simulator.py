@@ -78,7 +78,9 @@ def test_decisions_are_those_of_the_residency(policy, pools, scope):
         return Residency(L, E, pools, Belady(flat(steps)) if policy == "belady" else policy, scope)
 
     alone, inside = cache(), cache()
-    decisions = [alone.begin(*step) for step in flat(steps)]
+    decisions = []
+    for step, (_, phase) in zip(steps, forwards, strict=True):
+        decisions += [*alone.begin_forward(phase), *(alone.begin(*of) for of in step)]
     machine = Machine(DELAYS, 2, other=(1e-4, 1e-6), head=(3e-4, 0.0))
     found = simulate(steps, forwards, inside, machine, staging=3)
     assert found.counters == alone.counters

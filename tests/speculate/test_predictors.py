@@ -160,9 +160,13 @@ def test_what_is_missing_or_anothers_is_said(tiny_model):
     for name, ingredients, message in (
         ("psychic", {}, "no predictor 'psychic'.*There are: router, quasi"),
         ("router", {"crystal": "ball"}, "takes no crystal; it takes ahead"),
-        ("quasi", {}, r"Quasi needs vectors=moelab.speculate.default_vectors"),
-        ("hybrid", {"vectors": vectors}, r"Hybrid needs estimator=a trained"),
-        ("static", {}, "Static needs trace=moelab.record"),
+        ("quasi", {}, "Quasi needs vectors=.*`moelab train vectors MODEL FILE`"),
+        (
+            "hybrid",
+            {"vectors": vectors},
+            "Hybrid needs estimator=.*`moelab train estimator MODEL FILE`",
+        ),
+        ("static", {}, "Static needs calibration=.*`moelab calibrate MODEL FILE`.*trace="),
         ("router", {"ahead": 0}, "ahead is 0"),
         ("quasi", {"vectors": default_vectors(other, PROMPTS)}, "of another model"),
         ("static", {"trace": record(other, PROMPTS)}, "another model"),

@@ -8,14 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moelab.evaluation.intervals import ratio
-from moelab.evaluation.passes import walk
-from moelab.models.stream import streams
 from moelab.recording import record
 from moelab.speculate import default_vectors
 from moelab.speculate.routers import route
+from moelab.speculate.rows import Rows
+from moelab.speculate.training import choose
 from moelab.trace import DECODE, PREFILL
-from notebooks.studies.predictor_scores import Score, choose, score
+from notebooks.studies.passes import walk
+from notebooks.studies.predictor_scores import Score, score
+from notebooks.studies.ratios import ratio
 from tests.speculate.conftest import PROMPTS, make, neighbours
 
 
@@ -94,26 +95,23 @@ def test_those_that_remember_see_one_token_at_a_time(tiny_model):
     assert score(prefill, make("frequency", model)).requests[:, 0].tolist() == [4 * 2, 0, 2 * 2]
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_the_hybrids_choice_is_the_better_recall_at_the_estimators_distance(tiny_model, ahead):
-    """An estimator that knows the truth `ahead` layers on for the last layer that predicts, by the
-    place of q in the trace, and nothing elsewhere."""
+def test_the_hybrids_choice_is_the_better_recall(tiny_model):
+    """An estimator that knows the truth for the last layer that predicts, by the place of q in the
+    trace, and nothing elsewhere."""
     model = tiny_model("mixtral")
-    vectors, trace, l = default_vectors(model, PROMPTS), recorded(model, batch_size=1), 2 - ahead
-    d = vectors.layer_default(l, trace.ids[:, l].long(), trace.weights[:, l])
-    known = streams(model)[2].norm(trace.residuals[:, l] + d).detach()
+    vectors, trace = default_vectors(model, PROMPTS), recorded(model, batch_size=1)
+    rows = Rows(trace, model, vectors)
+    (*_, (_, _, known, _, true)) = rows.layers(torch.arange(len(trace)))
 
-    class Knows:
-        def __call__(self, q, layer):
-            logits = torch.zeros(len(q), model.spec.E)
-            rows = torch.cdist(q, known).argmin(1)
-            return logits.scatter(1, trace.ids[rows, 2].long(), 5.0) if layer == l else logits
+    def knows(q, layer):
+        logits = torch.zeros(len(q), model.spec.E)
+        nearest = torch.cdist(q, known).argmin(1)
+        return logits.scatter(1, true[nearest], 5.0) if layer == 1 else logits
 
-    estimator = Knows()
-    estimator.ahead = ahead
-    assert score(trace, make("oracle", model, trace=trace, ahead=ahead)).recall[l] == 1
-    assert score(trace, make("quasi", model, vectors=vectors, ahead=ahead)).recall[l] < 1
-    assert choose(trace, model, vectors, estimator) == tuple(i == l for i in range(3))
+    parts = {"vectors": vectors, "estimator": knows}
+    assert score(trace, make("estimator", model, **parts)).recall[1] == 1
+    assert score(trace, make("quasi", model, vectors=vectors)).recall[1] < 1
+    assert choose(rows, make("estimator", model, **parts)) == (False, True, False)
 
 
 def test_refused_without_hidden_states_and_the_margin_is_the_interval_over_prompts(tiny_model):

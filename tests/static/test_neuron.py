@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import models
+from moelab.base.registry import make
 from moelab.checkpoint.opening import open_checkpoint
-from moelab.static.blockwise import Blockwise
+from moelab.experts.executor import Sorted
+from moelab.static.blockwise import SHARDINGS, Blockwise
 from moelab.static.neuron import (
     AllExperts,
     NeuronRule,
-    Selective,
     neuron_choice,
 )
 from tests.depth import in_turn
@@ -56,6 +57,8 @@ def test_all_are_lossless_and_compute_what_they_say(case, B, alpha, batch):
     T, experts = len(case[0]), case[3]
     for skip in (True, False):
         check(Blockwise(B, skip_blocks=skip), *case)
+    for sharding in SHARDINGS:
+        check(Blockwise(B, sharding=sharding), *case)
     assert check(AllExperts(), *case).slots == T * experts.num_experts
     rule = NeuronRule(block_size=B, alpha=alpha, batch=batch)
     check(rule, *case)
@@ -69,12 +72,9 @@ def test_selective_loads_each_needed_expert_once(case):
     fetched = []
     plain = experts.weights
     experts.weights = lambda e: fetched.append(e) or plain(e)
-    executor = Selective()
-    assert check(executor, *case).padded_fraction == 0
+    assert check(make("executor", "selective"), *case).padded_fraction == 0
     unique = {e for row in ids.tolist() for e in row if e < experts.num_experts}
-    assert sorted(fetched) == sorted(unique) and executor.loads.loaded == len(unique)
-    if unique:
-        assert executor.loads.savings == pytest.approx(1 - len(unique) / experts.num_experts)
+    assert sorted(fetched) == sorted(unique)
 
 
 def test_what_is_not_routed_is_masked_and_not_multiplied_by_zero():
@@ -84,14 +84,14 @@ def test_what_is_not_routed_is_masked_and_not_multiplied_by_zero():
     x, ids, weights = torch.ones(3, 4), torch.tensor([[0], [0], [0]]), torch.ones(3, 1)
     got = AllExperts()(x, ids, weights, experts)
     assert got.isfinite().all()
-    torch.testing.assert_close(got, Selective()(x, ids, weights, experts))
+    torch.testing.assert_close(got, Sorted()(x, ids, weights, experts))
 
 
 def test_a_token_may_choose_an_expert_twice():
     experts, x = make_experts(3, 4, 4), torch.randn(2, 4)
     ids, weights = torch.tensor([[1, 1], [2, 1]]), torch.tensor([[0.25, 0.5], [0.5, 0.5]])
-    for make in (AllExperts, Selective, Blockwise, NeuronRule):
-        check(make(), x, ids, weights, experts)
+    for kind in (AllExperts, Sorted, Blockwise, NeuronRule):
+        check(kind(), x, ids, weights, experts)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +142,11 @@ def test_every_architecture_computes_what_it_computes_itself(name, opened, tmp_p
     model = open_checkpoint(tiny.save(name, tmp_path), experts=opened)
     executors = [
         AllExperts(),
-        Selective(),
+        Sorted(),
         NeuronRule(block_size=16),
         Blockwise(4),
         Blockwise(4, skip_blocks=False),
+        *(Blockwise(4, sharding=of) for of in ("I", "block")),
     ]
     with torch.no_grad():
         expected = model(**inputs).logits

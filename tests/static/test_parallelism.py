@@ -19,7 +19,7 @@ def test_the_guides_examples():
     few = choose(toy(16, 512), 16)
     assert (few.tp, few.ep, few.kind) == (4, 4, "hybrid") and "128" in str(few)
     assert choose(toy(48, 1024), 8).kind == "hybrid"
-    assert choose(toy(64, 1024), 128).tp == 2
+    assert choose(toy(64, 1024), 128).tp == 8
     assert choose(toy(64, 1024), 1).kind == "one device"
 
 
@@ -38,6 +38,12 @@ def test_advice_fits_and_its_reasons_are_true(E, I, devices):
         return
     assert made.tp * made.ep == devices and made.ep <= E and made.reasons
     said = str(made)
-    assert "moderate tp beside ep" not in said or (2 <= made.tp <= 8 and made.ep > 1)
+    assert "spread over" not in said or (made.tp > 1 and made.ep > 1)
+    moderate = [tp for tp in range(1, 9) if devices % tp == 0 and I / tp >= 128]
+    moderate = [tp for tp in moderate if devices // tp <= E]
+    if 32 < E < 64:
+        assert made.tp > 1 or moderate in ([], [1])
+    if E >= 64:  # no more groups than the guide shows, where a part is wide enough
+        assert made.ep <= 16 or all(devices // tp > 16 for tp in moderate)
     assert "at least 128" not in said or I / made.tp >= 128
     assert "less than 128" not in said or I / made.tp < 128

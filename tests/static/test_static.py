@@ -91,8 +91,6 @@ def test_pruning_drops_whom_a_loop_drops(case, order, seed, group_size):
     assert tally.routed == int((ids < experts.num_experts).sum())
     assert (tally.executed, tally.dropped) == (int(keep.sum()), tally.routed - int(keep.sum()))
     assert tally.slots >= tally.executed
-    if len(x):
-        assert executor.by_layer == {0: tally}
 
 
 @settings(max_examples=60, deadline=None)

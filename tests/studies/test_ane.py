@@ -4,19 +4,27 @@ from itertools import combinations
 
 import pytest
 
-from moelab.ane.systems import ABLATION, TABLE_2
 from moelab.base.papers import paper
 from moelab.cards import load_model
 from notebooks.studies import ane
-from notebooks.studies.ane_device import DeviceModel
-from notebooks.studies.ane_published import OUTLIERS, TABLE_3, TABLE_4, TABLE_5, TABLE_6, TABLE_7
+from notebooks.studies.ane_device import fitted
+from notebooks.studies.ane_published import (
+    ABLATION,
+    OUTLIERS,
+    TABLE_2,
+    TABLE_3,
+    TABLE_4,
+    TABLE_5,
+    TABLE_6,
+    TABLE_7,
+)
 
 BARS = {"ttft": "figure_14", "energy": "figure_15", "cpu_cycles": "figure_16"}
 
 
 @pytest.fixture(scope="module")
 def phi():
-    return ane.study("Phi-3.5-MoE", DeviceModel.of())
+    return ane.study("Phi-3.5-MoE", fitted())
 
 
 @pytest.mark.parametrize("which", ane.RUNS)
@@ -59,20 +67,20 @@ def test_each_reading_changes_one_choice():
         reading: ane.figures(ane.studies(runs=[(1024, 256)], **change))
         for reading, change in ane.READINGS.items()
     }
-    ours, device = ane.figures(found), DeviceModel.of()
+    ours, device = ane.figures(found), fitted()
     flipped, apart, even, launch = by.values()
     spec = load_model("Phi-3.5-MoE")
     there = device.attention(spec, 256, 1024, "ane").ms
-    assert DeviceModel.of(attention=1 / 1.276).attention(
-        spec, 256, 1024, "cpu"
-    ).ms == pytest.approx(there / 1.276)
+    assert fitted(attention=1 / 1.276).attention(spec, 256, 1024, "cpu").ms == pytest.approx(
+        there / 1.276
+    )
     anemll, cpu = (f"phi_1024_256_ttft_{system}" for system in ("anemll", "cpu"))
     assert ours[anemll] < ours[cpu] and flipped[anemll] > flipped[cpu]
     assert ours["ablation_base+TG"][0] > 1 > apart["ablation_base+TG"][0]
     assert even["padding_time_most"] < ours["padding_time_least"]
     assert launch.keys() == ours.keys()
-    dearer = DeviceModel.of(**ane.READINGS["launch without 1×32"]).rates.launch
-    assert dearer == pytest.approx(3.54, abs=0.01) and dearer > device.rates.launch
+    dearer = fitted(**ane.READINGS["launch without 1×32"]).rates.launch_ms
+    assert dearer == pytest.approx(3.54, abs=0.01) and dearer > device.rates.launch_ms
 
 
 def test_the_papers_tables_add_up_where_they_do():

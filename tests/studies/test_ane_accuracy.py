@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from moelab import open_model
-from moelab.ane.plan import count
 from notebooks.studies import ane_accuracy
+from notebooks.studies.ane_counts import count
 
 
 @pytest.fixture(scope="module")

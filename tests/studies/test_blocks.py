@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from moelab import cards
 from moelab.static.blockwise import Blockwise, blocks_by_code
 from notebooks.studies import blocks
-from tests.static.test_neuron import cases
+from tests.static.test_neuron import H, I, cases
 
 
 def compositions(total, parts, most):
@@ -76,28 +76,8 @@ def test_trainium2_has_the_guides_ratio_in_fp8_only():
     assert blocks.intensity_target(trn2) == pytest.approx(667e12 / 2.9e12)
 
 
-def test_the_advice_is_the_smallest_compute_bound_block():
-    trn2 = cards.load_device("trn2")
-    for reuse, dtype in product((True, False), ("bf16", "fp8")):
-        advice = blocks.advise_block_size(trn2, 1000, 2, 8, reuse=reuse, dtype=dtype)
-        size, peak = {"bf16": (2, 667e12), "fp8": (1, 1299e12)}[dtype]
-        reached = []
-        for B in (64, 128, 256, 512, 1024):  # seconds, an expert of H = I = 1
-            N = -(-(2000 - 7) // B) + 7
-            flops, read = 6 * B * N, 3 * size * (8 if reuse else N)
-            reached += [B] if flops / peak >= read / 2.9e12 else []
-        assert advice.block_size == reached[0] and advice.intensity >= advice.target
-    # weights read again for every block: 2·B/2 FLOPs a byte must reach 230
-    assert blocks.advise_block_size(trn2, 1000, 2, 8, reuse=False).block_size == 256
-    least = blocks.advise_block_size(trn2, 16, 1, 8, sizes=(1, 2, 4))
-    assert least.intensity < least.target and least.block_size == 1  # pads least
-
-
 def test_what_there_is_no_arithmetic_for_is_refused():
     trn2 = cards.load_device("trn2")
-    for wrong in (dict(T=0), dict(K=0), dict(E=0), dict(sizes=()), dict(sizes=(0, 64))):
-        with pytest.raises(ValueError, match="at least 1"):
-            blocks.advise_block_size(trn2, **dict(T=10, K=2, E=8) | wrong)
     for counts in ([5, 5], [], [-1, 2]):
         with pytest.raises(ValueError, match="1 tokens with 1 experts"):
             blocks.padding(counts, 1, 1, 2)
@@ -108,3 +88,18 @@ def test_what_there_is_no_arithmetic_for_is_refused():
     ):
         with pytest.raises(ValueError, match=told):
             wrong()
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(1, 6))
+def test_what_cores_share_is_what_the_executor_counts(case, B):
+    x, ids, weights, experts = case
+    counts = torch.bincount(ids.flatten(), minlength=experts.num_experts + 1)[:-1]
+    for way, found in blocks.shared(counts.tolist(), len(x), H, I, B).items():
+        executor = Blockwise(B, sharding=way)
+        executor(x, ids, weights, experts)
+        if experts.has_gate or way != "H":
+            assert executor.exchanged == found.exchanged
+        half = 1 if way == "block" else 2
+        assert found.loads * half <= executor.weight_loads <= found.loads * 2
+        assert executor.tally.slots <= 2 * B * found.blocks

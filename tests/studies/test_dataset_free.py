@@ -82,6 +82,18 @@ def test_the_engine_finds_the_chosen_experts_and_no_others(small, found):
     assert fewer.read_bytes > more.read_bytes
 
 
+def test_the_prompts_own_popularity_is_the_cache_of_that_name(small, store, found):
+    """x experts a layer, chosen by the engine alone: the same hits."""
+    ids, answers = found
+    with study.Prefetcher(store, X) as prefetcher, torch.inference_mode():
+        session = prefetcher.model.moelab
+        given = torch.tensor([ids])
+        how = {"max_new_tokens": STEPS + 1, "min_new_tokens": STEPS + 1, "do_sample": False}
+        prefetcher.model.generate(given, **how)
+        full = session.residency.full()
+    assert full == [np.flatnonzero(row).tolist() for row in answers["free"].resident]
+
+
 def test_the_hit_curve_is_a_naive_loops(small):
     rng, spec = np.random.default_rng(0), small.spec
     answers = [

@@ -34,7 +34,9 @@ def test_tokens_of_every_arm(monkeypatch, tmp_path):
     )
     synthesize(tmp_path / "model", SPEC)
     convert(tmp_path / "model", tmp_path / "bf12", codec="bf12")
-    rows = dict(gpu.tokens(tmp_path, CPU, list(range(3, 15)), 1, 8, (0.4,), SPEC.experts_bytes))
+    rows = dict(
+        gpu.tokens(tmp_path, CPU, list(range(3, 15)), 1, 8, (0.4,), SPEC.experts_bytes, gpu.ARMS)
+    )
     assert len(rows) == 2 + 2 * len(gpu.ARMS) and all(
         row["TPOT ms"] > 0 < row["TTFT ms"] for row in rows.values()
     )

@@ -11,7 +11,7 @@ import pytest
 
 from moelab.base.specs import MoESpec
 from moelab.ndp.closed_form import layer_seconds
-from moelab.ndp.hardware import MAPPINGS, PCIE, hardware
+from moelab.ndp.hardware import MAPPINGS, hardware
 from moelab.ndp.plans import make_plan
 from moelab.ndp.routing import simulated_routing
 from moelab.ndp.simulation import NDPRun
@@ -112,7 +112,7 @@ def test_nothing_is_lost_in_random_configurations(seed):
     machine = hardware(
         rng.randint(1, 16),
         unit=rng.choice(("ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim")),
-        pcie=rng.choice(list(PCIE)),
+        link_gbs=rng.choice([31.5, 63.0, 121.0]),
         mapping=rng.choice(MAPPINGS),
         shared_dram=rng.random() < 0.5,
         latency_us=rng.choice((0, 3)),

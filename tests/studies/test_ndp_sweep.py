@@ -33,13 +33,13 @@ def test_speedups_are_ratios_over_what_both_support(sweep):
 def test_every_claim_about_times_is_computed(sweep):
     found = quantities(sweep, 0)
     asked = {name for of in claims.ledger() if of.source == "gpu-ndp" for name in of.metric[1:]}
-    assert set(found) <= asked and len(found) == 13
+    assert set(found) <= asked and len(found) == 13 + 2 + 3 * len(MODELS)
 
 
 def test_assumptions_reach_hardware_and_systems():
     a = replace(Readings(), mapping="MOP4CLXOR", monde_rounding="ceil", limit="memory")
     assert a.hardware(2).unit_bandwidth == pytest.approx(96e9)
-    assert a.hardware(2, pcie=4).link < a.hardware(2).link
+    assert a.hardware(2, link_gbs=31.5).link < a.hardware(2).link
     assert a.system("MoNDE").rounding == "ceil" and a.system("NDP+TP+PRE").prefetches == "memory"
     assert a.system("NDP+TP").prefetches == "none"
     assert a.system("NDP+TP+PRE, improved").prefetches == "pay"
@@ -57,9 +57,27 @@ def test_gains_are_over_the_seeds_and_only_where_both_are_supported():
     gain = sweep.gain(MODELS[0], 2, "NDP+TP", "MoNDE", "moe_decode")
     assert gain == pytest.approx((sum(ratios) / 2, min(ratios), max(ratios)))
     assert sweep.gain(MODELS[1], 1, "NDP+TP", "MoNDE", "moe_decode") is None  # 58 GB on one module
-    every = sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", averaged=False)
+    every = sweep.speedups("NDP+TP", "MoNDE", "moe_decode", 0, sweep.units)
     assert set(every) == {(MODELS[0], 1), (MODELS[0], 2), (MODELS[1], 2)}
-    assert set(sweep.mean_gains("NDP+TP", "MoNDE", "moe_decode", MODELS[0])) == {(MODELS[0], 2)}
+    assert set(sweep.speedups("NDP+TP", "MoNDE", "moe_decode", 0)) == {*every} - {(MODELS[0], 1)}
+
+
+def test_fewest_and_most_modules_and_the_least_of_all_cells(sweep):
+    """By plain loops over the cells that both support."""
+    found = quantities(sweep, 0)
+
+    def gain(model, N, over, what="moe_decode"):
+        mine, other = (sweep.result(model, N, name) for name in ("NDP+TP+LB+PRE", over))
+        return getattr(other, what) / getattr(mine, what) if mine and other else None
+
+    for model in MODELS:
+        gains = [x for N in (2, 6) if (x := gain(model, N, "NDP+TP"))]
+        assert found[f"hybrid_fewest_{model}"] == pytest.approx(gains[0])
+        assert found[f"hybrid_six_{model}"] == pytest.approx(gains[-1])
+        ends = [x for N in (2, 6) if (x := gain(model, N, "MoNDE", "end_to_end"))]
+        assert found[f"end_to_end_{model}"] == pytest.approx(mean(ends))
+    every = [x for m in MODELS for N in (2, 6) if (x := gain(m, N, "NDP+TP+LB"))]
+    assert found["prefetching_beside_balancing_least"] == pytest.approx(min(every))
 
 
 def test_a_cached_expert_is_not_sent():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from moelab.bench import parser_of
+from moelab.cache.residency import Pools, Residency
 from notebooks.studies import policies as study
 
 T, L, E, K = 40, 3, 8, 2
@@ -79,3 +80,22 @@ def test_records_name_traces_and_their_digests(folder):
     for name, said in {"none": "has no trace", "elsewhere": "is no folder"}.items():
         with pytest.raises(ArgumentTypeError, match=said):
             study.Traces(str(folder / name))
+
+
+@pytest.mark.parametrize(
+    "capacity, steps, victim",
+    [
+        # not used when its layer last ran, though another layer's ran more recently
+        (3, [(0, {0: 1}), (1, {0: 1}), (0, {1: 1}), (1, {0: 1}), (2, {0: 1})], (0, 0)),
+        # the running layer's own is stale as soon as it is not asked for
+        (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {1: 1})], (1, 0)),
+        # none is stale: layer 2 comes next, layer 0 only in the next pass
+        (3, [(0, {0: 1}), (1, {0: 1}), (2, {0: 1}), (0, {0: 1}), (1, {0: 1, 1: 1})], (0, 0)),
+        # within a layer, the least recently used
+        (3, [(0, {1: 1}), (0, {0: 1}), (0, {2: 1}), (0, {3: 1})], (0, 1)),
+    ],
+)
+def test_least_stale_by_hand(capacity, steps, victim):
+    residency = Residency(3, 4, Pools(F=capacity), study.LeastStale)
+    decisions = [residency.begin(*step) for step in steps]
+    assert [step.evicted for step in decisions] == [[]] * (len(steps) - 1) + [[victim]]

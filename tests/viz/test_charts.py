@@ -1,12 +1,14 @@
 """Charts draw the numbers they are given, where they belong and in the units they say."""
 
+import json
+
 import numpy as np
 import pytest
 
 pio = pytest.importorskip("plotly.io")
 
 from moelab.base.specs import Event
-from moelab.viz import charts, figures
+from moelab.viz import charts, figures, theme
 from moelab.zipmoe.entropy import joint_counts
 
 LAYER = [
@@ -89,7 +91,7 @@ def look(trace):
 @pytest.mark.parametrize("name", DRAWN)
 def test_axes_have_titles_and_no_two_series_differ_by_colour_alone(name):
     """After a trip through JSON."""
-    figure = pio.from_json(MADE[name].to_json())
+    figure = pio.from_json(json.dumps(theme.to_json(MADE[name])))
     assert any(axis.title.text for axis in (*figure.select_xaxes(), *figure.select_yaxes()))
     shown = {
         trace.name: look(trace)

@@ -83,7 +83,7 @@ def test_predictions_are_what_the_next_router_says_token_by_token(tmp_path):
     with open_model(folder, memory="60%") as lm:
         trace = record(lm, [[5, 6, 7, 8]], 5, hidden=True, min_new_tokens=5)
         predictor = make("predictor", "router", lm)
-        found, seconds = theatre.predict(trace, predictor)
+        found, seconds = theatre.predict(trace, predictor, len(lm.moelab.forwards))
         assert len(found) == 5 and found[0] == {} and seconds > 0
         for step, told in enumerate(found[1:]):
             for layer, target in predictor.targets.items():

@@ -14,9 +14,10 @@ from PIL import Image
 
 pytest.importorskip("plotly")
 pytest.importorskip("anywidget")
+from plotly.graph_objects import Figure
+
 from moelab.viz import theme
 from moelab.viz.charts import finish
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import turned
 
@@ -161,6 +162,15 @@ def test_a_page_has_all_that_its_controls_show(view, tab, tmp_path):
     assert tab.locator("#caption").inner_text() == "3 <b>"
     dark = "getComputedStyle(document.querySelector('.js-plotly-plot')).filter"
     assert tab.evaluate(dark).startswith("invert(0.93)")
+
+
+def test_a_page_begins_with_a_value_between_its_steps(view):
+    view.controls["n"], view.plays = slider("n", 5, 1, 200), ("n",)
+    found = unpacked(view.set(n=37).html())
+    (control,) = found["controls"]
+    at = control["at"]
+    assert control["steps"][at] == "37" and control["steps"] == sorted(control["steps"], key=int)
+    assert found["frames"][at]["command"] == "moelab demo 37"
 
 
 def test_a_control_is_set_to_nothing_that_its_widget_could_not_have():

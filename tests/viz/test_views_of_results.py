@@ -1,4 +1,4 @@
-"""The views of claims and checkpoints, and of the arena: what they say without a widget, and
+"""The views of checkpoints and of the arena: what they say without a widget, and
 with one."""
 
 import csv
@@ -6,17 +6,13 @@ import io
 import shlex
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 pytest.importorskip("ipywidgets")
 pytest.importorskip("anywidget")
-from moelab import claims as ledger
 from moelab.__main__ import main
-from moelab.base.files import CHECKOUT, small_model
+from moelab.base.files import small_model
 from moelab.bench.arena import Contest, Standing
 from moelab.viz import survey, views
-from moelab.viz.views import ledger as claims_view
 from moelab.viz.views import standings, treemap
 
 
@@ -28,39 +24,6 @@ def test_modules_are_not_named_as_their_views():
     """Once such a module is imported, it hides the view of its name."""
     for name, module in views._HOMES.items():
         assert name != module and callable(getattr(views, name))
-
-
-def test_the_ledger_by_source_and_verdict(tmp_path):
-    view = claims_view.claims("zipmoe", results=CHECKOUT / "results")
-    rows = ledger.rows(
-        [claim for claim in ledger.ledger() if claim.source == "zipmoe"], CHECKOUT / "results"
-    )
-    assert [row["id"] for row in table(view)] == [f"zipmoe/{row.claim.id}" for row in rows]
-    drawn = [name for trace in view.figure.data for name in trace.customdata]
-    assert sorted(drawn) == sorted(f"zipmoe/{row.claim.id}" for row in rows if row.distance)
-    view.set(verdict="not reproduced")
-    assert {row["verdict"] for row in table(view)} <= {"not reproduced"}
-    one = rows[0]
-    assert one.claim.text[:20] in view.set(verdict="").detail(f"zipmoe/{one.claim.id}").html
-    with pytest.raises(ValueError, match="there is no claim 'zipmoe/x'"):
-        view.detail("zipmoe/x")
-
-
-@settings(max_examples=50)
-@given(st.floats(0.1, 9), st.floats(0, 9), st.floats(0.1, 9))
-def test_how_far_a_claim_is(low, width, ours):
-    """1 inside of a range, else the ratio to its nearer end; none of what is no positive number."""
-
-    def distance(value, ours):
-        of = ledger.Claim("a", "A", "x", "§1", "t", "here", "model", value=value, metric=("n", "m"))
-        return ledger.Row(of, ours, "exact").distance
-
-    high = low + width
-    wanted = ours / min(max(ours, low), high)
-    assert distance([low, high], ours) == pytest.approx(wanted)
-    assert distance(low, ours) == pytest.approx(ours / low)
-    for pair in (("lru", "lru"), (True, True), (low, None), (low, 0.0), (-low, ours)):
-        assert distance(*pair) is None
 
 
 def test_the_model_map_holds_every_byte_and_colours_it():
@@ -130,18 +93,16 @@ def test_tiny_tensors_do_not_take_all_colours_of_the_map():
     known = [(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]
     part = survey.parts(small_model())[0]
     tree = [treemap.Node(str(v), "", "", nbytes, v, part) for v, nbytes in known]
-    marker = treemap.draw(tree, treemap.BOUND).traces[0]["marker"]
+    marker = treemap.draw(tree, treemap.BOUND).data[0].marker
     assert (marker["cmin"], marker["cmax"]) == (0.65, 0.67)
 
 
 def test_every_view_is_on_the_command_line(tmp_path, capsys):
-    out = tmp_path / "claims.csv"
-    assert main(["view", "claims", "zipmoe", "--output", str(out)]) == 0
-    assert "zipmoe/" in out.read_text() and "claims:" in capsys.readouterr().out
+    out = tmp_path / "map.csv"
+    assert main(["view", "model_map", "--output", str(out)]) == 0
+    assert out.read_text() and "written to" in capsys.readouterr().out
     assert (
         main(["view", "arena", "nothing_here:Mine"]) == 2
         and "mine:TakeTurns" in capsys.readouterr().err
     )
-    assert (
-        main(["view", "claims", "zipmoe", "npumoe"]) == 2 and "takes 1" in capsys.readouterr().err
-    )
+    assert main(["view", "model_map", "one", "two"]) == 2 and "takes 1" in capsys.readouterr().err

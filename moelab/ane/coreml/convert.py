@@ -44,7 +44,7 @@ from moelab.ane.coreml.ffn_graph import (
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import why_no_graph
-from moelab.base.files import vacant, write_text
+from moelab.base.files import vacant
 from moelab.base.journal import Journal
 from moelab.base.progress import progress
 from moelab.base.records import Record
@@ -234,7 +234,7 @@ class _Source:
 
 class Work:
     """The folder of an unfinished conversion, and its journal, which is locked until `close` or
-    `publish`.
+    `publish`: what is converted, then the packages that are complete.
 
     done : file → its entry of the journal, for each package that is complete.
 
@@ -242,28 +242,26 @@ class Work:
     """
 
     def __init__(self, folder: Path, about: Record) -> None:
-        wanted = json.dumps(about, sort_keys=True)
-        written = folder / "settings.json"
+        about = json.loads(json.dumps(about))
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.building = folder, folder / "building"
         self.journal = Journal(folder / "journal.jsonl")
-        try:
-            if written.exists() and written.read_text(encoding="utf-8") != wanted:
-                raise FileExistsError(
-                    f"{folder} holds an unfinished conversion of another model, plan or settings; "
-                    f"delete it to start over"
-                )
-            write_text(written, wanted)
-            shutil.rmtree(self.building, ignore_errors=True)
-            self.done = {
-                entry["file"]: entry
-                for entry in self.journal.lines
-                if (folder / entry["file"]).is_dir()
-                and checksum(folder / entry["file"]) == entry["checksum"]
-            }
-        except BaseException:
+        began, *packages = self.journal.lines or [about]
+        if began != about:
             self.close()
-            raise
+            raise FileExistsError(
+                f"{folder} holds an unfinished conversion of another model, plan or settings; "
+                f"delete it to start over"
+            )
+        if not self.journal.lines:
+            self.journal.append([about])
+        shutil.rmtree(self.building, ignore_errors=True)
+        self.done = {
+            entry["file"]: entry
+            for entry in packages
+            if (folder / entry["file"]).is_dir()
+            and checksum(folder / entry["file"]) == entry["checksum"]
+        }
 
     def close(self) -> None:
         self.journal.close()
@@ -298,7 +296,6 @@ class Work:
             json.dumps(sealed(manifest), indent=1), encoding="utf-8"
         )
         shutil.rmtree(self.building, ignore_errors=True)
-        (self.folder / "settings.json").unlink()
         self.journal.remove()
         os.rename(self.folder, destination)
         return destination

@@ -1,7 +1,5 @@
-"""A converted model: the manifest of the folder that `convert` writes, and its graphs as functions
-of hidden states.
+"""A converted model: the manifest of the folder that `convert` writes, and its packages.
 
-A Mac needs only another `Evaluator`.
 Everything is checked: the manifest by its seal when it is read, a package by its checksum before it
 is first used (always through `ConvertedModel.package`), the checkpoint that the CPU's parts come
 from by its identity."""
@@ -9,29 +7,18 @@ from by its identity."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor
-
-from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
-from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.plan import ANEPlan
 from moelab.base.files import absolute
 from moelab.base.records import Record
 from moelab.base.schema import naming, parse_json, typed
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.models.identity import opened_from
 
 FORMAT = "moelab.ane.converted/5"
 MANIFEST = "manifest.json"
-
-#: makes something that is called like an `Evaluator`, of a package
-Runner = Callable[[Path], Any]
 
 
 class ConvertedModel:
@@ -96,74 +83,19 @@ class ConvertedModel:
             self._checked.add(entry["file"])
         return path
 
-    def checkpoint(self, folder: str | Path | None = None) -> Path:
-        """The folder of the checkpoint whose other parts run on the CPU: the manifest's, or where
-        it is now."""
+    def checkpoint(self, folder: str | Path | None = None) -> Checkpoint:
+        """The checkpoint whose other parts run on the CPU: the manifest's, or where it is now."""
         place = Checkpoint.at(folder or self.manifest["checkpoint"])
-        self._require_identity(place.identity, place.folder)
-        return place.folder
+        self.require_identity(place.identity, place.folder)
+        return place
 
-    def require(self, model: Any) -> None:
-        """ValueError unless the model was opened from the checkpoint that this was converted
-        from."""
-        opened = getattr(model.config, "_name_or_path", "")
-        if not (opened and Path(opened).is_dir()):
-            raise ValueError(
-                f"this model was not opened from a checkpoint folder, so nothing tells whether "
-                f"{self.folder} was converted from it; open it with moelab.open_model"
-            )
-        self._require_identity(opened_from(model), opened)
-
-    def _require_identity(self, found: str, where: str | Path) -> None:
+    def require_identity(self, found: str, where: str | Path) -> None:
+        """ValueError unless this was converted from the model of that identity."""
         if found != (wanted := self.manifest["fingerprint"]):
             raise ValueError(
                 f"{where} is not the checkpoint that {self.folder} was converted from (identity "
                 f"{found}, not {wanted})"
             )
-
-    def group(self, layer: int, index: int, runner: Runner = Evaluator) -> Any:
-        """What runs a group's graph of decoder layer `layer`. ValueError: it has none."""
-        return runner(self._on_ane(self.layers[layer]["groups"][index], f"group {index}", layer))
-
-    def attention(self, layer: int, runner: Runner = Evaluator) -> AttentionGraph:
-        """The attention graph of decoder layer `layer`. ValueError: it has none."""
-        of = self.layers[layer]
-        path = self._on_ane(of["attention"], "the attention", layer)
-        return AttentionGraph(AttentionShape(**of["attention_shape"]), runner(path))
-
-    def _on_ane(self, entry: Record, what: str, layer: int) -> Path:
-        if "file" not in entry:
-            raise ValueError(f"{what} of layer {layer} runs on the CPU, from the checkpoint")
-        return self.package(entry)
-
-
-@dataclass(eq=False)
-class AttentionGraph:
-    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its
-    keys and values."""
-
-    shape: AttentionShape
-    run: Any
-
-    def __call__(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at
-        position `start`.
-
-        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P),
-        `start` of P are filled."""
-        inputs = attention_inputs(self.shape, x, start, cos, sin, window)
-        out = self.run(inputs | {"k_past": keys, "v_past": values})
-        n = len(x)
-        return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]
 
 
 def sealed(manifest: Record) -> Record:

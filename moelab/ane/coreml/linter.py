@@ -1,7 +1,7 @@
 """A linter for saved Core ML packages: will this graph run on the Neural Engine, and what does it
 waste there?
 
-A report lists every operation with a verdict, and every finding with its rule and severity
+A report lists every finding with its rule and severity
 (sources: NPUMoE Fig. 4, §3.2, §4.2; coremltools' own limits; reports of people who shipped models):
 
     error     the ANE does not run it, or Core ML does not load it
@@ -49,19 +49,13 @@ RULES = {
     "tiny-graph": "warning",  # [R]; the threshold is ours
     "quantised-conv": "warning",  # [R]
 }
-SUPPORTED = {
-    "Standard/Depthwise Convolution ✓": "conv conv_transpose",
-    "Standard/Batched MatMul ✓": "matmul",
-    "NPUMoE §3.2: softmax of attention on the NPU": "softmax",
-    "Activations ✓": "relu relu6 silu sigmoid gelu tanh erf leaky_relu softplus",
-    "Element-wise ✓": "add sub mul real_div maximum minimum abs exp sqrt rsqrt square pow clip "
-    "inverse identity cos sin",
-    "static rearrangement": "split concat reshape transpose expand_dims squeeze slice_by_size "
-    "stack",
-    "reduction of static shape": "reduce_mean reduce_sum reduce_max reduce_min "
-    "reduce_sum_square reduce_l2_norm",
-    "decompressed when the model is loaded": "constexpr_lut_to_dense",
-}
+#: by Figure 4 or §3.2, and what rearranges or reduces statically
+SUPPORTED = (
+    "conv conv_transpose matmul softmax relu relu6 silu sigmoid gelu tanh erf leaky_relu softplus "
+    "add sub mul real_div maximum minimum abs exp sqrt rsqrt square pow clip inverse identity cos "
+    "sin split concat reshape transpose expand_dims squeeze slice_by_size stack reduce_mean "
+    "reduce_sum reduce_max reduce_min reduce_sum_square reduce_l2_norm constexpr_lut_to_dense"
+)
 UNSUPPORTED = {
     "TopK sampling ×": "topk argsort reduce_argmax reduce_argmin",
     "Scatter/Gather ×": "gather gather_nd gather_along_axis scatter scatter_nd scatter_along_axis",
@@ -88,7 +82,7 @@ RISKY = {
 VERDICTS = {
     kind: (verdict, why)
     for verdict, of in (
-        ("supported", SUPPORTED),
+        ("supported", {"": SUPPORTED}),
         ("unsupported", UNSUPPORTED),
         ("risky", RISKY),
     )
@@ -96,17 +90,6 @@ VERDICTS = {
     for kind in kinds.split()
 }
 UNKNOWN = "risky", "not known to this linter"
-
-
-class OpRow(NamedTuple):
-    """How often a function has an operation, and whether the ANE runs it: "supported",
-    "unsupported" or "risky"."""
-
-    function: str
-    type: str
-    count: int
-    verdict: str
-    why: str
 
 
 class Finding(NamedTuple):
@@ -119,12 +102,10 @@ class Finding(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What the linter has to say of a package: every operation type of every function, and
-    findings, errors first."""
+    """What the linter has to say of a package: findings, errors first."""
 
     path: str
     weight_bytes: int
-    ops: list[OpRow]
     findings: list[Finding]
 
     @property
@@ -133,12 +114,11 @@ class Report(NamedTuple):
         return not self.findings
 
     def table(self) -> str:
-        """Operations and findings, as text."""
+        """Findings, as text."""
         found = [[f.severity, f.rule, f.where, f.text] for f in self.findings]
         lines = [
             f"{self.path}: {self.weight_bytes / 1e6:,.1f} MB of weights, "
             f"{'clean' if self.clean else 'not clean'}",
-            text_table(["function", "operation", "count", "on the ANE", "because"], self.ops),
             *([text_table(["severity", "rule", "where", "finding"], found)] if found else ()),
         ]
         return "\n".join(lines)
@@ -148,17 +128,12 @@ def lint(package: Package | str | Path) -> Report:
     """Judge a saved package by all rules; raises what `read_package` raises."""
     package = package if isinstance(package, Package) else read_package(package)
     functions = package.functions.values()
-    ops = [
-        OpRow(function.name, kind, count, *VERDICTS.get(kind, UNKNOWN))
-        for function in functions
-        for kind, count in sorted(function.counts().items())
-    ]
     found = dict.fromkeys(  # functions that share weights repeat what is said of these
         one for function in functions for one in (*_of_function(function), *_of_weights(package))
     )
     findings = [Finding(rule, RULES[rule], *said) for rule, *said in found]
     findings.sort(key=lambda finding: list(RULES).index(finding.rule))
-    return Report(str(package.path), package.weight_bytes, ops, findings)
+    return Report(str(package.path), package.weight_bytes, findings)
 
 
 #: (rule, where, what)

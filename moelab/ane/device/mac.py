@@ -1,4 +1,5 @@
-"""Core ML on a Mac: running packages, and asking the compute plan where each operation really goes.
+"""Core ML on a Mac: running packages, asking the compute plan where each operation really goes, and
+reading the energy counters.
 
 Written against coremltools 9 and macOS 15, the first with what these packages need. Core ML says
 nothing when it falls back to the CPU; only its compute plan tells. A package that a driver cannot
@@ -13,18 +14,24 @@ import platform
 import signal
 import subprocess
 import sys
-import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.ane.coreml.package import Function, coremltools
+from moelab.ane.coreml.evaluator import Evaluator
+from moelab.ane.coreml.package import coremltools, read_package
+from moelab.base.files import atomic
+from moelab.base.records import Record
 
+#: operation, "ane", "cpu" or "gpu", or "unknown" where the compute plan does not say, and how many
+Placed = list[str | int]
 #: class of a compute device in coremltools → what it is called here
 DEVICES = {
     "MLNeuralEngineComputeDevice": "ane",
@@ -33,16 +40,18 @@ DEVICES = {
 }
 
 
+def on_mac() -> bool:
+    """Whether this is a Mac with Apple silicon and macOS 15 or later."""
+    version = platform.mac_ver()[0].split(".")[0]
+    here = platform.system(), platform.machine()
+    return here == ("Darwin", "arm64") and int(version or 0) >= 15
+
+
 def require_mac(what: str) -> None:
-    """RuntimeError, which says what it would take, but on a Mac with Apple silicon and macOS 15."""
-    version = platform.mac_ver()[0]
-    system = platform.system()
-    if (
-        system == "Darwin"
-        and platform.machine() == "arm64"
-        and int(version.split(".")[0] or 0) >= 15
-    ):
+    """RuntimeError, which says what it would take, but `on_mac`."""
+    if on_mac():
         return
+    version, system = platform.mac_ver()[0], platform.system()
     here = f"macOS {version} on {platform.machine()}" if system == "Darwin" else system
     raise RuntimeError(
         f"{what} needs a Mac with Apple silicon and macOS 15 or later, and this is {here}. It "
@@ -53,18 +62,28 @@ def require_mac(what: str) -> None:
     )
 
 
+def compiled(package: Path, checksum: str) -> Path:
+    """A package as Core ML loads it, compiled once and kept beside it under its checksum."""
+    kept = package.with_name(f"{package.stem}-{checksum[:16]}.mlmodelc")
+    if not kept.exists():
+        with atomic(kept) as part:
+            coremltools().models.utils.compile_model(str(package), str(part))
+    return kept
+
+
 class CoreMLRunner:
-    """A package, loaded by Core ML for the CPU and the Neural Engine.
+    """A package, loaded by Core ML for some `ComputeUnit`, the CPU and the Neural Engine unless
+    said otherwise.
 
     Called like an `Evaluator`: inputs by name → outputs by name, in float32.
     """
 
     dtype = torch.float32
 
-    def __init__(self, path: str | Path) -> None:
-        ct = coremltools()
-        self.units = ct.ComputeUnit.CPU_AND_NE
-        self.model = ct.models.MLModel(str(path), compute_units=self.units)
+    def __init__(self, package: Path, checksum: str, units: str = "CPU_AND_NE") -> None:
+        models, self.units = coremltools().models, coremltools().ComputeUnit[units]
+        self.path = str(compiled(package, checksum))
+        self.model = models.CompiledMLModel(self.path, compute_units=self.units)
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         arrays = {
@@ -77,105 +96,115 @@ class CoreMLRunner:
         }
 
 
-class OpPlacement(NamedTuple):
-    """Where the compute plan puts one operation."""
-
-    type: str
-    name: str
-    device: str  # "ane", "cpu" or "gpu"; "unknown" where the plan does not say
-
-
-def placements(runner: CoreMLRunner) -> list[OpPlacement]:
-    """One placement an operation, constants left out."""
+def placements(runner: CoreMLRunner) -> list[Placed]:
+    """Where the compute plan puts each kind of operation, constants left out."""
     from coremltools.models.compute_plan import MLComputePlan
 
-    plan = MLComputePlan.load_from_path(
-        runner.model.get_compiled_model_path(), compute_units=runner.units
-    )
+    plan = MLComputePlan.load_from_path(runner.path, compute_units=runner.units)
     (function,) = plan.model_structure.program.functions.values()
-    found = []
+    found = Counter()
     for op in function.block.operations:
         kind = op.operator_name.rpartition(".")[2]  # "ios18.conv"
-        if kind == "const" or kind.startswith("constexpr"):
-            continue
-        usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
-        device = type(usage.preferred_compute_device).__name__ if usage else ""
-        found.append(
-            OpPlacement(
-                kind,
-                op.outputs[0].name if op.outputs else "",
-                DEVICES.get(device, "unknown"),
-            )
+        if kind != "const" and not kind.startswith("constexpr"):
+            usage = plan.get_compute_device_usage_for_mlprogram_operation(op)
+            device = type(usage.preferred_compute_device).__name__ if usage else ""
+            found[kind, DEVICES.get(device, "unknown")] += 1
+    return [[*where, n] for where, n in found.items()]
+
+
+def examine(package: Path, checksum: str) -> Record:
+    """Load a package and predict once: {"placed": as of `placements`, "difference": the largest
+    relative RMS difference of an output from the evaluator's in fp16, None for no number}."""
+    rng, runner = np.random.default_rng(0), CoreMLRunner(package, checksum)
+    inputs = {
+        value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
+        for value in read_package(package).function().inputs
+    }
+    outputs, off = runner(inputs), 0.0
+    for name, wanted in Evaluator(package, mode="fp16")(inputs).items():
+        error = (outputs[name].double() - wanted.double()).square().mean()
+        off = max(
+            off, float((error / wanted.double().square().mean()).sqrt().nan_to_num(torch.inf))
         )
-    return found
-
-
-class PackageProbe(NamedTuple):
-    """What a package did in a process of its own."""
-
-    error: str = ""  # what went wrong, in words
-    placements: Sequence[OpPlacement] = ()
-    outputs: Mapping[str, np.ndarray] | None = None
-
-    @property
-    def devices(self) -> Counter[str]:
-        """Operations by the device on which Core ML places them."""
-        return Counter(p.device for p in self.placements)
+    return {"placed": placements(runner), "difference": off if off < torch.inf else None}
 
 
 def probe(
     package: Path,
-    inputs: Mapping[str, np.ndarray],
+    checksum: str,
     timeout: float = 300.0,
     command: Sequence[str] = (sys.executable, "-m", "moelab.ane.device.mac"),
-) -> PackageProbe:
-    """Load a package and predict once in a process of its own, which may crash or be ended after
-    `timeout` seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        given, taken = Path(folder) / "inputs.npz", Path(folder) / "outputs.npz"
-        np.savez(given, **inputs)
-        # Where this process imports moelab from, the other must, too.
-        paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
-        try:
-            done = subprocess.run(
-                [*command, str(package.resolve()), str(given), str(taken)],
-                capture_output=True,
-                text=True,
-                timeout=timeout,
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-            )
-        except subprocess.TimeoutExpired:
-            return PackageProbe(f"did not load and predict within {timeout:g} s")
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-            how = (
-                f"was ended by {signal.Signals(-done.returncode).name}"
-                if done.returncode < 0
-                else f"failed with status {done.returncode}"
-            )
-            return PackageProbe(f"{how}: {last}")
-        placed = json.loads(done.stdout.strip().splitlines()[-1])
-        with np.load(taken) as outputs:
-            return PackageProbe("", [OpPlacement(*one) for one in placed], dict(outputs))
+) -> Record:
+    """`examine` in a process of its own, which may crash or be ended after `timeout` seconds: then
+    {"error": what went wrong, in words}."""
+    # Where this process imports moelab from, the other must, too.
+    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
+    try:
+        done = subprocess.run(
+            [*command, str(package.resolve()), checksum],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"did not load and predict within {timeout:g} s"}
+    if not done.returncode:
+        return json.loads(done.stdout.strip().splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    how = (
+        f"was ended by {signal.Signals(-done.returncode).name}"
+        if done.returncode < 0
+        else f"failed with status {done.returncode}"
+    )
+    return {"error": f"{how}: {last}"}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The other process: PACKAGE INPUTS OUTPUTS; prints one line of JSON."""
-    package, given, taken = arguments
-    with np.load(given) as file:
-        inputs = dict(file)
-    runner = CoreMLRunner(package)
-    np.savez(taken, **{name: value.numpy() for name, value in runner(inputs).items()})
-    print(json.dumps(placements(runner)))
+    """The other process: PACKAGE CHECKSUM; prints one line of JSON."""
+    package, checksum = arguments
+    print(json.dumps(examine(Path(package), checksum)))
 
 
-def sample_inputs(function: Function) -> dict[str, np.ndarray]:
-    """Normal random inputs for a package's function, rounded to fp16, as float32."""
-    rng = np.random.default_rng(0)
-    return {
-        value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
-        for value in function.inputs
-    }
+#: part of the chip → field of zeus' AppleSiliconMeasurement, in mJ
+FIELDS = {"ane": "ane_mj", "cpu": "cpu_total_mj", "gpu": "gpu_mj", "dram": "dram_mj"}
+
+
+class Meter:
+    """Reads energy counters (NPUMoE §5.1, by Zeus); `why` is "", or says why it cannot and windows
+    stay empty."""
+
+    def __init__(self) -> None:
+        self._monitor, self.why, self._keys = None, "", count()
+        try:
+            from zeus.monitor import ZeusMonitor
+        except ImportError:
+            self.why = "no energy: pip install 'zeus[apple]'"
+            return
+        self._monitor = ZeusMonitor(gpu_indices=[], cpu_indices=[])
+        if not self._monitor.soc_is_present:
+            self._monitor = None
+            self.why = "no energy: zeus finds no Apple chip that it can read here"
+
+    @contextmanager
+    def window(self) -> Iterator[dict[str, float]]:
+        """Yields a dictionary that holds mJ by part after the block; parts that the chip does not
+        report are absent."""
+        found: dict[str, float] = {}
+        if self._monitor is None:
+            yield found
+            return
+        key = f"moelab {next(self._keys)}"
+        self._monitor.begin_window(key, sync_execution=False)
+        try:
+            yield found
+        finally:
+            soc = self._monitor.end_window(key, sync_execution=False).soc_energy
+            found |= {
+                part: float(value)
+                for part, field in FIELDS.items()
+                if (value := getattr(soc, field, None)) is not None
+            }
 
 
 if __name__ == "__main__":

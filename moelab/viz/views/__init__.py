@@ -15,7 +15,6 @@ _HOMES = {
     "scrubber": "scrub",
     "theatre": "stage",
     "arena": "standings",
-    "claims": "ledger",
     "model_map": "treemap",
 }
 __all__ = list(_HOMES)

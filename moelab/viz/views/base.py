@@ -24,13 +24,14 @@ from functools import cached_property, partial
 from html import escape
 from typing import Any, NamedTuple
 
+from plotly.graph_objects import Figure
+
 from moelab.base.registry import require
 from moelab.base.schema import Must
 from moelab.base.table import head_and_rows
 from moelab.comparison import are_numbers
 from moelab.viz import theme
 from moelab.viz.notebook import LABEL, Still, live, show
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views import page
 
 #: places of a slider in a page

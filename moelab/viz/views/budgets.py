@@ -16,6 +16,8 @@ from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from plotly.graph_objects import Figure
+
 from moelab.advice.machine import here
 from moelab.base.records import Rows
 from moelab.base.registry import names
@@ -28,7 +30,6 @@ from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import flat, machine_of
 from moelab.store.layout import aligned
 from moelab.viz.figures import budget_curve, memory_bar
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import (

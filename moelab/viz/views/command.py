@@ -5,7 +5,6 @@ moelab view theatre --memory 25% -p way=hint --output theatre.csv
 moelab view model_map qwen.folder --output map.html
 moelab view budget trace.npz --model Qwen3-30B-A3B          # a routing trace of any engine
 moelab view arena mine:TakeTurns trace.npz                  # a class of mine.py
-moelab view claims zipmoe                                   # one source's
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="*",
         help="a checkpoint folder, a store, a hub id, a routing trace or, for budget, a card's name "
-        "(default: the small model); of arena MODULE:CLASS, and a trace; of claims a source",
+        "(default: the small model); of arena MODULE:CLASS, and a trace",
     )
     parser.add_argument(
         "--memory",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from plotly.graph_objects import Figure
+
 from moelab.base.registry import require
 from moelab.viz.notebook import LABEL
-from moelab.viz.plotly_json import Figure
 from moelab.viz.theme import to_json
 from moelab.viz.views.base import View
 from moelab.viz.views.page import html_rows as html_rows

@@ -56,19 +56,19 @@ td, th {{ padding: 0.1em 0.6em; text-align: left; vertical-align: top; }}
 
 def of_charts(view: Any) -> str:
     """The page of a `moelab.viz.views.base.View`."""
-    played = [name for name in view.plays if len(view.controls[name].steps) > 1]
-    steps = [[*view.controls[name].steps.values()] for name in played]
+    played = {name: _steps(view, name) for name in view.plays if len(view.controls[name].steps) > 1}
     parts: dict[str, int] = {}
-    frames = [_frame(view, dict(zip(played, at)), parts) for at in product(*steps)]
+    every = product(*(steps.values() for steps in played.values()))
+    frames = [_frame(view, dict(zip(played, at)), parts) for at in every]
     content = {
         "controls": [
             {
                 "label": view.controls[name].label,
-                "steps": [*view.controls[name].steps],
-                "at": of.index(view.values[name]),
+                "steps": [*steps],
+                "at": [*steps.values()].index(view.values[name]),
                 "slides": view.controls[name].slides,
             }
-            for name, of in zip(played, steps)
+            for name, steps in played.items()
         ],
         "config": theme.CONFIG,
         "parts": [json.loads(part) for part in parts],
@@ -79,6 +79,14 @@ def of_charts(view: Any) -> str:
     }
     packed = {"frames": json.dumps(content), "plotly": get_plotlyjs()}
     return whole(view, packed, (FOLDER / "page.js").read_text(encoding="utf-8"))
+
+
+def _steps(view: Any, name: str) -> dict[str, Any]:
+    """What a control can show in the page: its steps and, between them, the value that it has."""
+    steps, value = view.controls[name].steps, view.values[name]
+    if value in steps.values():
+        return dict(steps)
+    return dict(sorted([*steps.items(), (f"{value:g}", value)], key=lambda item: item[1]))
 
 
 def _frame(view: Any, values: dict[str, Any], parts: dict[str, int]) -> dict[str, Any]:

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.base.records import Rows
 from moelab.base.specs import Event, State
 from moelab.offloading.metrics import Forward
 from moelab.viz import theme
 from moelab.viz.charts import EDGE, finish, hover, whole_steps
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command

@@ -18,6 +18,8 @@ from functools import cache
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+from plotly.graph_objects import Figure
+
 from moelab.advice.machine import here
 from moelab.base.progress import progress
 from moelab.base.records import Rows
@@ -31,7 +33,6 @@ from moelab.trace import PREFILL, RoutingTrace
 from moelab.viz import theme
 from moelab.viz.charts import finish, gantt, hover, pattern
 from moelab.viz.figures import kind_of
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View, menu, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import (
@@ -334,35 +335,37 @@ def stage(lm: Any, prompt: Any, tokens: int) -> Stage:
         for name in progress(PREDICTORS, "predicting", unit="predictor"):
             for distance in DISTANCES:
                 made = make_predictor(lm, name, ahead=distance)
-                predictions[name, distance] = predict(trace, made)
+                predictions[name, distance] = predict(trace, made, len(run.forwards))
                 if text is not None:
                     with Speculation(lm, made, "speculative", prefill=True):
                         losses[name, distance] = float(language_loss(lm, text).mean())
     return Stage(found, predictions, losses, machine_of(run))
 
 
-def predict(trace: Any, predictor: Any) -> tuple[Predicted, float]:
+def predict(trace: Any, predictor: Any, forwards: int) -> tuple[Predicted, float]:
     """What a predictor says in each forward pass of a recorded prompt, and the median seconds of a
     prediction for one token: [{layer: experts}], nothing in prefill."""
-    from moelab.evaluation.passes import walk
-
-    found = []
+    columns = trace.router_inputs, trace.residuals, trace.ids.long(), trace.weights
+    passed = (trace.ids != predictor.spec.E).any(-1)  # [T, L], as encoders' tokens pass no decoder
+    prompt = trace.phase == PREFILL
+    tokens = (~prompt).nonzero().tolist()
+    found: Predicted = [{} for _ in range(forwards - len(tokens))]
     took = []
-    for _, passes in walk(trace, token_by_token=True):
-        predictor.begin()
-        for one in passes:
-            told: dict[int, list[int]] = {}
-            for layer in one.layers:
-                s, r, ids, weights = one.at(layer, predictor.device)
-                predictor.observe(layer, ids, weights)
-                if layer in predictor.targets and one.phase != PREFILL:
-                    start = time.perf_counter()
-                    prediction = predictor.predict(layer, s, r, ids, weights)
-                    took.append(time.perf_counter() - start)
-                    if prediction is not None:
-                        experts = dict.fromkeys(prediction[0].T.reshape(-1).tolist())
-                        told[predictor.targets[layer].index] = [
-                            e for e in experts if e < predictor.spec.E
-                        ]
-            found.append(told)
+    predictor.begin()
+    for layer, rows in enumerate(passed.T & prompt):
+        predictor.observe(layer, *(column[rows, layer] for column in columns[2:]))
+    for row in tokens:
+        told: dict[int, list[int]] = {}
+        for layer in passed[row[0]].nonzero().flatten().tolist():
+            s, r, ids, weights = (column[row, layer].to(predictor.device) for column in columns)
+            predictor.observe(layer, ids, weights)
+            if layer in predictor.targets:
+                start = time.perf_counter()
+                prediction = predictor.predict(layer, s, r, ids, weights)
+                took.append(time.perf_counter() - start)
+                if prediction is not None:
+                    experts = dict.fromkeys(prediction[0].flatten().tolist())
+                    there = predictor.targets[layer].index
+                    told[there] = [e for e in experts if e < predictor.spec.E]
+        found.append(told)
     return found, median(took) if took else 0.0

@@ -9,11 +9,12 @@ import sys
 from html import escape
 from typing import Any
 
+from plotly.graph_objects import Figure
+
 from moelab.base.records import Rows
 from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
 from moelab.viz.charts import EDGE, bar_look, finish, hover
-from moelab.viz.plotly_json import Figure
 from moelab.viz.views.base import View
 
 

@@ -15,6 +15,7 @@ from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
+from plotly.graph_objects import Figure
 
 from moelab.base.progress import progress
 from moelab.base.records import Rows
@@ -24,7 +25,6 @@ from moelab.checkpoint.checkpoint import locate
 from moelab.viz import survey
 from moelab.viz.charts import finish
 from moelab.viz.figures import microscope
-from moelab.viz.plotly_json import Figure
 from moelab.viz.theme import SCALE
 from moelab.viz.views.base import menu
 from moelab.viz.views.detailed import Detail, Detailed, html_rows

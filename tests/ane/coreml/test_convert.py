@@ -15,8 +15,10 @@ pytest.importorskip("coremltools")
 
 import moelab
 from moelab.ane.coreml import convert as convert_module
+from moelab.ane.coreml.attention_graph import AttentionShape
 from moelab.ane.coreml.convert import ConversionSettings, convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
+from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import expert_of, pack, unpack
 from moelab.ane.plan import ANEPlan, LayerPlan, PlannedGroup
 from moelab.models import plug
@@ -66,22 +68,21 @@ def test_the_manifest_says_what_runs_where(converted, checkpoint):
             and group["weight_bytes"] >= 2 * 3 * len(group["experts"]) * 32 * 24
         )
     assert converted.plan == make_plan(converted.plan.spec)
-    assert converted.checkpoint() == checkpoint.resolve()
+    assert converted.checkpoint().folder == checkpoint.resolve()
 
 
 def test_group_graphs_compute_the_models_experts(converted, model):
     experts = plug(model)[0].seam
-    for index, entry in enumerate(converted.layers[1]["groups"][:2]):
+    for entry in converted.layers[1]["groups"][:2]:
         members, C = entry["experts"], entry["capacity"]
         slots = torch.randn(len(members) * C, 32, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             expected = torch.cat(
                 [experts.ffn(rows, experts.weights(e)) for e, rows in zip(members, slots.split(C))]
             )
-        y = unpack(converted.group(1, index)({"x": pack(slots)})["y"])
+        y = unpack(Evaluator(converted.package(entry))({"x": pack(slots)})["y"])
         assert float((y - expected).square().mean().sqrt() / expected.square().mean().sqrt()) < 1e-3
-    with pytest.raises(ValueError, match="CPU"):
-        converted.group(1, 2)
+    assert "file" not in converted.layers[1]["groups"][2]
 
 
 def test_attention_graphs_compute_the_models_attention(converted, model):
@@ -101,8 +102,9 @@ def test_attention_graphs_compute_the_models_attention(converted, model):
         hook.remove()
     for layer in range(2):
         x, cos, sin, expected = seen[layer]
-        graph = converted.attention(layer)
-        y = in_chunks(graph.run, graph.shape, x, cos, sin)
+        entry = converted.layers[layer]
+        run = Evaluator(converted.package(entry["attention"]))
+        y = in_chunks(run, AttentionShape(**entry["attention_shape"]), x, cos, sin)
         torch.testing.assert_close(
             y.float(), expected, atol=2e-3, rtol=2e-3
         )  # weights rounded to fp16
@@ -170,7 +172,7 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         convert_model(checkpoint, destination, plan, SETTINGS)
     part = tmp_path / "ane.part"
-    assert not destination.exists() and (part / "journal.jsonl").read_text().count("\t") == 2
+    assert not destination.exists() and (part / "journal.jsonl").read_text().count("\t") == 3
     with pytest.raises(FileExistsError, match="settings"):
         convert_model(checkpoint, destination, plan, ConversionSettings(context=96))
     with open(part / "journal.jsonl", "a") as journal:
@@ -186,7 +188,10 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
         e["file"] for e in converted.packages
     ]
     inputs = {"x": pack(torch.randn(96, 32))}
-    assert torch.equal(result.group(1, 0)(inputs)["y"], converted.group(1, 0)(inputs)["y"])
+    again, first = (
+        Evaluator(of.package(of.layers[1]["groups"][0]))(inputs)["y"] for of in (result, converted)
+    )
+    assert torch.equal(again, first)
 
 
 KILLED = """
@@ -287,5 +292,3 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
     assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.plan.problems[0]
     assert result.plan.layers[0].attention == "cpu"
     assert [entry["difference"] < 1e-3 for entry in result.packages] == [True]
-    with pytest.raises(ValueError, match="CPU"):
-        result.attention(0)

@@ -16,6 +16,7 @@ from coremltools.converters.mil.mil import types
 
 from moelab.ane.coreml import attention_graph
 from moelab.ane.coreml.attention_graph import (
+    AttentionGraph,
     attention_inputs,
     attention_program,
     attention_shape,
@@ -23,7 +24,6 @@ from moelab.ane.coreml.attention_graph import (
     shifted,
     with_ones,
 )
-from moelab.ane.coreml.converted import AttentionGraph
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
     Expert,

@@ -142,8 +142,7 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
     ):
         report, function = lint(path), read_package(path).function()
         assert report.clean, report.table()
-        assert {op.type for op in report.ops} == set(function.counts())
-        assert {op.verdict for op in report.ops} == {"supported"}
+        assert {linter.VERDICTS[kind][0] for kind in function.counts()} == {"supported"}
 
 
 EXAMPLES = {

@@ -1,0 +1,1 @@
+"""Plans for AWS Neuron: how a model is spread over NeuronCores, and what bounds it there."""

@@ -1,0 +1,47 @@
+"""What executing predictions can save of a token at most, on the cards of Speculating Experts.
+
+Source: Speculating Experts §5.1, Eq. (1), with the models and GPUs of Tables 2 and 3, in bf16, at its
+prompt lengths (§5.1.1): `moelab.simulation.overlap`. GLM-4.7-Flash is left out: the paper runs it
+with another attention than its own, whose sizes it does not give. No GPU is needed, and none is
+measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moelab.base.arguments import several, whole
+from moelab.base.records import Numbers
+from moelab.cards import load_device, load_model
+from moelab.simulation.overlap import overlap
+
+#: device → the model that the paper runs on it, and the reductions of TPOT that it reports: over
+#: these contexts (§5.1.3, A6000), or at most (the other two together)
+PAIRS = {
+    "rtx-a6000": ("Qwen3-30B-A3B", 0.09, 0.14),
+    "a100-80gb": ("GPT-OSS-120B", 0.05, 0.08),
+    "gh200-96gb": ("Qwen3-235B-A22B", 0.05, 0.08),
+}
+CONTEXTS = (1024, 4096, 16_384, 65_536)
+
+
+def run(contexts: Sequence[int] = CONTEXTS) -> dict[str, dict[str, Numbers]]:
+    found: dict[str, dict[str, Numbers]] = {}
+    for device, (model, least, most) in PAIRS.items():
+        spec = load_model(model).with_dtype("bfloat16")
+        rows = found[f"{model} on {device} (modelled)"] = {}
+        for context in contexts:
+            one = overlap(spec, load_device(device), context)
+            rows[f"context {context}"] = {
+                "copy ms": 1e3 * one.copy,
+                "compute ms": 1e3 * one.compute,
+                "copy share": one.copy / one.tpot,
+                "largest saving": one.gain / one.tpot,
+                "reported from (paper)": least,
+                "to (paper)": most,
+            }
+    return found
+
+
+KIND = "modelled"
+MEASURES = ("moelab/simulation/overlap.py", "moelab/cards")
+OPTIONS = {"contexts": (several(whole(1)), "tokens before the one that is decoded")}
