@@ -4,8 +4,8 @@ import warnings
 
 import pytest
 
+from docs import tables
 from moelab.base.files import CHECKOUT
-from moelab.bench import tables
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def committed(monkeypatch):
 @pytest.mark.parametrize("page", tables.pages(), ids=lambda page: page.name)
 def test_a_page_has_the_tables_that_results_give(page):
     text = page.read_text(encoding="utf-8")
-    assert tables.filled(text) == text, "run `moelab tables`"
+    assert tables.filled(text) == text, "run `make tables`"
 
 
 def test_every_table_is_on_a_page_and_has_numbers():

@@ -3,14 +3,15 @@
     <!-- table: resident -->
     <!-- end of table -->
 
-`moelab tables` fills every such place, `moelab tables --check` says which differ from the results,
-and which results are older than the code that they measured. What a table shows is an entry of
+`python docs/tables.py` fills every such place, and with --check says which differ from the results, and
+which results are older than the code that they measured. What a table shows is an entry of
 docs/tables.toml, which says how to write one."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -133,11 +134,10 @@ def stale() -> list[str]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def main() -> int:
+    parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true", help="write nothing; say what differs")
-
-
-def main(args: argparse.Namespace) -> int:
+    args = parser.parse_args()
     differ = 0
     for page in pages():
         text = page.read_text(encoding="utf-8")
@@ -150,3 +150,7 @@ def main(args: argparse.Namespace) -> int:
                 write_text(page, new)
     print("\n".join(stale()))
     return int(args.check and differ > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
