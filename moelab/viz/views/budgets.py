@@ -136,12 +136,6 @@ class Budgets(NamedTuple):
     at: dict[str, Point]
     curves: dict[str, list[Point]]
 
-    @property
-    def best(self) -> str:
-        """The fastest policy that can be had; Belady's rule where none is chosen."""
-        known = [policy for policy in self.at if policy != BELADY] or [BELADY]
-        return min(known, key=lambda policy: self.at[policy].tpot)
-
 
 def budgets(explorer: Explorer, device: str, share: float, policies: Sequence[str]) -> Budgets:
     """The explorer's data: `share` of the memory that all experts take (per cent)."""
@@ -177,7 +171,8 @@ def rows(found: Budgets) -> Rows:
 
 
 def words(found: Budgets) -> tuple[str, str]:
-    best, source = found.best, found.explorer.found
+    source = found.explorer.found
+    best = min(found.at, key=lambda policy: (policy == BELADY, found.at[policy].tpot))
     return (
         f"{source.name} on {found.device}, {size(found.memory)} for experts: with {best}, "
         f"{duration(found.at[best].tpot)} a token and {found.at[best].hit_rate:.0%} of the experts "
