@@ -56,6 +56,14 @@ def test_a_trace_is_simulated_and_its_bar_has_all_that_takes_memory(monkeypatch)
         views.budget(3)
 
 
+def test_a_card_is_drawn_as_it_was_fitted(monkeypatch):
+    monkeypatch.setattr(budget, "SHARES", (1, 100))
+    monkeypatch.setattr(budget, "DEVICES", ("raspberry-pi-5",))
+    view = views.budget("Phi-tiny-MoE")
+    assert "fitted to a trace" in view.words[0]
+    assert view.command(**view.values).startswith("moelab view budget Phi-tiny-MoE -p share=")
+
+
 def test_the_copied_command_gives_the_same_run(tmp_path):
     import csv
     import shlex

@@ -54,8 +54,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "what",
         nargs="*",
-        help="a checkpoint folder, a store, a hub id or a routing trace (default: the small model); "
-        "of arena MODULE:CLASS, and a trace",
+        help="a checkpoint folder, a store, a hub id, a routing trace or, for budget, a card's name "
+        "(default: the small model); of arena MODULE:CLASS, and a trace",
     )
     parser.add_argument(
         "--memory",
@@ -121,6 +121,8 @@ def _view(args: argparse.Namespace) -> Any:
     if args.view == "arena":
         traces = [load(path, args.model) for path in args.what[1:]]
         return turned(make(_class(what), *traces), args.parameter)
+    if args.view == "budget" and (card := registry.like("model", what)):
+        return turned(make(card), args.parameter)
     if args.view == "model_map":
         return turned(make(*args.what), args.parameter)
     if what and Path(what).is_file() and Path(what).suffix in READERS:

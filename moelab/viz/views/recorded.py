@@ -1,5 +1,5 @@
-"""What the views look at: one generation of an opened model, or a routing trace of whatever
-program."""
+"""What the views look at: one generation of an opened model, a run, a routing trace of whatever
+program, or one that is drawn for a card."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ import torch
 from moelab.base.registry import find, names
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.residency import Residency
+from moelab.cards import load_model
 from moelab.evaluation.questions import prompts
 from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Machine
+from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Simulation, flat, ordered, simulate
 from moelab.simulation.traced import as_opened, run_of
 from moelab.trace import DECODE, RoutingTrace
@@ -127,7 +129,8 @@ def recorded(
     """What is looked at.
 
     source : a model that `moelab.open_model` has opened, which then generates greedily, and
-        prefetches in every token if it was opened to prefetch; or a `RoutingTrace`.
+        prefetches in every token if it was opened to prefetch; its run, `lm.moelab.run`; a
+        `RoutingTrace`; or a card's name, whose routing is drawn as `routing_of` says.
     prompt : a text or token ids; by default a few words of a library.
     tokens : that are generated, by default `TOKENS`; of a trace, the first so many that are decoded,
         by default `TRACED`.
@@ -141,14 +144,20 @@ def recorded(
             "memory and cache are of a trace, a prompt is of a model; a model has its memory from "
             "moelab.open_model"
         )
-    if traced:
+    if isinstance(source, str) and source in names("model"):
+        routing, how = routing_of(spec := load_model(source))
+        found = replace(_of_trace(routing.trace(spec, [TRACED])), source=source, how=how)
+    elif traced:
         found = _of_trace(source, tokens, **kept)
+    elif isinstance(source, EngineRun):
+        found = Recorded(source.settings.spec.name, source.since(), as_opened(source.settings))
     elif hasattr(source, "moelab"):
         found = _generate(source, prompt, tokens or TOKENS)
     else:
         raise TypeError(
             f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
-            "has opened, or of a moelab.RoutingTrace"
+            "has opened, of its run, of a moelab.RoutingTrace, or of a card: "
+            f"{', '.join(names('model'))}"
         )
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
         raise ValueError(
