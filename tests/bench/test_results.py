@@ -1,6 +1,5 @@
 """Records: what is written is read back, rows keep the run that found them, a busy machine is refused."""
 
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -71,12 +70,11 @@ def test_a_busy_machine_is_refused_or_said(monkeypatch, capsys):
 def test_what_was_disturbed_meanwhile_overwrites_nothing(calm, quiet, tmp_path, monkeypatch):
     seconds = iter([0.0, 0.0 if calm else 1e6])
     monkeypatch.setattr(results, "others_seconds", lambda: next(seconds))
-    fake = SimpleNamespace(__doc__="Fake.", run=lambda: {"s": {"n": 1}})
-    monkeypatch.setitem(sys.modules, "fake", fake)
-    monkeypatch.setitem(bench.BENCHES, "fake", "fake")
-    path = tmp_path / "fake.json"
-    bench.main(SimpleNamespace(name="fake", options=["--output", str(path)]))
-    assert path.exists() == calm == (not (tmp_path / "fake.busy.json").exists())
+    own = tmp_path / f"calm_{calm}.py"
+    own.write_text('def run():\n    return {"s": {"n": 1}}\n')
+    path = tmp_path / "found.json"
+    bench.main(SimpleNamespace(name=str(own), options=["--output", str(path)]))
+    assert path.exists() == calm == (not (tmp_path / "found.busy.json").exists())
 
 
 @pytest.mark.parametrize(
