@@ -119,11 +119,6 @@ COMMANDS = {
         "budget qwen.store -p share=37 --output budget.html",
     ),
     "bench": ("moelab.bench", "measure on this machine", "engine --rounds 1"),
-    "tables": (
-        "moelab.bench.tables",
-        "write the tables of README and docs from results/",
-        "--check",
-    ),
 }
 
 

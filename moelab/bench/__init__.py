@@ -27,20 +27,6 @@ from moelab.base.registry import require
 from moelab.base.table import head_and_rows, text_table
 from moelab.bench.results import bench_file, measuring, write
 
-#: folders of the code that benches of tokens measure: their results are older once it changes
-ENGINE = tuple(
-    f"moelab/{room}"
-    for room in (
-        "kernels",
-        "fast",
-        "store",
-        "offloading",
-        "experts",
-        "models",
-        "cache",
-        "speculate",
-    )
-)
 #: benches and code of the notebooks
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
 

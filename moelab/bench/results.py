@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -273,23 +273,6 @@ def rows(path: Path) -> list[Record]:
         {key: run.get(key) for key in ("git", "date", "cpu", "device")} for run in found["runs"]
     ]
     return [of | about[of["run"]] for of in found["records"]]
-
-
-def older_than(path: Path, measured: Iterable[str]) -> list[str]:
-    """Of each run in a file that is older than the code which it measured, why: files and folders,
-    below the repository. Without git, nothing is known."""
-    said = []
-    for run in read_json(path, BenchFile)["runs"]:
-        commit = (run["git"] or "").removesuffix("+changes")
-        if not commit:
-            said.append(f"{path.name}: measured at an unknown commit")
-            continue
-        count = git("rev-list", "--count", f"{commit}..HEAD", "--", *measured)
-        if count and count != "0":
-            said.append(
-                f"{path.name}: {count} commits have changed what was measured at {commit[:8]}"
-            )
-    return said
 
 
 def environment() -> Record:

@@ -25,7 +25,6 @@ from moelab import open_model
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Records
 from moelab.base.registry import names
-from moelab.bench import ENGINE
 from moelab.bench.implant import TOKENS_FILE
 from moelab.bench.synthesize import synthesize
 from moelab.cards import load_model
@@ -33,7 +32,7 @@ from moelab.models.greedy import greedy
 from moelab.simulation.routing import routing_of
 
 from .grid import synthetic
-from .timing import gain, turns, working
+from .timing import ENGINE, gain, turns, working
 
 MEASURES = ("notebooks/studies/drafts.py", *ENGINE)
 OPTIONS = {

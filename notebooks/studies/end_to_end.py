@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from moelab.base.arguments import number, several, whole
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
 from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 
@@ -39,6 +38,7 @@ from .grid import (
     place_of,
     synthetic,
 )
+from .timing import ENGINE
 
 SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"

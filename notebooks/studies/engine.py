@@ -14,7 +14,6 @@ from moelab.base.arguments import one_of, several, whole
 from moelab.base.files import folder_bytes
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
 from moelab.store import fewbit
 
 from .grid import (
@@ -27,6 +26,7 @@ from .grid import (
     place_of,
     synthetic,
 )
+from .timing import ENGINE
 
 SPEC = synthetic("synthetic-5GB", 24, 64, 8, 1024, 512)
 SHARES = (0.613, 0.371)  # of the checkpoint, memory limits of `peers`: 3.06 and 1.85 GB

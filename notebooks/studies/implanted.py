@@ -27,7 +27,6 @@ import torch
 from moelab import open_model, record
 from moelab.base.arguments import number, whole
 from moelab.base.records import Numbers, Record
-from moelab.bench import ENGINE
 from moelab.bench.implant import tokens_of
 from moelab.bench.memory_limit import in_process
 from moelab.bench.synthesize import synthesize
@@ -37,7 +36,7 @@ from moelab.trace import DECODE, RoutingTrace, load
 from moelab.trace.statistics import hits_by_capacity
 
 from .grid import GGUF, PYTHON, WRITE_GGUF, synthetic
-from .timing import working
+from .timing import ENGINE, working
 
 #: runs in llama.cpp's interpreter
 LLAMA = str(Path(__file__).with_name("llama_routing.py"))

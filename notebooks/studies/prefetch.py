@@ -22,11 +22,11 @@ import torch
 from moelab.base.arguments import number, several, whole
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
 
 from .end_to_end import SPEC
 from .grid import ROUTING, Experiment, place_of
 from .ratios import named, ratio
+from .timing import ENGINE
 
 EXECUTORS = ("exact", "fast")
 AIM = 1.01  # hint ÷ on demand, at most

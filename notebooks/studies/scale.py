@@ -16,13 +16,12 @@ from collections.abc import Iterable
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Records
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.store import codecs, fewbit
 
 from .grid import ROUTING, Experiment, Tables, measured
-from .timing import working
+from .timing import ENGINE, working
 
 
 def run(

@@ -13,6 +13,20 @@ from moelab.base.progress import progress
 from moelab.evaluation import intervals
 from moelab.evaluation.intervals import Interval
 
+#: folders of the code that benches of tokens measure: their results are older once it changes
+ENGINE = tuple(
+    f"moelab/{room}"
+    for room in (
+        "kernels",
+        "fast",
+        "store",
+        "offloading",
+        "experts",
+        "models",
+        "cache",
+        "speculate",
+    )
+)
 T = TypeVar("T")
 Samples = dict[str, list[float]]  # name → one sample a round, in seconds
 

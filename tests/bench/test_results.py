@@ -103,13 +103,3 @@ def test_a_notebooks_metrics_are_records_of_the_same_columns(path):
     (columns,) = {tuple(sorted({*of} - OPTIONAL)) for of in results.rows(path)}
     (same,) = {tuple(sorted({*of} - OPTIONAL)) for of in results.rows(FILES[0])}
     assert columns == same
-
-
-def test_code_that_changed_after_a_measurement_is_told(monkeypatch, tmp_path):
-    run = results.provenance({}) | {"git": "a" * 40 + "+changes"}
-    path = results.write(tmp_path / "a.json", "b", run, {"s": {"n": 1}})
-    asked = []
-    monkeypatch.setattr(results, "git", lambda *words: asked.append(words) or "2")
-    (said,) = results.older_than(path, ["moelab/fast"])
-    assert "2 commits" in said
-    assert asked == [("rev-list", "--count", f"{'a' * 40}..HEAD", "--", "moelab/fast")]
