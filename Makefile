@@ -36,7 +36,7 @@ docs: $(INSTALLED)
 	@$(PYTHON) -m sphinx -W --keep-going -q docs build/site && echo build/site/index.html
 
 tables: $(INSTALLED)
-	@$(PYTHON) -m docs.tables
+	@$(PYTHON) docs/tables.py
 
 stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200

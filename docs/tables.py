@@ -3,12 +3,13 @@
     <!-- table: resident -->
     <!-- end of table -->
 
-`python -m docs.tables` fills every such place, and with `--check` says which differ from the results.
-Both say which results are older than the code that they measured. What a table shows is an entry of
+`python docs/tables.py` fills every such place, and with --check says which differ from the results, and
+which results are older than the code that they measured. What a table shows is an entry of
 docs/tables.toml, which says how to write one."""
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import tomllib
@@ -17,20 +18,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moelab.base.files import read_json, results_root, write_text
+from moelab.base.files import CHECKOUT, read_json, results_root, write_text
 from moelab.base.records import Record
 from moelab.base.table import format_value, markdown_table
 from moelab.bench import module_of
 from moelab.bench.results import BenchFile, bench_file, git, sections_of
 
-ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 
 @cache
 def tables() -> dict[str, Record]:
-    """docs/tables.toml."""
-    return tomllib.loads((ROOT / "docs" / "tables.toml").read_text(encoding="utf-8"))
+    """docs/tables.toml; nothing without the repository."""
+    if CHECKOUT is None:
+        return {}
+    return tomllib.loads((CHECKOUT / "docs" / "tables.toml").read_text(encoding="utf-8"))
 
 
 _sections = cache(sections_of)
@@ -120,7 +122,7 @@ def filled(text: str) -> str:
 
 def pages() -> list[Path]:
     """README.md and docs/."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))] if CHECKOUT else []
 
 
 def older_than(path: Path, measured: Iterable[str]) -> list[str]:
@@ -149,18 +151,23 @@ def stale() -> list[str]:
     return found
 
 
-def main(check: bool) -> int:
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true", help="write nothing; say what differs")
+    args = parser.parse_args()
     differ = 0
     for page in pages():
         text = page.read_text(encoding="utf-8")
         if (new := filled(text)) != text:
             differ += 1
-            print(f"{page.name} {'differs from' if check else 'written from'} {results_root()}")
-            if not check:
+            print(
+                f"{page.name} {'differs from' if args.check else 'written from'} {results_root()}"
+            )
+            if not args.check:
                 write_text(page, new)
     print("\n".join(stale()))
-    return int(check and differ > 0)
+    return int(args.check and differ > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main("--check" in sys.argv))
+    sys.exit(main())

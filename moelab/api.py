@@ -97,7 +97,7 @@ class OpenOptions(Offloading):
     speculate: Any = option(
         None,
         "execute the experts that this predicts for the next layer, in decode steps, without waiting "
-        "for its router: faster where experts are loaded, at a cost in accuracy that `moelab evaluate "
+        "for its router, so that what is loaded ahead is what runs; at a cost in accuracy that `moelab evaluate "
         "--modes speculative:NAME` measures; router-free: the estimator's, and routers do not run",
         names="predictor",
         also=(ROUTER_FREE, "none"),
@@ -178,6 +178,10 @@ class OpenOptions(Offloading):
         _check("executor", self.executor)
         _check_predictors(self.prefetch, self.speculate, self.parts)
 
+    @property
+    def executes(self) -> bool:
+        return self.speculate not in NONE
+
     @cached_property
     def parts(self) -> dict[str, Any]:
         """What predictors are made of, files read, as far as it is given."""
@@ -244,7 +248,7 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
         if asked.executor != "exact":
             model.moelab.enter(_executing(model, asked.executor, calibration, asked.dense))
         ahead = model.moelab.engine is not None and asked.prefetch not in NONE
-        if asked.speculate not in NONE or ahead:
+        if asked.executes or ahead:
             model.moelab.enter(_predicting(model, asked.prefetch, asked.speculate, asked.parts))
         if asked.ane is not None:
             model.moelab.enter(prompts_through(model, backend, asked.overflow, asked.order))
@@ -308,23 +312,25 @@ def _check_predictors(prefetch: Any, speculate: Any, given: Collection[str]) -> 
 def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> dict[str, Any]:
     """Of what is given, files or objects: the parts of predictors (`moelab.speculate.INGREDIENTS`).
     TypeError for what is neither."""
-    parts = {}
-    for name, given, load, kind in (
-        ("estimator", estimator, Estimator.load, Callable),
-        ("vectors", vectors, DefaultVectors.load, DefaultVectors),
-        ("calibration", calibration, Calibration.load, Calibration | RoutingTrace),
-    ):
-        if isinstance(given, str | Path):
-            given = load(given)
-        elif not isinstance(given, kind | None):
-            told = f"a file, or what {load.__qualname__} reads"
-            raise TypeError(f"the {name} is {given!r}; it must be {told}")
-        parts[name] = given
-    trained = parts["estimator"]
-    parts["trace"] = parts.pop("calibration")
-    parts["vectors"] = parts["vectors"] or getattr(trained, "vectors", None)
-    parts["choice"] = getattr(trained, "choice", None)
+    estimator = _read("estimator", estimator, Estimator, Callable)
+    vectors = _read("vectors", vectors, DefaultVectors, DefaultVectors)
+    parts = {
+        "estimator": estimator,
+        "choice": getattr(estimator, "choice", None),
+        "vectors": vectors or getattr(estimator, "vectors", None),
+        "trace": _read("calibration", calibration, Calibration, Calibration | RoutingTrace),
+    }
     return {name: part for name, part in parts.items() if part is not None}
+
+
+def _read(name: str, given: Any, reader: Any, kind: Any) -> Any:
+    """What is given, read if it is a file."""
+    if isinstance(given, str | Path):
+        return reader.load(given)
+    if not isinstance(given, kind | None):
+        told = f"a file, or what {reader.__name__}.load reads"
+        raise TypeError(f"the {name} is {given!r}; it must be {told}")
+    return given
 
 
 def _check_device(device: Any) -> None:

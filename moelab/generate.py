@@ -22,6 +22,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -233,19 +234,26 @@ def generate(
         Session(network)
         parallel = network.parallel
     if stream:
-        for reason in getattr(network, "reasons", ()):
-            print(reason, file=sys.stderr)
-        if network.moelab.planned is not None:
-            print(f"prompts run by {network.moelab.planned.backend.name}", file=sys.stderr)
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        if other := not_followed(network):
-            told = f"decoding greedily, not by its generation_config.json's {other}"
-            print(told, file=sys.stderr)
+        for note in _notes(network):
+            print(note, file=sys.stderr)
     with network:
         made = _generate(network, prompt, max_new_tokens, parallel, stream, drafts)
         if perfetto is not None and is_first():
             network.moelab.run.to_perfetto(perfetto)
         return made
+
+
+def _notes(network: Any) -> Iterator[str]:
+    """What to know of an opened model before its text."""
+    session = network.moelab
+    yield from getattr(network, "reasons", ())
+    if session.planned is not None:
+        yield f"prompts run by {session.planned.backend.name}"
+    if other := not_followed(network):
+        yield f"decoding greedily, not by its generation_config.json's {other}"
+    if session.speculation is not None and session.speculation.mode != "hint":
+        yield "executing predictions, so the text may differ: `moelab evaluate` says what that costs"
 
 
 def _generate(

@@ -147,8 +147,7 @@ def test_one_argument_executes_predictions_and_loads_those_alone(folder, memory,
         chosen.append((experts.layer, ids.tolist()))
         return moelab.models.eager(x, ids, weights, experts)
 
-    how = {"ahead": 4, "staging": 6} if memory else {}
-    with moelab.open_model(folder, memory=memory, speculate=speculate, **how) as lm:
+    with moelab.open_model(folder, memory=memory, speculate=speculate) as lm:
         predictor = lm.moelab.speculation.predictor
         said, ask = {}, predictor.predict
 
@@ -180,6 +179,14 @@ def test_one_argument_executes_predictions_and_loads_those_alone(folder, memory,
             assert torch.equal(tokens(lm, 8), true) and lm.moelab.speculation is None
         with moelab.using(moelab.open_model(folder), speculate=speculate) as other:
             assert torch.equal(tokens(other, 8), out)
+
+
+def test_what_a_layer_will_execute_has_room_to_be_loaded_ahead():
+    for speculate, ahead in (("router", 4), (None, 2)):
+        with moelab.open_model(memory="50%", speculate=speculate) as lm:
+            assert lm.moelab.run.settings.ahead == ahead and lm.spec.K == 4
+    with moelab.open_model(memory="50%", speculate="router", prefetch="none") as lm:
+        assert lm.moelab.run.settings.ahead == 0  # executed, and loaded on demand
 
 
 @pytest.mark.parametrize("executor", ["exact", "fast"])

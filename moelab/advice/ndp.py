@@ -27,7 +27,7 @@ from moelab.ndp.costs import NotSupported
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.routing import PromptRouting, counted
 from moelab.ndp.simulation import Result, simulate
-from moelab.ndp.systems import PAPER
+from moelab.ndp.systems import PAPER, SYSTEMS
 
 SHOWN = (*PAPER, "NDP+TP+LB+PRE, improved")
 #: sequences of drawn routing beside the one that is simulated: what is known of popularity
@@ -121,6 +121,8 @@ def main(args: argparse.Namespace) -> int:
     cards = {"gpu": args.gpu, "unit": args.dimm, "host": args.host}
     machine = cards | {"link_gbs": args.link}
     found = compare(routing, args.modules, **machine)
+    if not any(found[OURS].values()):  # say why
+        simulate(Assumptions().hardware(args.modules, **machine), SYSTEMS["NDP+TP"], routing)
     about = {
         "model": spec.name,
         "machine": Assumptions().hardware(args.modules, **machine).name,
@@ -138,8 +140,9 @@ def main(args: argparse.Namespace) -> int:
     print(f"Routing {words}. Modelled: as chosen (least to most of {len(found)} readings)\n")
     print(text_table(HEAD, [_row(found, system) for system in SHOWN]))
     first = ", ".join(f"{system} by {n}" for system, n in fastest(found).items())
-    print(f"\nFastest of the paper's: {first or 'none'}.")
-    print("\n  ".join(["Of the cards, not published:", *about["not published"]]))
+    unsure = about["not published"] or ["nothing"]
+    print(f"\nFastest of the paper's: {first}.")
+    print("\n  ".join(["Of the cards, not published:", *unsure]))
     if args.output:
         kept = {w: {n: r and asdict(r) for n, r in by.items()} for w, by in found.items()}
         form = {"schema": "moelab.ndp/1", "kind": "modelled", "unit": "s"}

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import cards
+from moelab.ane.coreml.ffn_graph import WEIGHTS
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.predict import DeviceModel, beside
 from moelab.ane.systems import SYSTEMS
@@ -59,14 +60,13 @@ PLANNING = {
     "min_rows": (number(0), "N", 32, "tokens that a group on the ANE expects of a chunk"),
     "max_graphs": (whole(1), "N", None, "graphs of experts on the ANE, the hottest"),
     "max_graph_mb": (number(above=0), "MB", 1258, "weights that one graph holds"),
-    "system": (one_of(SYSTEMS), "NAME", "npumoe", ", ".join(SYSTEMS)),
+    "system": (
+        one_of(SYSTEMS),
+        "NAME",
+        None,
+        f"{', '.join(SYSTEMS)}; if not given, plan takes the fastest, others npumoe",
+    ),
 }
-WEIGHTS = (
-    one_of(("fp16", "int8", "palette4", "palette6", "palette8")),
-    "NAME",
-    "fp16",
-    "of the experts: fp16, int8, palette4, palette6 or palette8",
-)
 #: what a plan is made from beside its options
 SOURCE = {
     "calibration": (
@@ -75,7 +75,7 @@ SOURCE = {
         None,
         "of the model, by `moelab calibrate`; else routing is drawn",
     ),
-    "weights": WEIGHTS,
+    "weights": (one_of(WEIGHTS), "NAME", "fp16", "of the experts: fp16 or int8"),
 }
 CHECKPOINT = (Path, "FOLDER", None, "if it is not where it was converted")
 CONVERTED = (Path, "a converted model")
@@ -222,8 +222,6 @@ def _given(args: argparse.Namespace, names: Iterable[str] = PLANNING) -> Record:
 def _source(args: argparse.Namespace) -> tuple[MoESpec, Record]:
     """(spec, what `make_plan` is told) of a card or, without reading its weights, of a
     checkpoint."""
-    from moelab.ane.coreml.ffn_graph import WEIGHTS
-
     name, found, model_id = _model(args), args.calibration, None
     calibration = None if found is None else Calibration.load(found)
     if card := registry.like("model", name):

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.base.specs import MoESpec
 from moelab.base.table import head_and_rows, text_table
+from moelab.experts.executor import Tally
 from moelab.offloading.budget import kv_bytes
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups, round_up
 
@@ -233,8 +235,7 @@ def make_plan(
     max_graphs : on the ANE over all layers, those that expect most tokens (§4.3's "small resident
         working set"; too many graphs make Core ML fall back to the CPU, §1, §5.7); None for all.
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
-    popularity, model_id : as in `ANEPlan`. tiering : levels, rule, slack, capacities, of
-        `capacity_tiers`.
+    popularity, model_id : as in `ANEPlan`. tiering : of `capacity_tiers`.
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
@@ -243,9 +244,7 @@ def make_plan(
             f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}; the counts must "
             f"be of the {spec.L} MoE layers of {spec.E} experts of {spec.name}, the other positive"
         )
-    tiers = capacity_tiers(counts, tokens, chunk, **tiering)
-    if not how.tiers:
-        tiers = [_one_capacity(tiers, how, chunk)] * spec.L
+    tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
     fit = max(int(max_graph_bytes // expert_bytes), 1)
@@ -261,18 +260,16 @@ def make_plan(
             for group in form_groups(of, row, min(size, fit), members):
                 expected = float(row[list(group.experts)].sum() * chunk / tokens)
                 unit: Unit = "ane" if members is hot and expected >= least else "cpu"
-                bytes_ = expert_bytes * len(group.experts)
-                groups.append(PlannedGroup(group.experts, group.capacity, unit, bytes_, expected))
+                weights = expert_bytes * len(group.experts)
+                groups.append(PlannedGroup(group.experts, group.capacity, unit, weights, expected))
         return LayerPlan(of, tuple(groups), attention)
 
-    layers = tuple(map(planned, tiers, counts))
-    if max_graphs is not None:
-        layers = _resident(layers, max_graphs)
+    layers = _resident(list(map(planned, tiers, counts)), max_graphs)
     return ANEPlan(spec, chunk, system, layers, popularity, tuple(problems), model_id)
 
 
-def _resident(layers: Sequence[LayerPlan], most: int) -> tuple[LayerPlan, ...]:
-    """The layers with at most so many groups on the ANE; the others are the CPU's."""
+def _resident(layers: Sequence[LayerPlan], most: int | None) -> tuple[LayerPlan, ...]:
+    """The layers with at most so many groups on the ANE, None for all; the others are the CPU's."""
     graphs = [(l, group) for l, layer in enumerate(layers) for group in layer.on("ane")]
     stay = set(sorted(graphs, key=lambda one: -one[1].expected)[:most])
 
@@ -285,11 +282,14 @@ def _resident(layers: Sequence[LayerPlan], most: int) -> tuple[LayerPlan, ...]:
     )
 
 
-def _one_capacity(tiers: list[Tiers], how: ANESystem, chunk: int) -> Tiers:
-    """The same for all experts: the largest; on the CPU, where any may get all tokens, the chunk."""
+def _tiers(how: ANESystem, chunk: int, tiers: list[Tiers]) -> list[Tiers]:
+    """As they are or, for a system without tiers, the largest for all experts; on the CPU, where
+    any may get all tokens, the chunk."""
+    if how.tiers:
+        return tiers
     largest = max(layer.levels[0] for layer in tiers)
     capacity = largest if how.experts == "ane" else round_up(chunk, 16)
-    return Tiers((capacity,), (capacity,) * len(tiers[0].capacity))
+    return [Tiers((capacity,), (capacity,) * len(of.capacity)) for of in tiers]
 
 
 def _units(
@@ -340,31 +340,15 @@ def attention_params(spec: MoESpec) -> int:
 
 
 @dataclass
-class Account:
-    """Exact counts over all chunks, of one layer or, int64 [L], of each; `count` leaves `chunks` at
-    0."""
+class Account(Tally):
+    """Exact counts of a layer over all chunks, or sums of such; its drop rate and padded fraction
+    are Table 3's "token drop rate" and "padded tokens"."""
 
-    chunks: Any = 0
-    launches: Any = 0  # expert graphs run on the ANE
-    routed: Any = 0  # choices of an expert by a token
-    executed: Any = 0  # those computed; the others are dropped
-    slots: Any = 0  # rows computed, padding included
-
-    @property
-    def drop_rate(self) -> float:
-        """Dropped choices over routed ones, over all layers (Table 3, "token drop rate")."""
-        return (
-            1 - float(np.sum(self.executed) / np.sum(self.routed)) if np.any(self.routed) else 0.0
-        )
-
-    @property
-    def padded_fraction(self) -> float:
-        """Share of the computed rows that are padding (Table 3, "padded tokens"; §5.8: of all
-        computed tokens)."""
-        return 1 - float(np.sum(self.executed) / np.sum(self.slots)) if np.any(self.slots) else 0.0
+    chunks: int = 0
+    launches: int = 0  # expert graphs run on the ANE
 
     def __add__(self, other: Account) -> Account:
-        return Account(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        return Account(*map(add, vars(self).values(), vars(other).values()))
 
 
 def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:

@@ -23,7 +23,7 @@ from moelab.cache.residency import Residency
 from moelab.evaluation.questions import prompts
 from moelab.models.identity import identity
 from moelab.recording import record
-from moelab.trace import RoutingTrace
+from moelab.trace import DECODE, PREFILL, RoutingTrace
 from moelab.trace.statistics import capacity
 
 TEXTS = ("prose", "code", "lookup")
@@ -177,6 +177,8 @@ def play(trace: RoutingTrace, policy: Any, share: float) -> float:
     """Hit rate in % of a policy with memory for a share of the experts, token by token."""
     pools = Pools(F=capacity(trace, share))
     residency = Residency(trace.spec.L, trace.spec.E, pools, policy, "model")
-    for _, layer, experts in steps(trace):
+    names, phases = {PREFILL: "prefill", DECODE: "decode"}, trace.phase.tolist()
+    for row, layer, experts in steps(trace):
+        residency.begin_forward(names[phases[row]])
         residency.begin(layer, experts)
     return 100 * residency.counters.hit_rate()

@@ -43,6 +43,13 @@ def load_config(folder: Path) -> Any:
                 config.quantization_config = (
                     vars(inner).pop("quantization_config", None) or inner.quantization
                 )
+    said = getattr(getattr(config, "attn_config", None), "rope_theta", None)
+    if said is not None and said != (read := config.rope_parameters["rope_theta"]):
+        raise ValueError(
+            f"{file} says rope_theta = {said} in attn_config, where transformers "
+            f"{transformers.__version__} does not look: it would turn positions by {read}. Write "
+            f'"rope_theta": {said} beside attn_config, too'
+        )
     beside = folder / "hf_quant_config.json"  # of modelopt, which the config need not mention
     if beside.is_file() and not quantisation(config):
         with blamed(beside, "it says no quantization"):

@@ -89,7 +89,7 @@ def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
 
 def _dbrx_forward(self: Any, hidden_states: Tensor) -> Tensor:
     ids, weights = _dbrx_routing(self, self.router(hidden_states))
-    h = hidden_states.view(-1, hidden_states.shape[-1])
+    h = hidden_states.reshape(-1, hidden_states.shape[-1])
     return self.experts(h, ids, weights).view(hidden_states.shape)
 
 

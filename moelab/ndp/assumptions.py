@@ -4,7 +4,7 @@ a result depends on them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -27,15 +27,12 @@ ROUTING: dict[str, tuple[Any, ...]] = {
     "zipf": (0.0, 0.1, 0.3, 0.4, 0.6, 1.0),  # skew of the experts' popularity (§II-A)
     "bias": (0.0, 0.6),  # how much a prompt has favourites of its own (§III-D)
 }
+#: of the systems, those by which the six numbers come out, too; notebook 07 has others
 READINGS: dict[str, tuple[Any, ...]] = {
     "monde_placement": ("popularity",),  # which module gets which expert (§III-B)
-    "monde_prefill": ("share", "tuned"),  # how much of a prompt goes to the GPU
-    "monde_relieves": ("busiest",),  # which module loses the experts that the GPU gets
-    "monde_rounding": ("floor", "ceil"),  # of the share, experts being whole
-    "monde_correction": ("prompt",),  # of the share, by history (§I, §III-C)
-    "rounding": ("round", "ceil", "none"),  # of E_g (§III-C says whole, §I partial experts)
+    "monde_correction": ("prompt",),  # of MoNDE's share, by history (§I, §III-C)
+    "rounding": ("round",),  # of E_g (§III-C says whole, §I partial experts)
     "eq2_tokens": ("prompt",),  # tokens of an expert in the balance of a prompt
-    "limit": ("memory",),  # experts prefetched: TopK (§IV-D) or what fits (§III-D)
     "cached": ("Fiddler",),  # who keeps popular experts on the GPU all along
 }
 CHOICES = ROUTING | MACHINE | READINGS
@@ -64,9 +61,6 @@ class Assumptions:
     gpu_gb: float | None = 16.0
     shared_dram: bool = False
     monde_placement: str = "id"
-    monde_prefill: str = "none"
-    monde_relieves: str = "popular"
-    monde_rounding: str = "round"
     monde_correction: str = "none"
     rounding: str = "floor"
     eq2_tokens: str = "mean"
@@ -84,8 +78,7 @@ class Assumptions:
         require("system", name, SYSTEMS)
         system = replace(SYSTEMS[name], cached=self.cached in ("all", name))
         if isinstance(system, MoNDE):
-            own = {of.name: getattr(self, f"monde_{of.name}") for of in fields(MoNDE)[1:]}
-            return replace(system, **own)
+            return MoNDE(system.cached, self.monde_placement, self.monde_correction)
         if isinstance(system, GPUNDP):
             own = {name: getattr(self, name) for name in ("limit", "rounding", "eq2_tokens")}
             return replace(system, **own)

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,30 +151,19 @@ class MoNDE(System):
     link's share of all bandwidth go to the GPU (its §3); of a prompt none, as units are then short
     of multipliers, which the ratio does not know.
 
-    rounding : of that share. placement : of experts on units, round-robin by "id" or "popularity".
-    relieves : which go: the most "popular", or one by one the popular ones of the "busiest" unit.
-    prefill : how many go of a prompt, the ones with most tokens: "none", the "share", or "tuned", as
-        many as make the layer fastest.
+    placement : of experts on units, round-robin by "id" or "popularity".
     correction : of the share by history, which §III-C tells of and neither text explains: "none", or
         the one of `FACTORS` that would have been fastest on the "prompt"."""
 
     cached: bool = False
-    rounding: str = "round"
-    relieves: str = "popular"
-    prefill: str = "none"
     placement: str = "id"
     correction: str = "none"
+    rounding = "round"  # of the share
     factor = 1.0
 
     def __post_init__(self) -> None:
-        _require(
-            self,
-            rounding=ROUND,
-            relieves=("popular", "busiest"),
-            prefill=("none", "share", "tuned"),
-            placement=("id", "popularity"),
-            correction=("none", "prompt"),
-        )
+        require("placement", self.placement, ("id", "popularity"))
+        require("correction", self.correction, ("none", "prompt"))
 
     def place(self, history: np.ndarray, N: int) -> np.ndarray:
         if self.placement == "id":
@@ -202,14 +190,7 @@ class MoNDE(System):
         return int(ROUND[self.rounding](min(active, share)))
 
     def plan(self, step: LayerStep, costs: Costs) -> Plan:
-        if self.prefill == "tuned" and not step.decode:
-            counts = range(int(step.resident.sum()), len(step) + 1)
-            plans = (self.first(count, step, costs) for count in counts)
-            return min(plans, key=lambda plan: layer_seconds(plan, costs))
-        if self.relieves == "busiest" and step.decode:
-            step = step.take(_busiest_first(step))
-        sends = step.decode or self.prefill == "share"
-        return self.first(self.share(len(step), costs) if sends else 0, step, costs)
+        return self.first(self.share(len(step), costs) if step.decode else 0, step, costs)
 
     def first(self, count: int, step: LayerStep, costs: Costs) -> Plan:
         """The first `count` experts of a step on the GPU, those included that it has."""
@@ -220,24 +201,10 @@ class MoNDE(System):
     def situations(self, homes: np.ndarray, resident: np.ndarray, costs: Costs) -> np.ndarray:
         active, here = (homes >= 0).sum(1), resident.sum(1)
         stay = (homes >= 0) & ~resident
-        if self.relieves == "popular":
-            shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
-            stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
+        shares = np.array([self.share(n, costs) for n in range(homes.shape[1] + 1)])
+        stay &= stay.cumsum(1) > (shares[active] - here)[:, None]
         on = (homes[:, :, None] == np.arange(costs.hardware.units)) & stay[:, :, None]
         return np.column_stack([active, here, np.sort(on.sum(1), axis=1)])  # units are alike
-
-
-def _require(system: System, **known: Iterable[str]) -> None:
-    for name, choices in known.items():
-        require(name, getattr(system, name), choices)
-
-
-def _busiest_first(step: LayerStep) -> np.ndarray:
-    """The order in which experts of a decode step leave: those in GPU memory, then one by one the
-    hottest of the unit that has most left."""
-    stays = ~step.resident
-    mates = (step.home[:, None] == step.home) & stays
-    return np.lexsort((-np.triu(mates).sum(1), stays))
 
 
 @dataclass(frozen=True)
@@ -261,13 +228,10 @@ class GPUNDP(System):
     alike = True
 
     def __post_init__(self) -> None:
-        _require(
-            self,
-            version=("literal", "improved"),
-            limit=("K", "memory"),
-            rounding=ROUND,
-            eq2_tokens=("mean", "prompt"),
-        )
+        require("version", self.version, ("literal", "improved"))
+        require("limit", self.limit, ("K", "memory"))
+        require("rounding", self.rounding, ROUND)
+        require("eq2_tokens", self.eq2_tokens, ("mean", "prompt"))
 
     @property
     def looks(self) -> bool:

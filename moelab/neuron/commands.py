@@ -171,8 +171,8 @@ def words(made: NeuronPlan) -> str:
 {way}
 Experts in {made.weights}, {spec.E // way.ep} a core, {dropped}; the router is copied, {gathered}.
 Blocks of {made.block_size}, which skip padded tokens and repeated weights; a core's halves divide \
-{HALVES[made.shard]}. {SIZES[-1]} FLOPs a byte are the guide's 400 to 500, {ratio:.0f} would do for this \
-card's bf16, and an expert gets {made.rows:.4g} tokens of a prompt.
+{HALVES[made.shard]}. The guide asks for {SIZES[-1]}, 400 to 500 FLOPs a byte, this card's bf16 rate for \
+{ratio:.0f}, and an expert gets {made.rows:.4g} tokens of a prompt.
 HBM a core: {", ".join(f"{of} {size(n)}" for of, n in made.memory.items())}: \
 {size(made.nbytes)} of {size(made.usable)}.
 {_phase(made, "prefill", f"a prompt of {made.context:,} tokens")}

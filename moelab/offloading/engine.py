@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -207,21 +206,18 @@ class Engine:
             added = self._one_by_one(late, ids, weights, E, alone) if loads else []
             for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
                 out.index_add_(0, tokens, y)
-            return out.add_(self._from_host(aside, experts.layer)) if away else out
+            if away:
+                start = clock()
+                out += aside.result()
+                self._idle_since = end = clock()
+                self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
+            return out
         while loads:
             late = [loads.pop(self.loader.wait())]
             while loads and not self.loader.ready.empty():
                 late.append(loads.pop(self.loader.wait()))
             out += together(late, False)
         return out
-
-    def _from_host(self, aside: Future[Tensor], layer: int) -> Tensor:
-        """What the host has computed meanwhile, when it has."""
-        start = clock()
-        found = aside.result()
-        self._idle_since = clock()
-        self.timeline.add(Event("compute", "wait", layer, -1, start, self._idle_since))
-        return found
 
     def _one_by_one(
         self,
@@ -361,7 +357,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        others = 0 if self.host is None else self.host.threads
+        others = self.host.threads if self.host else 0
         if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))

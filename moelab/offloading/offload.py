@@ -74,7 +74,8 @@ class Offloading:
     workers: int = option(1, "threads that decompress", "memory", type=whole(1), metavar="N")
     staging: int | None = option(
         None,
-        "loads in flight; by default workers + 2, on a GPU 2K, fewer if memory is short",
+        "loads in flight; by default workers + 2, with speculate K + 2, on a GPU 2K, fewer if memory is "
+        "short",
         "memory",
     )
     ahead: int | None = option(
@@ -124,6 +125,9 @@ class Offloading:
         "of the weights; auto: config.json's, or else the checkpoint's",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
+
+    #: whether predictions are executed
+    executes = False
 
     @property
     def on(self) -> torch.device:
@@ -263,6 +267,8 @@ class Memory:
             )
         # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
+        if how.executes:  # all that a layer will execute is loaded while the one before computes
+            workers = max(workers, store.spec.K)
         pools, staging = divide(
             room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )

@@ -11,8 +11,8 @@ does not depend on its number of rows, with experts uncut, for architectures
 that sum in the type of their hidden states (not Nemotron-H and Inkling 2). The others add partial
 sums: 1e-6 in fp32.
 
-Left out: experts cut along H, blocks of tokens shared out, and routers run in sequence parallel
-(notebook 05 shows all three).
+Left out: experts cut along H, and blocks of tokens shared out, which two cores do in
+`moelab.static.blockwise`. Routers in sequence parallel are `moelab.parallel.router`.
 
     x [T, H]    ids [T, K], E means "no expert"    weights [T, K]    W = ep × tp ranks, see `Grid`
 """

@@ -8,7 +8,7 @@ was disturbed and counts as so long."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -81,15 +81,7 @@ class _Compute:
     ) -> None:
         """One forward: its events, {expert: tokens} of each layer, and the layers that were
         predicted."""
-        far: Counter[int] = Counter()  # layer → experts that were computed where they lie
-        loaded: dict[tuple[int, int], float] = {}  # (layer, expert) → the end of loading it
-        for event in events:
-            if event.resource == "host":
-                tokens_far = routed[event.layer][event.expert]
-                self.far[tokens_far].append(event.end - event.start)
-                far[event.layer] += 1
-            elif event.resource != "compute":
-                loaded[event[2:4]] = max(event.end, loaded.get(event[2:4], 0.0))
+        loaded = self._beside(events, routed)
         compute = [event for event in events if event.resource == "compute"]
         for before, event, after in zip([None, *compute], compute, [*compute[1:], None]):
             seconds = event.end - event.start
@@ -102,9 +94,8 @@ class _Compute:
                     gap = event.start - before.end if before and before.kind != "other" else 0.0
                     self.alone[wanted[event.expert]].append(gap + seconds)
                 elif max(wanted.values()) == 1:  # one call, of all that are not computed alone
-                    calls = sum(e[1:3] == event[1:3] for e in compute)
-                    n = len(wanted) - far[event.layer] - calls + 1
-                    self.together[n].append(seconds)
+                    calls = sum(e[1:3] == event[1:3] for e in events)
+                    self.together[len(wanted) - calls + 1].append(seconds)
             elif event.kind == "other" and event.layer < 0:
                 self.head[tokens].append(seconds)
             elif event.kind == "other":
@@ -113,6 +104,19 @@ class _Compute:
                 if after is not None and after.layer == event.layer in routed:
                     loads = sum((event.layer, e) in loaded for e in routed[event.layer])
                     self.decide[loads].append(after.start - event.end)
+
+    def _beside(
+        self, events: Sequence[Event], routed: Mapping[int, Mapping[int, int]]
+    ) -> dict[tuple[int, int], float]:
+        """What is computed where it lies; of what is loaded, (layer, expert) → the end of that."""
+        loaded: dict[tuple[int, int], float] = {}
+        for event in events:
+            if event.resource == "host":
+                tokens = routed[event.layer][event.expert]
+                self.far[tokens].append(event.end - event.start)
+            elif event.resource != "compute":
+                loaded[event[2:4]] = max(event.end, loaded.get(event[2:4], 0.0))
+        return loaded
 
     def predicting(self) -> float:
         """How much longer a layer takes in a decode step that asks a predictor; the first, which

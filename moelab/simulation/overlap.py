@@ -45,7 +45,7 @@ def overlap(spec: MoESpec, device: DeviceSpec, context: int = 0) -> Overlap:
 
     Raises ValueError: the card has no link, or no rates."""
     rates = MachineRates.of(device)
-    experts = spec.L * spec.K * spec.expert_bytes
+    experts = spec.routed_bytes
     ends = geometric_bytes(spec) - 4 * spec.vocab * spec.H  # but for embedding and head, 16 bits
     read = experts + ends + kv_bytes(spec, context)
     return Overlap(experts / rates.read, read / rates.memory)

@@ -73,22 +73,20 @@ def choose(
 def _rule(spec: MoESpec, devices: int, fitting: list[int]) -> tuple[int, str]:
     """tp, one of `fitting`, and why."""
     wide = [tp for tp in fitting if spec.I / tp >= LEAST_I] or fitting[:1]
+    low = [tp for tp in wide if tp <= MOST_TP] or wide[:1]
+    spread = [tp for tp in low if devices // tp <= MOST_EP] or low[-1:]
     if len(fitting) == 1:
         return fitting[0], "can be spread in this way only"
     if spec.E <= FEW:
-        return wide[-1], f"are few (≤ {FEW}): they are cut"
-    many = spec.E >= MANY
-    low = [tp for tp in wide if tp <= MOST_TP] or wide[:1]
-    enough = (tp for tp in low if devices // tp <= MOST_EP and (many or tp > 1))
-    tp = next(enough, low[-1])
-    how = (
-        "spread"
-        if tp == 1
-        else "cut"
-        if tp == devices
-        else f"spread over {devices // tp} groups, and cut"
-    )
-    return tp, f"are {f'many (≥ {MANY})' if many else 'neither few nor many'}: they are {how}"
+        tp, amount = wide[-1], f"few (≤ {FEW})"
+    elif spec.E >= MANY:
+        tp, amount = spread[0], f"many (≥ {MANY})"
+    else:
+        tp = next((tp for tp in spread if tp > 1), spread[0])
+        amount = "neither few nor many"
+    groups = f"spread over {devices // tp} groups, and cut"
+    how = "spread" if tp == 1 else "cut" if tp == devices else groups
+    return tp, f"are {amount}: they are {how}"
 
 
 def neuron_choice(

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from moelab.base.registry import require
 from moelab.base.specs import DeviceSpec
@@ -116,7 +115,8 @@ def router_bytes(H: int, E: int, layers: int = 1) -> int:
     return 2 * H * E * layers
 
 
-class Shared(NamedTuple):
+@dataclass(frozen=True)
+class Shared:
     """What two cores do to share a layer's blocks, one way; exact counts."""
 
     exchanged: int  # values that one core sends the other

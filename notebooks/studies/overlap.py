@@ -43,5 +43,8 @@ def run(contexts: Sequence[int] = CONTEXTS) -> dict[str, dict[str, Numbers]]:
 
 
 KIND = "modelled"
-MEASURES = ("moelab/simulation/overlap.py", "moelab/cards")
+MEASURES = (
+    "moelab/simulation/overlap.py",
+    *(f"moelab/cards/devices/{card}.toml" for card in PAIRS),
+)
 OPTIONS = {"contexts": (several(whole(1)), "tokens before the one that is decoded")}

@@ -141,8 +141,10 @@ def test_a_calibration_says_which_experts_are_popular(files, fewer, tmp_path, ca
 
 def test_what_does_not_fit_is_said(fewer, capsys):
     status, said = run(capsys, "Qwen3-235B-A22B", "--modules", "2", *TOKENS)
-    assert status == 0 and said.out.count("not supported") == len(SHOWN)
-    assert "Fastest of the paper's: none" in said.out
+    assert status == 2 and "GB too large for the units" in said.err
+    status, said = run(capsys, "Qwen3-30B-A3B", "--modules", "1", *TOKENS)
+    assert status == 0 and said.out.count("not supported") == len(SHOWN) - 2  # those on the host
+    assert "Fastest of the paper's: Fiddler by" in said.out
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from moelab.ane.systems import (
     why_no_graph,
 )
 from moelab.base.specs import MoESpec
-from notebooks.studies.ane_counts import count
+from moelab.simulation.routing import routing_of
+from notebooks.studies.ane_counts import by_layer, count
 from notebooks.studies.ane_popularity import assumed_counts, assumed_loads
 from notebooks.studies.ane_published import ABLATION
 from notebooks.studies.chunks import loads_of_ids
@@ -65,14 +66,14 @@ def test_the_account_is_a_naive_loops(system):
     ids, seen = random_ids(150, seed=1), random_ids(300)
     counts = loads_of_ids(torch.tensor(seen), len(seen), SMALL.E)[0].numpy()
     plan = make_plan(SMALL, counts, len(seen), 64, 2, system=system, slack=0.5, min_rows=12)
-    account = count(plan, loads_of_ids(torch.tensor(ids), 64, SMALL.E).numpy())
-    for ours, theirs in zip((account.executed, account.slots, account.launches), naive(plan, ids)):
-        assert ours.tolist() == theirs
-    assert account.routed.tolist() == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
-    assert account.drop_rate == pytest.approx(1 - account.executed.sum() / account.routed.sum())
-    assert account.padded_fraction == pytest.approx(
-        1 - account.executed.sum() / account.slots.sum()
-    )
+    loads = loads_of_ids(torch.tensor(ids), 64, SMALL.E).numpy()
+    accounts, account = by_layer(plan, loads), count(plan, loads)
+    for name, theirs in zip(("executed", "slots", "launches"), naive(plan, ids)):
+        assert [getattr(of, name) for of in accounts] == theirs
+        assert getattr(account, name) == sum(theirs)
+    assert [of.routed for of in accounts] == [(ids[:, l] < SMALL.E).sum() for l in range(SMALL.L)]
+    assert account.drop_rate == pytest.approx(1 - account.executed / account.routed)
+    assert account.padded_fraction == pytest.approx(1 - account.executed / account.slots)
 
 
 @settings(max_examples=60, deadline=None)
@@ -218,15 +219,18 @@ def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
 
 @pytest.mark.parametrize("card, machine", [("Phi-3.5-MoE", 192e9), ("Qwen3-30B-A3B", 96e9)])
 def test_the_papers_models_fit_their_macs(card, machine):
-    """PhiMoE has 83.75 GB, Qwen3 28.64 G parameters in 16 bits (§5.1). Routing
-    that is even leaves as few experts on the CPU as can be."""
+    """PhiMoE has 83.75 GB, Qwen3 28.64 G parameters in 16 bits (§5.1). All experts fit on the CPU
+    besides, or, where routing is even and almost all have graphs, those without."""
     spec = cards.load_model(card)
-    plan = make_plan(spec, np.ones((spec.L, spec.E)), spec.E // spec.K)
-    everything = plan.memory(experts=spec.experts_bytes)
-    assert sum(plan.memory().values()) < machine
-    on_ane = sum(len(group.experts) for group in plan.graphs) * spec.expert_bytes
-    assert plan.memory()["experts on the CPU"] == spec.experts_bytes - on_ane
+    drawn = routing_of(spec)[0].trace(spec, [1024]).counts()
+    skewed, even = make_plan(spec, drawn, 1024), make_plan(spec, drawn * 0 + 1, spec.E // spec.K)
+    everything = skewed.memory(experts=spec.experts_bytes)
+    assert sum(skewed.memory().values()) < sum(everything.values()) < machine
+    assert sum(even.memory().values()) < machine
+    for plan in (skewed, even):
+        on_ane = sum(len(group.experts) for group in plan.graphs) * spec.expert_bytes
+        assert plan.memory()["experts on the CPU"] == spec.experts_bytes - on_ane
     weights = everything["experts on the CPU"] + everything["other weights"]
     total = cards.load_card(card)["figures"]["total_params"]["value"]
     assert weights == pytest.approx(2 * total, rel=0.015)
-    assert plan.memory(8192)["KV cache"] == 4 * plan.memory()["KV cache"]
+    assert even.memory(8192)["KV cache"] == 4 * even.memory()["KV cache"]

@@ -14,7 +14,7 @@ from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.base.specs import MoESpec
 from moelab.models import SeamExperts, discover
 from moelab.static.tiers import Tiers
-from notebooks.studies.ane_counts import count
+from notebooks.studies.ane_counts import by_layer as counts_of
 from tests.experts.toy import make_experts, make_routing
 from tests.models import tiny
 
@@ -87,11 +87,11 @@ def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none)
     found, on_cpu = executor.by_layer[0], sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
     launched = [g for g in GROUPS if g.unit == "ane" and any((ids == e).any() for e in g.experts)]
     assert found == Account(
-        1,
-        len(launched),
         int((ids != E).sum()),
         executed,
         sum(g.slots for g in launched) + on_cpu,
+        1,
+        len(launched),
     )
     assert (executor.tally.routed, executor.tally.executed, executor.tally.slots) == (
         found.routed,
@@ -272,13 +272,14 @@ def test_the_account_is_what_the_runtime_does(S):
         ane.run = listening
         model(torch.arange(5, 5 + S)[None])
         total, tally, by_layer = ane.total, ane.tally, ane.by_layer
-    account = count(plan, np.stack(called, 1))  # [n, L, E]
-    assert (account.routed.sum(), account.executed.sum(), account.slots.sum()) == (
+    account = counts_of(plan, np.stack(called, 1))  # [n, L, E]
+    counted = sum(account, Account())
+    assert (counted.routed, counted.executed, counted.slots) == (
         tally.routed,
         tally.executed,
         tally.slots,
     )
-    assert account.launches.tolist() == [layer.launches for layer in by_layer]
+    assert [of.launches for of in account] == [layer.launches for layer in by_layer]
     chunks = -(-S // chunk)
     assert 0 < total.launches < chunks * plan.launches, (
         "no group was without tokens: the test says nothing"

@@ -192,6 +192,18 @@ def test_a_config_that_is_read_wrongly_opens_nothing(monkeypatch, tmp_path):
             use(folder)
 
 
+def test_a_base_of_positions_that_transformers_does_not_read_is_refused(tmp_path):
+    """DBRX's own config.json says it in attn_config alone; transformers would take 10,000."""
+    file = tiny.save("dbrx", tmp_path) / "config.json"
+    fields = json.loads(file.read_text())
+    del fields["rope_parameters"]
+    file.write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r'"rope_theta": 500000.0 beside attn_config'):
+        open_model(tmp_path)
+    file.write_text(json.dumps(fields | {"rope_theta": 5e5}))
+    assert open_model(tmp_path).config.rope_parameters["rope_theta"] == 5e5
+
+
 def test_longcats_rows_without_an_expert_have_no_place_in_a_store(tmp_path):
     said = "12 rows for 8 experts.*longcat_flash cannot be converted"
     with pytest.raises(ValueError, match=said):

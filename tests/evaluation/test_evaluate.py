@@ -53,9 +53,9 @@ def test_a_store_scores_as_the_checkpoint_does(tmp_path):
 
 
 def test_executors_and_decode_steps(tmp_path):
-    mode = "executor:capacity:factor=0.5"
-    found = evaluated(tmp_path, "--tasks", "lookup", "--modes", mode)
-    assert list(found["scores"]["lookup"]) == ["baseline", mode]
+    modes = "executor:capacity:factor=0.5", "executor:blockwise:sharding=H"
+    found = evaluated(tmp_path, "--tasks", "lookup", "--modes", ",".join(modes))
+    assert list(found["scores"]["lookup"]) == ["baseline", *modes]
     assert found["settings"]["batch"] == 1  # or texts, and their padding, would compete for places
     mode = "speculative:previous"
     found = evaluated(tmp_path, "--tasks", "loss", "--modes", mode, "--decode-only")
@@ -103,6 +103,7 @@ def test_a_plan_answers_as_it_does_by_itself_and_says_what_it_drops(model, tmp_p
         ("executor:fsat", "there is no executor"),
         ("executor:capacity:2", "OPTION=VALUE"),
         ("executor:capacity:colour=2", "colour"),
+        ("executor:blockwise:sharding=h", "no sharding 'h'. Did you mean 'H'"),
         ("executor:grouped:colour=2", "no option of grouped 'colour'"),
         ("npumoe:colour=2", "no option of npumoe 'colour'"),
         ("npumoe:slack=none", "slack: 'none' is not a finite number"),

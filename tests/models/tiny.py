@@ -149,8 +149,11 @@ DIFFERENT: dict[str, dict[str, Any]] = {
         "sliding_window": 0,
     },
     "olmoe": {"num_hidden_layers": 3},
-    # transformers' class has no default for this; DBRX's config.json says it
-    "dbrx": {"attn_config": {"rope_theta": 5e5, "clip_qkv": 8, "kv_n_heads": 2}},
+    # of rope_theta, transformers' class of attention has no default, and does not use what it is
+    "dbrx": {
+        "attn_config": {"rope_theta": 5e5, "clip_qkv": 8, "kv_n_heads": 2},
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+    },
     "mixtral": {
         "num_hidden_layers": 3,
         "num_local_experts": 4,

@@ -11,6 +11,7 @@ from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.plans import make_plan, problem
 from moelab.ndp.systems import GPUNDP, SYSTEMS, Fiddler, MoNDE, OnDemand
+from notebooks.studies.ndp_readings import ReadMoNDE
 from tests.ndp import toy
 
 
@@ -40,9 +41,9 @@ def test_fiddler_takes_the_quicker_way_for_each_expert():
 def test_monde_sends_the_bandwidth_ratio_of_the_most_popular(N, rounding, share):
     costs = Costs(toy.spec(E=16, K=8), toy.machine(N))  # link and unit equally fast: 8 / (1 + N)
     step = toy.step([1] * 8, homes=[i % N for i in range(8)])
-    plan = MoNDE(rounding=rounding).plan(step, costs)
+    plan = ReadMoNDE(rounding=rounding).plan(step, costs)
     assert plan.moved.tolist() == [1] * share + [0] * (8 - share)
-    assert not MoNDE(rounding=rounding).plan(toy.step([5] * 8, S=9), costs).moved.any()
+    assert not ReadMoNDE(rounding=rounding).plan(toy.step([5] * 8, S=9), costs).moved.any()
     load = np.bincount(step.home[share:], minlength=N)
     units_side = load.max() * float(costs.unit(1))
     gpu_side = share * costs.transfer() + float(costs.gpu(1))
@@ -107,7 +108,7 @@ def test_improved_is_never_beaten_by_a_grid(drawn, S, name, link, unit):
 
 @settings(max_examples=10, deadline=None)
 @given(
-    st.sampled_from([*sorted(SYSTEMS), MoNDE(relieves="busiest"), MoNDE(rounding="ceil")]),
+    st.sampled_from([*sorted(SYSTEMS), ReadMoNDE(relieves="busiest"), ReadMoNDE(rounding="ceil")]),
     st.integers(1, 5),
     st.integers(0, 2**32 - 1),
 )
@@ -129,7 +130,7 @@ def test_steps_of_one_situation_take_equally_long(name, N, seed):
     "system, field",
     [
         *((GPUNDP, field) for field in ("version", "limit", "eq2_tokens", "rounding")),
-        *((MoNDE, field) for field in ("rounding", "relieves", "prefill", "placement")),
+        *((ReadMoNDE, field) for field in ("rounding", "relieves", "prefill", "placement")),
     ],
 )
 def test_an_unknown_option_names_the_known_ones(system, field):

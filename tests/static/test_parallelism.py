@@ -38,6 +38,7 @@ def test_advice_fits_and_its_reasons_are_true(E, I, devices):
         return
     assert made.tp * made.ep == devices and made.ep <= E and made.reasons
     said = str(made)
+    assert ("they are cut" in said) == (made.ep == 1 < made.tp and "this way" not in said)
     assert "spread over" not in said or (made.tp > 1 and made.ep > 1)
     moderate = [tp for tp in range(1, 9) if devices % tp == 0 and I / tp >= 128]
     moderate = [tp for tp in moderate if devices // tp <= E]

@@ -25,7 +25,7 @@ from moelab.ane.coreml.package import coremltools, quiet
 from moelab.base.registry import require
 
 #: weight formats → bits a weight
-WEIGHTS = {"fp16": 16, "int8": 8, "palette4": 4, "palette6": 6, "palette8": 8}
+WEIGHTS = {"fp16": 16, "int8": 8}
 #: GPT-OSS: sigmoid(ALPHA·gate)·gate·(up + 1), both clamped to ±LIMIT (gate from above only)
 ALPHA = 1.702
 LIMIT = 7.0
@@ -189,8 +189,7 @@ def save_ffn(
 ) -> Path:
     """Write the package of a group of experts; returns its path.
 
-    weights : a key of `WEIGHTS`. int8 is per output channel; palettes are one k-means table a
-    matrix, slow to find."""
+    weights : a key of `WEIGHTS`. int8 is per output channel."""
     return save_program(path, ffn_program(experts, capacity, activation), weights)
 
 
@@ -230,15 +229,9 @@ def save_program(
             pass_pipeline=ct.PassPipeline.EMPTY,
             skip_model_load=True,
         )
-        if weights != "fp16":
-            how = (
-                cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
-                if weights == "int8"
-                else cto.OpPalettizerConfig(
-                    mode="kmeans", nbits=WEIGHTS[weights], weight_threshold=0
-                )
-            )
-            compress = cto.linear_quantize_weights if weights == "int8" else cto.palettize_weights
-            model = compress(model, cto.OptimizationConfig(op_type_configs={"conv": how}))
+        if weights == "int8":
+            how = cto.OpLinearQuantizerConfig(mode="linear_symmetric", weight_threshold=0)
+            config = cto.OptimizationConfig(op_type_configs={"conv": how})
+            model = cto.linear_quantize_weights(model, config)
         model.save(str(path))
     return path

@@ -40,21 +40,19 @@ RULES = {
     "weight-limit": "error",  # [R]
     "channels": "error",  # [R]
     "dynamic-shape": "warning",  # [4]
-    "linear": "warning",  # [4], §3.2
     "risky-op": "warning",  # [4], [R]
     "unknown-op": "warning",  # not in [4]
     "align-16": "warning",  # §3.2
     "row-padding": "warning",  # Apple, Deploying Transformers on the Apple Neural Engine
     "weight-size": "warning",  # §4.2
     "tiny-graph": "warning",  # [R]; the threshold is ours
-    "quantised-conv": "warning",  # [R]
 }
 #: by Figure 4 or §3.2, and what rearranges or reduces statically
 SUPPORTED = (
     "conv conv_transpose matmul softmax relu relu6 silu sigmoid gelu tanh erf leaky_relu softplus "
     "add sub mul real_div maximum minimum abs exp sqrt rsqrt square pow clip inverse identity cos "
     "sin split concat reshape transpose expand_dims squeeze slice_by_size stack reduce_mean "
-    "reduce_sum reduce_max reduce_min reduce_sum_square reduce_l2_norm constexpr_lut_to_dense"
+    "reduce_sum reduce_max reduce_min reduce_sum_square reduce_l2_norm"
 )
 UNSUPPORTED = {
     "TopK sampling ×": "topk argsort reduce_argmax reduce_argmin",
@@ -76,20 +74,15 @@ RISKY = {
     "not in Fig. 4; usually folded into a convolution": "batch_norm",
     "not in Fig. 4": "pad",
     "quantised weights can move a convolution to the CPU": "constexpr_blockwise_shift_scale "
-    "constexpr_affine_dequantize",
+    "constexpr_affine_dequantize constexpr_lut_to_dense",
 }
-#: operation → (verdict, why)
-VERDICTS = {
-    kind: (verdict, why)
-    for verdict, of in (
-        ("supported", {"": SUPPORTED}),
-        ("unsupported", UNSUPPORTED),
-        ("risky", RISKY),
-    )
+#: operation → (rule, why)
+FOUND = {
+    kind: (rule, why)
+    for rule, of in (("unsupported-op", UNSUPPORTED), ("risky-op", RISKY))
     for why, kinds in of.items()
     for kind in kinds.split()
 }
-UNKNOWN = "risky", "not known to this linter"
 
 
 class Finding(NamedTuple):
@@ -151,14 +144,11 @@ def _of_weights(package: Package) -> Found:
 
 def _of_function(function: Function) -> Found:
     for kind in function.counts():
-        verdict, why = VERDICTS.get(kind, UNKNOWN)
-        if verdict == "unsupported":
-            yield "unsupported-op", kind, f"{kind} runs on the CPU ({why})"
-        elif kind not in VERDICTS:
+        if kind in FOUND:
+            rule, why = FOUND[kind]
+            yield rule, kind, why
+        elif kind not in SUPPORTED.split():
             yield "unknown-op", kind, f"nothing is known about {kind} on the ANE"
-        elif verdict == "risky":
-            rule = "linear" if kind == "linear" else "risky-op"
-            yield "quantised-conv" if kind.startswith("constexpr") else rule, kind, why
     for value in function.inputs:
         if value.name in function.flexible or any(isinstance(n, str) for n in value.shape):
             yield "dynamic-shape", value.name, "its shape is flexible; the ANE runs static graphs"

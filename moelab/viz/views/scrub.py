@@ -69,6 +69,7 @@ def scrub(found: Recorded) -> Scrub:
             residency.begin(layer, dict.fromkeys(range(spec.E), 1))
     for forward, (here, steps) in enumerate(zip(states, run.steps)):
         at = ahead.get(forward, set())
+        residency.begin_forward(run.forwards[forward].phase)
         for state in (State.FULL, State.COMPRESSED, State.SM, State.E):
             for key in residency.resident(state):
                 here[tuple(key)] = RESIDENT

@@ -348,18 +348,16 @@ def predict(trace: Any, predictor: Any, forwards: int) -> tuple[Predicted, float
     columns = trace.router_inputs, trace.residuals, trace.ids.long(), trace.weights
     passed = (trace.ids != predictor.spec.E).any(-1)  # [T, L], as encoders' tokens pass no decoder
     prompt = trace.phase == PREFILL
-    tokens = (~prompt).nonzero().tolist()
-    found: Predicted = [{} for _ in range(forwards - len(tokens))]
+    found: Predicted = []
     took = []
     predictor.begin()
-    for layer, rows in enumerate(passed.T & prompt):
-        predictor.observe(layer, *(column[rows, layer] for column in columns[2:]))
-    for row in tokens:
+    for rows in (prompt.nonzero()[:, 0], *(~prompt).nonzero()):
         told: dict[int, list[int]] = {}
-        for layer in passed[row[0]].nonzero().flatten().tolist():
-            s, r, ids, weights = (column[row, layer].to(predictor.device) for column in columns)
+        for layer in passed[rows].any(0).nonzero().flatten().tolist():
+            mine = rows[passed[rows, layer]]
+            s, r, ids, weights = (column[mine, layer].to(predictor.device) for column in columns)
             predictor.observe(layer, ids, weights)
-            if layer in predictor.targets:
+            if layer in predictor.targets and found:
                 start = time.perf_counter()
                 prediction = predictor.predict(layer, s, r, ids, weights)
                 took.append(time.perf_counter() - start)
@@ -368,4 +366,4 @@ def predict(trace: Any, predictor: Any, forwards: int) -> tuple[Predicted, float
                     there = predictor.targets[layer].index
                     told[there] = [e for e in experts if e < predictor.spec.E]
         found.append(told)
-    return found, median(took) if took else 0.0
+    return [{}] * (forwards - len(found)) + found, median(took) if took else 0.0

@@ -121,7 +121,7 @@ def test_group_equals_torch_in_double_precision_and_nearly_in_fp16(
     assert package.weight_bytes >= 2 * sum(a.size for e in experts for a in (e.up, e.down))
 
 
-@pytest.mark.parametrize("weights, levels", [("int8", 255), ("palette4", 16)])
+@pytest.mark.parametrize("weights, levels", [("int8", 255)])
 def test_compressed_weights(weights, levels, tmp_path):
     experts, x = make_experts(2), make_slots(32)
     package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, 16, weights=weights))
