@@ -63,7 +63,9 @@ def module_of(name: str) -> ModuleType:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME|FILE.py", help="what to measure")
+    parser.add_argument(
+        "name", metavar="NAME|FILE.py", help="a bench of a clone of the project, or of yours"
+    )
     parser.add_argument(
         "options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them"
     )
@@ -86,9 +88,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
         how = how if isinstance(how, dict) else {"type": how}
         known = signature(module.run).parameters
-        if (parameter := how.get("dest", option)) not in known:
-            raise ValueError(f"{module.__file__}: OPTIONS has {option}, but run() no {parameter}")
-        default = known[parameter].default
+        if option not in known:
+            raise ValueError(f"{module.__file__}: OPTIONS has {option}, but not run()")
+        default = known[option].default
         shown = str(default)
         if default is Parameter.empty:  # run() cannot do without it
             how, default, shown = how | {"required": True}, None, ""
