@@ -11,7 +11,6 @@ from moelab.bench.results import BenchFile
 from moelab.comparison import KINDS
 
 FILES = sorted((CHECKOUT / "results" / "bench").glob("*.json"))
-OPTIONAL = {"spread", "samples", "readings", "tolerance"}
 OURS = {"TPOT s": 0.02, "simulated TPOT s": 0.03, "output": "= eager", "each s": [1.0, 3.0]}
 SECTIONS = {
     "conditions": {"rounds": 3},
@@ -96,10 +95,3 @@ def test_every_result_says_what_it_is_and_where_it_is_from(path):
     assert found["records"] and {of["kind"] for of in found["records"]} <= set(KINDS)
     assert {of["run"] for of in found["records"]} <= set(range(len(found["runs"])))
     assert len(results.rows(path)) == len(found["records"])
-
-
-@pytest.mark.parametrize("path", sorted((CHECKOUT / "results" / "baseline").glob("*.json")))
-def test_a_notebooks_metrics_are_records_of_the_same_columns(path):
-    (columns,) = {tuple(sorted({*of} - OPTIONAL)) for of in results.rows(path)}
-    (same,) = {tuple(sorted({*of} - OPTIONAL)) for of in results.rows(FILES[0])}
-    assert columns == same
