@@ -13,7 +13,7 @@ import argparse
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from moelab.base.files import CHECKOUT, read_json, results_root, write_text
 from moelab.base.records import Record
 from moelab.base.table import format_value, markdown_table
 from moelab.bench import module_of
-from moelab.bench.results import BenchFile, bench_file, older_than, sections_of
+from moelab.bench.results import BenchFile, bench_file, git, sections_of
 
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
@@ -123,6 +123,23 @@ def filled(text: str) -> str:
 def pages() -> list[Path]:
     """README.md and docs/."""
     return [CHECKOUT / "README.md", *sorted((CHECKOUT / "docs").rglob("*.md"))] if CHECKOUT else []
+
+
+def older_than(path: Path, measured: Iterable[str]) -> list[str]:
+    """Of each run in a file that is older than the code which it measured, why: files and folders,
+    below the repository. Without git, nothing is known."""
+    said = []
+    for run in read_json(path, BenchFile)["runs"]:
+        commit = (run["git"] or "").removesuffix("+changes")
+        if not commit:
+            said.append(f"{path.name}: measured at an unknown commit")
+            continue
+        count = git("rev-list", "--count", f"{commit}..HEAD", "--", *measured)
+        if count and count != "0":
+            said.append(
+                f"{path.name}: {count} commits have changed what was measured at {commit[:8]}"
+            )
+    return said
 
 
 def stale() -> list[str]:

@@ -6,6 +6,7 @@ import pytest
 
 from docs import tables
 from moelab.base.files import CHECKOUT
+from moelab.bench import results
 
 
 @pytest.fixture(autouse=True)
@@ -36,3 +37,13 @@ def test_results_that_are_older_than_what_they_measured_are_a_warning():
 def test_a_table_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="no table speed; there are resident"):
         tables.filled("<!-- table: speed -->\n<!-- end of table -->")
+
+
+def test_code_that_changed_after_a_measurement_is_told(monkeypatch, tmp_path):
+    run = results.provenance({}) | {"git": "a" * 40 + "+changes"}
+    path = results.write(tmp_path / "a.json", "b", run, {"s": {"n": 1}})
+    asked = []
+    monkeypatch.setattr(tables, "git", lambda *words: asked.append(words) or "2")
+    (said,) = tables.older_than(path, ["moelab/fast"])
+    assert "2 commits" in said
+    assert asked == [("rev-list", "--count", f"{'a' * 40}..HEAD", "--", "moelab/fast")]

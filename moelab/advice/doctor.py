@@ -14,7 +14,6 @@ from pathlib import Path
 from moelab.advice.machine import disk_rates, memory_rate
 from moelab.base.files import cache_root, folder_bytes, nearest
 from moelab.base.table import size
-from moelab.bench.machine import read_ahead
 from moelab.offloading.budget import available
 
 #: package → what does not run without it
@@ -70,6 +69,19 @@ def _disk(folder: Path) -> str:
     rate, busy, how = disk_rates(folder)
     ahead = f"; read-ahead {kb} KB" if (kb := read_ahead(folder)) else ""
     return f"{size(rate)}/s, {size(busy)}/s when busy ({how}); {size(shutil.disk_usage(folder).free)} free{ahead}"
+
+
+def read_ahead(path: Path) -> int | None:
+    """KB that the system reads ahead on the device that `path` lies on; None where it doesn't
+    tell."""
+    if not hasattr(os, "major"):
+        return None
+    number = os.stat(path).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    for queue in (device / "queue", device.parent / "queue"):  # a partition has its disk's
+        if (queue / "read_ahead_kb").exists():
+            return int((queue / "read_ahead_kb").read_text())
+    return None
 
 
 def _cache() -> str:

@@ -1,6 +1,6 @@
 """What `advise` is asked, and what each form gives by arithmetic: bytes over rates.
 
-Source: the limits of `moelab.bench.limits`: a layer takes as long as reading its missing
+Source: the limits of `notebooks/studies/limits.py`: a layer takes as long as reading its missing
 experts or multiplying all of them, whichever is longer, after what comes before. What a cache finds
 is what the default policy finds of tokens that are drawn as the model's, or given
 (`moelab.advice.assumed`). The first prompt of a process finds an empty cache, and goes through a

@@ -30,8 +30,7 @@ from moelab.advice.question import Question
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
 from moelab.base.progress import progress
 from moelab.base.records import Record
-from moelab.bench.measure import in_process
-from moelab.bench.memory_limit import drop_cached
+from moelab.bench.memory_limit import drop_cached, in_process
 from moelab.bench.profile import measured
 from moelab.bench.results import watched
 from moelab.simulation.fit import fitted
@@ -157,7 +156,7 @@ def _look(lm: Any, ids: Any, bandwidth: float) -> Record:
 def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> Record:
     """`run` in a process of its own, in a control group of `memory` bytes and some to spare, where
     one can be made: a larger machine's page cache would hold what this model shall not have.
-    RuntimeError as of `measure.in_process`."""
+    RuntimeError as of `in_process`."""
     drop_cached(Path(source))
     task = json.dumps({"source": source, "options": dict(options), **how})
     with progress(total=1, desc="running it in its memory", unit="runs"):

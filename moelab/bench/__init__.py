@@ -1,6 +1,6 @@
 """Measurements: `moelab bench NAME` prints tables and writes results/bench/NAME.json.
 
-NAME is one of `BENCHES`, of the project's notebooks/studies, or a path FILE.py to your own. A bench
+NAME is one of the project's notebooks/studies, or a path FILE.py to your own. A bench
 is a file with `run(…)`, which returns section → row → metric → value, and a docstring that says what
 it measures. It may have
 
@@ -17,7 +17,6 @@ import re
 import signal
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
@@ -28,47 +27,24 @@ from moelab.base.registry import require
 from moelab.base.table import head_and_rows, text_table
 from moelab.bench.results import bench_file, measuring, write
 
-#: folders of the code that benches of tokens measure: their results are older once it changes
-ENGINE = tuple(
-    f"moelab/{room}"
-    for room in (
-        "kernels",
-        "fast",
-        "store",
-        "offloading",
-        "experts",
-        "models",
-        "cache",
-        "speculate",
-    )
-)
 #: benches and code of the notebooks
 STUDIES = (CHECKOUT or Path.cwd()) / "notebooks" / "studies"
-#: name → the module of a bench
-BENCHES = {
-    "engine": "moelab.bench.engine",
-    "end_to_end": "moelab.bench.end_to_end",
-}
 
 
 def names() -> list[str]:
-    """Benches of the package, and of the project's studies."""
+    """Benches of the project's studies."""
     studies = sorted(STUDIES.glob("*.py"))
-    return [*BENCHES, *(one.stem for one in studies if "\ndef run(" in one.read_text("utf-8"))]
+    return [one.stem for one in studies if "\ndef run(" in one.read_text("utf-8")]
 
 
 def path_of(name: str) -> Path | None:
     """The file of a bench, by name or by its path; None if there is none."""
-    if name in BENCHES:
-        return Path(find_spec(BENCHES[name]).origin)
     path = absolute(name) if name.endswith(".py") else STUDIES / f"{name}.py"
     return path if path.is_file() else None
 
 
 def module_of(name: str) -> ModuleType:
     """The module of a bench. ValueError: there is none, or it lacks what a bench must have."""
-    if name in BENCHES:
-        return import_module(BENCHES[name])
     path = path_of(name)
     if path is None:
         require("bench", name, [*names(), "FILE.py"])
@@ -87,7 +63,9 @@ def module_of(name: str) -> ModuleType:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", metavar="NAME|FILE.py", help="what to measure")
+    parser.add_argument(
+        "name", metavar="NAME|FILE.py", help="a bench of a clone of the project, or of yours"
+    )
     parser.add_argument(
         "options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them"
     )
@@ -110,9 +88,9 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     for option, (how, purpose) in getattr(module, "OPTIONS", {}).items():
         how = how if isinstance(how, dict) else {"type": how}
         known = signature(module.run).parameters
-        if (parameter := how.get("dest", option)) not in known:
-            raise ValueError(f"{module.__file__}: OPTIONS has {option}, but run() no {parameter}")
-        default = known[parameter].default
+        if option not in known:
+            raise ValueError(f"{module.__file__}: OPTIONS has {option}, but not run()")
+        default = known[option].default
         shown = str(default)
         if default is Parameter.empty:  # run() cannot do without it
             how, default, shown = how | {"required": True}, None, ""

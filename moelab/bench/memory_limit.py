@@ -1,17 +1,21 @@
-"""Equal memory for processes that are compared: a control group that limits one and its page cache
-alike.
+"""Processes of their own with equal memory: a control group limits one and its page cache alike.
 
 v1: `memory.limit_in_bytes`, v2: `memory.max`. Needs root and Linux; where it is unavailable, the
 result says why."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from moelab.offloading.budget import ROOT, own_groups
 
@@ -66,6 +70,33 @@ def _remove(folder: Path) -> None:
             return
         except OSError:
             time.sleep(0.1)
+
+
+def in_process(
+    words: Sequence[str], limit: int | None = None, python: str | None = None, timeout: float = 1800
+) -> dict[str, Any]:
+    """The JSON object that a Python process prints as its last line, and "limit": whether the
+    process and its page cache had so many bytes of memory, in words. RuntimeError with its last
+    words if it fails or takes more than `timeout` seconds."""
+    here = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
+    with memory_limit(limit) as group:
+        join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.procs)]
+        try:
+            done = subprocess.run(
+                [*(join if group.procs else []), python or sys.executable, *words],
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+                env=os.environ | {"PYTHONPATH": path},
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"gave up after {timeout / 60:.0f} minutes") from None
+    if done.returncode:
+        last = (done.stderr.strip() or "it died without a word").splitlines()[-1]
+        killed = "killed; it took more than its memory?"
+        raise RuntimeError(killed if done.returncode == -signal.SIGKILL else last)
+    return json.loads(done.stdout.strip().splitlines()[-1]) | {"limit": group.reason}
 
 
 def drop_cached(folder: Path) -> None:

@@ -4,7 +4,7 @@
         sections = {"resident": {"moelab": {"TPOT s": 0.026}}}
     write(path, "engine", run, sections)           # keeps rows that it did not measure
     sections_of(path)                              # the same sections again
-    pandas.DataFrame(rows(path))                   # a record a row; of notebooks, too
+    pandas.DataFrame(rows(path))                   # a record a row
 
 A file of results/bench has runs, each with its provenance, and records, each of which says which
 run found it: sections may be of different commits and machines. A metric's name ends in its unit
@@ -23,7 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -33,7 +33,7 @@ from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 from moelab.base.files import CHECKOUT, read_json, results_root, write_text
 from moelab.base.records import Record, Value
 from moelab.base.schema import Count
-from moelab.comparison import KINDS, KeptMetric, MetricsFile
+from moelab.comparison import KINDS, KeptMetric
 
 T = TypeVar("T")
 Sections = dict[str, Any]  # section → row → metric → value, or section → metric → value
@@ -257,39 +257,13 @@ def bench_file(name: str, results: str | Path | None = None) -> Path:
 
 
 def rows(path: Path) -> list[Record]:
-    """The records of a bench's file, of a notebook's run (metrics.json) or of its baseline, in the
-    same columns, each with its run's commit, date and processor: what `pandas.DataFrame` takes."""
-    found = read_json(path)
-    if "records" not in found:
-        metrics = read_json(path, MetricsFile)["metrics"]
-        found = {
-            "runs": [found.get("env", {})],
-            "records": [
-                {"run": 0, "section": "", "row": "", "metric": name, **of}
-                for name, of in metrics.items()
-            ],
-        }
+    """The records of a bench's file, each with its run's commit, date and processor: what
+    `pandas.DataFrame` takes."""
+    found = read_json(path, BenchFile)
     about = [
         {key: run.get(key) for key in ("git", "date", "cpu", "device")} for run in found["runs"]
     ]
     return [of | about[of["run"]] for of in found["records"]]
-
-
-def older_than(path: Path, measured: Iterable[str]) -> list[str]:
-    """Of each run in a file that is older than the code which it measured, why: files and folders,
-    below the repository. Without git, nothing is known."""
-    said = []
-    for run in read_json(path, BenchFile)["runs"]:
-        commit = (run["git"] or "").removesuffix("+changes")
-        if not commit:
-            said.append(f"{path.name}: measured at an unknown commit")
-            continue
-        count = git("rev-list", "--count", f"{commit}..HEAD", "--", *measured)
-        if count and count != "0":
-            said.append(
-                f"{path.name}: {count} commits have changed what was measured at {commit[:8]}"
-            )
-    return said
 
 
 def environment() -> Record:

@@ -77,12 +77,6 @@ def draw(n: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(out.reshape(-1)[:n]).bfloat16()
 
 
-def synthetic_expert(nbytes: int, seed: int = 0) -> torch.Tensor:
-    """A matrix of about so many bytes of such weights, bf16 [rows, 2048]."""
-    rows = max(1, nbytes // (2 * COLUMNS))
-    return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
-
-
 def scaled(spec: MoESpec, scale: float) -> MoESpec:
     """The spec with `scale` times its layers, at least up to the first MoE layer; the layers stay
     as they are."""

@@ -39,13 +39,13 @@ from moelab.base.files import load_json, write_json
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
-from moelab.bench.grid import synthetic
-from moelab.bench.measure import turns, working
 from moelab.bench.memory_limit import drop_cached
 from moelab.bench.results import git, watched
 from moelab.cards import load_model
 from moelab.evaluation.intervals import typical
+
+from .grid import synthetic
+from .timing import ENGINE, turns, working
 
 #: 300 MB of experts each, with a family's number of experts and of those a token visits
 SPECS = (

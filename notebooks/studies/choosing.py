@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping
 from math import inf
 
 from moelab.base.records import Record
-from moelab.bench.end_to_end import RESIDENT, Rows, Sections, names_us, options_of, over
 from moelab.store import fewbit
+
+from .end_to_end import RESIDENT, Rows, Sections, names_us, options_of, over
 
 LOSSLESS = 1e-3  # nats a token, below which rounding is no loss: fast ≠ eager in the last bits
 ANY = inf

@@ -20,20 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from studies.timing import gain
 
 from moelab import open_model
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Records
 from moelab.base.registry import names
-from moelab.bench import ENGINE
-from moelab.bench.grid import synthetic
 from moelab.bench.implant import TOKENS_FILE
-from moelab.bench.measure import turns, working
 from moelab.bench.synthesize import synthesize
 from moelab.cards import load_model
 from moelab.models.greedy import greedy
 from moelab.simulation.routing import routing_of
+
+from .grid import synthetic
+from .timing import ENGINE, gain, turns, working
 
 MEASURES = ("notebooks/studies/drafts.py", *ENGINE)
 OPTIONS = {

@@ -25,14 +25,14 @@ from moelab import open_model, using
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
-from moelab.bench.external_engines import write_gguf
-from moelab.bench.measure import turns, working
-from moelab.bench.peers import Accelerate, Transformers
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.checkpoint.convert import convert
 from moelab.offloading.prefetch_gate import ungated
+
+from .external_engines import write_gguf
+from .peers import Accelerate, Transformers
+from .timing import ENGINE, turns, working
 
 #: name → options of `using`; "serial" copies all of a layer's experts, then computes (§5.1), and
 #: "ungated" prefetches in every token, not where that has been seen to pay

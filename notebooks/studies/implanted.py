@@ -27,14 +27,16 @@ import torch
 from moelab import open_model, record
 from moelab.base.arguments import number, whole
 from moelab.base.records import Numbers, Record
-from moelab.bench import ENGINE, measure
-from moelab.bench.grid import GGUF, PYTHON, WRITE_GGUF, synthetic
 from moelab.bench.implant import tokens_of
+from moelab.bench.memory_limit import in_process
 from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.models.seam import discover
 from moelab.trace import DECODE, RoutingTrace, load
 from moelab.trace.statistics import hits_by_capacity
+
+from .grid import GGUF, PYTHON, WRITE_GGUF, synthetic
+from .timing import ENGINE, working
 
 #: runs in llama.cpp's interpreter
 LLAMA = str(Path(__file__).with_name("llama_routing.py"))
@@ -134,9 +136,9 @@ def engines(
         file = str(place / name)
         try:
             words = "-c", WRITE_GGUF, str(model), file, kind
-            measure.in_process(words, python=python)
+            in_process(words, python=python)
             given_to = LLAMA, file, json.dumps([tokens]), str(place / "ids.npy")
-            measure.in_process(given_to, python=python)
+            in_process(given_to, python=python)
             rows[f"llama.cpp {kind}"] = row(np.load(place / "ids.npy"))
         except (RuntimeError, OSError) as error:
             rows[f"llama.cpp {kind}"] = {"result": str(error)}
@@ -167,7 +169,7 @@ def run(
             print(f"{name}: left out: {error}")
             continue
         print(name, flush=True)
-        with measure.working(None) as place:
+        with working(None) as place:
             try:
                 rows = engines(trace, share, width, inner, place, interpreter)
             except ValueError as error:  # the routing cannot be implanted

@@ -9,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.bench.measure import turns
 from moelab.fast.packing import packed_as
 from moelab.models import compat
 from moelab.models.experts import SeamExperts
 from moelab.store import bf12, fewbit
 
-from .timing import Samples, seconds
+from .timing import Samples, seconds, turns
 
 Arms = dict[str, Callable[[int], Any]]  # name → computes the step of a number
 

@@ -31,7 +31,6 @@ import torch
 from moelab import open_model
 from moelab.base.arguments import number, several, whole
 from moelab.base.records import Numbers, Record, Records
-from moelab.bench import measure
 from moelab.bench.profile import profile
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import HIERARCHY, Pools
@@ -53,7 +52,7 @@ from moelab.zipmoe.planning import CachePlan, plans
 
 from .popularity import inclusion_probabilities
 from .ratios import ratio
-from .timing import torch_threads
+from .timing import torch_threads, turns
 
 SOURCES = ("code", "prose", "needle", "lookup")
 STATES = "FCSE"
@@ -286,7 +285,7 @@ class Bench:
         rounds."""
         took: dict[str, list[Any]] = {name: [] for name in arms}
         how = {"max_new_tokens": tokens, "min_new_tokens": tokens}
-        for _, name in measure.turns(list(arms), self.rounds, f"batch {b}"):
+        for _, name in turns(list(arms), self.rounds, f"batch {b}"):
             session, _ = self.generate(*arms[name], [self.unseen[:b]], **how)
             took[name].append([x.end - x.start for x in session.forwards[1:]])
         return {name: np.min(of, 0) for name, of in took.items()}
@@ -426,7 +425,7 @@ def stationary(
         with ExitStack() as stack:
             models = {of: stack.enter_context(bench.open(*of)) for of in group}
             filled = {of: _fill(bench, model, fill, before) for of, model in models.items()}
-            for i, of in measure.turns(group, len(timed), f"{share:.0%} of the memory", "prompt"):
+            for i, of in turns(group, len(timed), f"{share:.0%} of the memory", "prompt"):
                 bench.text(models[of], timed[i], max_new_tokens=tokens, min_new_tokens=tokens)
                 forwards = models[of].moelab.forwards[1 - tokens :]
                 took[of].append(float(np.mean([x.end - x.start for x in forwards])))

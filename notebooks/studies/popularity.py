@@ -17,9 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import permutations
-from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -131,7 +129,13 @@ class Popularity(NamedTuple):
     @property
     def calibration(self) -> Calibration:
         """Of all sources together: those of one model add up."""
-        return reduce(add, (self.offline[name] for name in self.names))
+        every = [self.offline[name] for name in self.names]
+        for of in every:
+            of.require(every[0].model_id, every[0].spec)
+        counts = sum(of.counts_by_phase for of in every)
+        tokens = tuple(map(sum, zip(*(of.tokens for of in every))))
+        source = " + ".join(filter(None, (of.source for of in every)))
+        return replace(every[0], counts_by_phase=counts, tokens=tokens, source=source)
 
     def pooled(self, k: int) -> Tensor:
         """Overlap@K of a source's unseen prompts together with its calibration, [sources, L]."""

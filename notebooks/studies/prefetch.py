@@ -1,7 +1,7 @@
 """Prefetching is never slower: beside loading on demand, with copying throttled to 0.5, 1 and 3 ×
 computing.
 
-A preset of `moelab.bench.grid`: the same generation on demand and with hints, in turn, each by a
+A preset of `grid`: the same generation on demand and with hints, in turn, each by a
 model that was just opened and whose gate knows nothing (`moelab.offloading.prefetch_gate`), so what
 it costs to find out counts. Both have the slots that prefetching needs, so the cache decides the
 same. The ratio is of the first tokens after the prompt, pair by pair, with its 95 % interval;
@@ -22,11 +22,11 @@ import torch
 from moelab.base.arguments import number, several, whole
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
-from moelab.bench.end_to_end import SPEC
-from moelab.bench.grid import ROUTING, Experiment, place_of
 
+from .end_to_end import SPEC
+from .grid import ROUTING, Experiment, place_of
 from .ratios import named, ratio
+from .timing import ENGINE
 
 EXECUTORS = ("exact", "fast")
 AIM = 1.01  # hint ÷ on demand, at most

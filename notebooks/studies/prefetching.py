@@ -20,7 +20,6 @@ import torch
 
 from moelab.base.records import Numbers
 from moelab.base.specs import Event
-from moelab.bench import measure
 from moelab.cache.pools import Pools
 from moelab.evaluation.intervals import Interval
 from moelab.offloading.metrics import Forward, Metrics
@@ -31,6 +30,7 @@ from moelab.speculate import MODES, Predictor, Speculation
 from moelab.store.layout import ExpertStore
 
 from .ratios import ratio as ratio_of
+from .timing import turns
 
 ARMS = ("copy, then compute", "on demand", "hint", "speculative")
 WARM = 2  # tokens of every arm that are not counted
@@ -202,7 +202,7 @@ class PrefetchBenchmark:
     def turns(self, arms: Sequence[str], tokens: int, name: str) -> Turns:
         """`tokens` for each arm, in turn."""
         found = {arm: [] for arm in arms}
-        for _, arm in measure.turns(arms[::-1], tokens + WARM, name, "turns"):
+        for _, arm in turns(arms[::-1], tokens + WARM, name, "turns"):
             found[arm].append(self.token(arm))
         return {arm: taken[WARM:] for arm, taken in found.items()}
 

@@ -21,7 +21,7 @@ import torch
 from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
 from moelab.bench.memory_limit import drop_cached
-from moelab.bench.synthesize import synthetic_expert
+from moelab.bench.synthesize import COLUMNS, draw
 from moelab.evaluation.intervals import Interval
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader, decode, empty_tensors, modes
@@ -34,6 +34,12 @@ Timeline = dict[str, list[tuple[str, float, float]]]
 BASE = "uncompressed, read only"
 COMPRESSED = "compressed, read only"
 IN_TURN = "read, then decoded"
+
+
+def synthetic_expert(nbytes: int, seed: int = 0) -> torch.Tensor:
+    """A matrix of about so many bytes of weights as `draw` makes them, bf16 [rows, 2048]."""
+    rows = max(1, nbytes // (2 * COLUMNS))
+    return draw(rows * COLUMNS, seed).view(rows, COLUMNS)
 
 
 def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str) -> ExpertStore:

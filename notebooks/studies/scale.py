@@ -3,7 +3,7 @@ four bits.
 
 One store after another is synthesized, since few disks hold all of them, and opened in a process of
 its own with the same memory for experts, on demand and with prefetching in turn
-(`moelab.bench.grid`, which has the limits, too). Tokens are given and routed as fitted to a
+(`grid`, which has the limits, too). Tokens are given and routed as fitted to a
 real trace; with uniform routing the hit rate is that of random routers. The next layer's router on this layer's router input predicts.
 
 Forms may be measured at different times, as each takes long: rows of others stay in the file."""
@@ -16,12 +16,12 @@ from collections.abc import Iterable
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Records
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
-from moelab.bench.grid import ROUTING, Experiment, Tables, measured
-from moelab.bench.measure import working
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.store import codecs, fewbit
+
+from .grid import ROUTING, Experiment, Tables, measured
+from .timing import ENGINE, working
 
 
 def run(

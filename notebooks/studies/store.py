@@ -25,7 +25,6 @@ import torch
 
 from moelab.base.records import Numbers, Records
 from moelab.bench.results import load_average
-from moelab.bench.synthesize import synthetic_expert
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.evaluation.intervals import Interval
@@ -36,6 +35,7 @@ from moelab.store.headers import NAMES
 from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
 
 from .layers import Layers, PackedExperts, rounds_of
+from .reading import synthetic_expert
 from .timing import Samples, gain, speed_up
 
 EXPERT = 16 << 20  # bytes of the expert that is measured

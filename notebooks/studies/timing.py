@@ -1,15 +1,33 @@
-"""Times of calls, and ratios of samples: what studies share that time in one process."""
+"""Times of calls, interleaved, and ratios of samples: what studies share that measure."""
 
 from __future__ import annotations
 
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
+from moelab.base.progress import progress
 from moelab.evaluation import intervals
 from moelab.evaluation.intervals import Interval
 
+#: folders of the code that benches of tokens measure: their results are older once it changes
+ENGINE = tuple(
+    f"moelab/{room}"
+    for room in (
+        "kernels",
+        "fast",
+        "store",
+        "offloading",
+        "experts",
+        "models",
+        "cache",
+        "speculate",
+    )
+)
+T = TypeVar("T")
 Samples = dict[str, list[float]]  # name → one sample a round, in seconds
 
 
@@ -42,3 +60,19 @@ def torch_threads(n: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def turns(
+    arms: Sequence[T], rounds: int, title: str, unit: str = "rounds"
+) -> Iterator[tuple[int, T]]:
+    """(round, arm): all arms in each round, in reverse order in every second one."""
+    for i in progress(range(rounds), title, unit=unit):
+        for arm in arms[::-1] if i % 2 else arms:
+            yield i, arm
+
+
+@contextmanager
+def working(folder: str | Path | None) -> Iterator[Path]:
+    """The folder that was given, absolute; a temporary one within the block where none was."""
+    with tempfile.TemporaryDirectory() as temporary:
+        yield Path(folder or temporary).expanduser().resolve()

@@ -12,7 +12,7 @@ from moelab import cards, open_model
 from moelab.__main__ import main
 from moelab.base.specs import MoESpec
 from moelab.bench import synthesize as synthesizing
-from moelab.bench.synthesize import config_of, draw, scaled, synthesize, synthetic_expert
+from moelab.bench.synthesize import config_of, draw, scaled, synthesize
 from moelab.checkpoint.convert import convert
 from moelab.generate import generate
 from moelab.store.layout import ExpertStore
@@ -32,7 +32,7 @@ def card(monkeypatch):
 
 
 def test_the_weights_have_the_entropy_of_trained_ones():
-    weights = synthetic_expert(1 << 21)
+    weights = draw(1 << 20).view(-1, 2048)
     row = describe(joint_counts(weights))
     assert 2.60 < row.exponent < 2.68 and row.sign > 0.999 and row.mantissa > 6.9
     rows = weights.float()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from moelab.bench.end_to_end import BASE, RESIDENT
 from notebooks.studies import choosing
 from notebooks.studies.choosing import ANY, LOSSLESS, allowed, fastest, ours
+from notebooks.studies.end_to_end import BASE, RESIDENT
 
 
 def row(seconds, result="control group", **more):

@@ -1,7 +1,7 @@
 """The prefetching bench: all of it runs, small, and its interval holds its ratio."""
 
-from moelab.bench.grid import synthetic
 from notebooks.studies import prefetch
+from notebooks.studies.grid import synthetic
 
 
 def test_the_bench_runs(tmp_path):

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.base.registry import make
-from moelab.bench.grid import synthetic
 from moelab.bench.synthesize import synthesize
 from moelab.cache.residency import Residency
 from moelab.checkpoint.convert import convert
 from moelab.simulation.simulator import Prefetching, simulate
 from notebooks.studies import prefetching
+from notebooks.studies.grid import synthetic
 from notebooks.studies.prefetching import Spent, eq1, hideable, least
 from tests.simulation.test_simulator import machines, runs
 

@@ -4,9 +4,9 @@ right."""
 import pytest
 import torch
 
-from moelab.bench.synthesize import synthetic_expert
 from moelab.store.reader import Reader, decode, modes
 from notebooks.studies import reading
+from notebooks.studies.reading import synthetic_expert
 
 EXPERTS = [synthetic_expert(1 << 16, seed) for seed in range(5)]
 

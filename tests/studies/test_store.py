@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from moelab.bench.synthesize import synthetic_expert
 from moelab.store.codecs import CODECS
 from notebooks.studies import store
+from notebooks.studies.reading import synthetic_expert
 
 SMALL = 1 << 16
 WEIGHTS = synthetic_expert(SMALL)

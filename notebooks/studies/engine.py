@@ -3,7 +3,7 @@
 24 layers of 64 experts, 8 a token, H 1024, I 512, bf16, batch size 1, CPU. Every engine runs in a
 process of its own, with the same memory limit, file system and tokens, routed as in a real
 model; see
-`moelab.bench.grid` and `moelab.bench.peers`."""
+`grid` and `peers`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from moelab.base.arguments import one_of, several, whole
 from moelab.base.files import folder_bytes
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
-from moelab.bench.grid import (
+from moelab.store import fewbit
+
+from .grid import (
     PROCESS,
     PYTHON,
     ROUTING,
@@ -25,7 +26,7 @@ from moelab.bench.grid import (
     place_of,
     synthetic,
 )
-from moelab.store import fewbit
+from .timing import ENGINE
 
 SPEC = synthetic("synthetic-5GB", 24, 64, 8, 1024, 512)
 SHARES = (0.613, 0.371)  # of the checkpoint, memory limits of `peers`: 3.06 and 1.85 GB

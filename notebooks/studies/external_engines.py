@@ -17,7 +17,8 @@ from typing import Any
 
 from moelab.base.files import atomic
 from moelab.base.records import Record
-from moelab.bench.peers import BenchmarkedEngine, Sequences
+
+from .peers import BenchmarkedEngine, Sequences
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

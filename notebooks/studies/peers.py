@@ -1,7 +1,7 @@
 """Engines on one task: the same tokens through moelab, transformers, accelerate or llama.cpp,
 measured alike.
 
-    python -m moelab.bench.peers moelab '{"store": …, "budget": …, "tokens": [[…]], "prompt": 128}'
+    python -m notebooks.studies.peers moelab '{"store": …, "budget": …, "tokens": [[…]], "prompt": 128}'
 
 prints JSON as its last line. Tokens are given (teacher forcing), because a random model repeats
 itself when it decodes greedily: its routing freezes, and every access hits the cache. "tokens" has
@@ -30,12 +30,12 @@ from moelab.offloading.metrics import process
 
 #: name → the module and the class that runs it
 ENGINES = {
-    "moelab": ("moelab.bench.peers", "Moelab"),
-    "eager": ("moelab.bench.peers", "Eager"),
-    "mapped": ("moelab.bench.peers", "Mapped"),
-    "accelerate": ("moelab.bench.peers", "Accelerate"),
-    "llama.cpp": ("moelab.bench.external_engines", "Llama"),
-    "lru baseline": ("moelab.bench.lru_baseline", "LRUBaseline"),
+    "moelab": (".peers", "Moelab"),
+    "eager": (".peers", "Eager"),
+    "mapped": (".peers", "Mapped"),
+    "accelerate": (".peers", "Accelerate"),
+    "llama.cpp": (".external_engines", "Llama"),
+    "lru baseline": (".lru_baseline", "LRUBaseline"),
 }
 Sequences = list[list[int]]  # of tokens
 
@@ -54,7 +54,7 @@ def run(name: str, options: Record) -> Record:
     gc.collect()  # of an engine that was closed just now
     try:
         module, kind = ENGINES[name]
-        engine = getattr(import_module(module), kind)(options)
+        engine = getattr(import_module(module, __package__), kind)(options)
     except ImportError as error:
         return {"missing": f"not installed ({error})"}
     report = engine.measure(options["tokens"], options["prompt"], options.get("logits"))
@@ -194,7 +194,7 @@ class Moelab(Transformers):
     def report(self) -> Record:
         """What the run took, its limits and its memory, and what the simulator needs to play it
         again; the model is closed."""
-        from moelab.bench import limits
+        from . import limits
 
         this = self.offloading
         metrics = this.metrics()

@@ -1,7 +1,7 @@
 """The experiment behind every bench of tokens: the same model and tokens for every arm, in
 interleaved rounds, each in a process of its own; a row of figures an arm.
 
-`moelab.bench.engine`, `end_to_end`, `scale` and `prefetch` are its presets: which arms at which
+`engine`, `end_to_end`, `scale` and `prefetch` are its presets: which arms at which
 budgets, rates, contexts and batches. Everything lies in one folder; what exists is not written
 again, and the system's cache of it is dropped before each process. Times are medians over all
 tokens of all rounds. Ratios are between medians of each token's least time of all rounds, as a
@@ -28,12 +28,14 @@ import numpy as np
 from moelab.base.files import folder_bytes
 from moelab.base.records import Record, Records
 from moelab.base.specs import MoESpec
-from moelab.bench import measure, peers
 from moelab.bench.implant import TOKENS, drawn, tokens_of
-from moelab.bench.machine import disk
-from moelab.bench.memory_limit import drop_cached
+from moelab.bench.memory_limit import drop_cached, in_process
 from moelab.store import fewbit
 from moelab.store.codecs import CODECS
+
+from . import peers
+from .disk import disk
+from .timing import turns, working
 
 Arm = tuple[str, Record, int | None]  # engine, options, memory limit in bytes
 EXACT = ("moelab", "eager", "mapped", "accelerate", "lru baseline")  # these must agree on every bit
@@ -43,7 +45,7 @@ PROCESS, LLAMA, ACCELERATE = 400e6, 60e6, 650e6
 #: llama.cpp's kinds → their files
 GGUF = {"BF16": "model.gguf", "Q8_0": "Q8_0.gguf", "Q4_0": "Q4_0.gguf"}
 WRITE_GGUF = (
-    "import sys; from moelab.bench.external_engines import write_gguf; write_gguf(*sys.argv[1:]); "
+    "import sys; from notebooks.studies.external_engines import write_gguf; write_gguf(*sys.argv[1:]); "
     "print({})"
 )
 
@@ -100,7 +102,7 @@ class Experiment:
             if not file.exists():
                 words = "-c", WRITE_GGUF, str(model), str(file), kind
                 try:
-                    measure.in_process(words, python=self.python)
+                    in_process(words, python=self.python)
                 except (RuntimeError, OSError) as error:
                     self.missing["llama.cpp"] = f"its file was not written: {error}"
                     break
@@ -166,8 +168,8 @@ class Experiment:
         return found | {"limit": "in one process, nothing was limited", "peak_rss_bytes": None}
 
     def _apart(self, name: str, options: Record, limit: int | None) -> Record:
-        words = "-m", "moelab.bench.peers", name, json.dumps(options)
-        return measure.in_process(words, limit, self.python if name == "llama.cpp" else None)
+        words = "-m", "notebooks.studies.peers", name, json.dumps(options)
+        return in_process(words, limit, self.python if name == "llama.cpp" else None)
 
     def moelab(
         self, form: str, budget: float, limit: int | None = None, *, options: Any = None, **how: Any
@@ -205,7 +207,7 @@ class Experiment:
         """Run all arms in turn: arm → row of figures, ratios being to `base`. An arm that cannot run
         is not tried again, and its row says why."""
         reports: dict[str, list[Record]] = {name: [] for name in arms}
-        for _, name in measure.turns(list(arms), self.rounds, title):
+        for _, name in turns(list(arms), self.rounds, title):
             if not any("result" in report for report in reports[name]):
                 reports[name].append(self.report(arms[name]))
         output = {}
@@ -334,7 +336,7 @@ def divergence(logits: np.ndarray, reference: np.ndarray) -> float:
 def place_of(folder: str | Path | None, spec: MoESpec, here: bool = False) -> Iterator[Any]:
     """(the folder for a model's forms, what its file system is): on a disk of its own where that can
     be, unless all runs in this process."""
-    with measure.working(folder) as where:
+    with working(folder) as where:
         where.mkdir(parents=True, exist_ok=True)
         on = nullcontext((where, "as it is")) if here else disk(where, 9 * spec.experts_bytes + 3e9)
         with on as found:

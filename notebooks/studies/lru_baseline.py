@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 import moelab
-from moelab.bench.peers import Transformers
 from moelab.models import assignments, plug
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ExpertStore, run
 from moelab.store.reader import Reader, aligned_buffer
+
+from .peers import Transformers
 
 
 class LRUBaseline(Transformers):

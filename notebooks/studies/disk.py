@@ -7,11 +7,12 @@ it is unavailable, the result says why."""
 
 from __future__ import annotations
 
-import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from moelab.advice.doctor import read_ahead
 
 READ_AHEAD = 128  # KB
 
@@ -71,21 +72,3 @@ def _command(*words: str) -> str:
     if done.returncode:
         raise OSError(f"{words[0]}: {(done.stderr.strip() or 'failed').splitlines()[-1]}")
     return done.stdout.strip()
-
-
-def read_ahead(path: Path) -> int | None:
-    """KB that the system reads ahead on the device that `path` lies on; None where it doesn't
-    tell."""
-    number = os.stat(path).st_dev
-    device = (
-        Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-        if hasattr(os, "major")
-        else Path()
-    )
-    for queue in (
-        device / "queue",
-        device.resolve().parent / "queue",
-    ):  # a partition has its disk's
-        if (queue / "read_ahead_kb").exists():
-            return int((queue / "read_ahead_kb").read_text())
-    return None

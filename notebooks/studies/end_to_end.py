@@ -3,7 +3,7 @@ budgets and disk rates.
 
 All take the same tokens on the same model, for each context (tokens of the prompt) and batch
 (sequences at a time). A configuration runs in a process of its own with a budget's memory, in
-interleaved rounds (`moelab.bench.grid`); other engines have the same memory limit, page cache
+interleaved rounds (`grid`); other engines have the same memory limit, page cache
 included, but for llama.cpp, which needs no torch and has less by that. Only our reader can be
 throttled, so they run at the disk's own rate. No speed is shown before the output is: what computes
 as transformers does must agree with its eager experts bit for bit, and what does not says the
@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 from moelab.base.arguments import number, several, whole
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import MoESpec
-from moelab.bench import ENGINE
-from moelab.bench.grid import (
+from moelab.evaluation import intervals
+from moelab.offloading.budget import kv_bytes, parse_budget
+
+from .grid import (
     PROCESS,
     PYTHON,
     ROUTING,
@@ -36,8 +38,7 @@ from moelab.bench.grid import (
     place_of,
     synthetic,
 )
-from moelab.evaluation import intervals
-from moelab.offloading.budget import kv_bytes, parse_budget
+from .timing import ENGINE
 
 SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
 BASE = "on demand"

@@ -11,21 +11,14 @@ import pytest
 import torch
 
 from moelab.base.specs import MoESpec
-from moelab.bench import (
-    end_to_end,
-    engine,
-    external_engines,
-    grid,
-    machine,
-    memory_limit,
-    peers,
-)
-from moelab.bench.end_to_end import BASE, together
-from moelab.bench.grid import Experiment, divergence
+from moelab.bench import memory_limit
 from moelab.bench.synthesize import synthesize
 from moelab.checkpoint.convert import convert
 from moelab.store.layout import ExpertStore, run
-from notebooks.studies import scale
+from notebooks.studies import end_to_end, engine, external_engines, grid, peers, scale
+from notebooks.studies.disk import disk
+from notebooks.studies.end_to_end import BASE, together
+from notebooks.studies.grid import Experiment, divergence
 
 SPEC = MoESpec(
     "tiny", "qwen3_moe", 2, (0, 1), 8, 2, 64, 32, vocab=96, heads=2, kv_heads=1, head_dim=32
@@ -141,28 +134,31 @@ def test_a_control_group_holds_the_limit_and_is_removed(sign, parent, file, tmp_
     assert not group.procs.parent.exists()
 
 
+ENDS = """
+import os
+from pathlib import Path
+from notebooks.studies.disk import disk
+
+def run():
+    with disk(Path({folder!r}), 3e7) as (folder, _):
+        (folder / "kept").write_text("before")
+        os.sync()
+        os.kill(os.getpid(), {number})
+"""
+
+
 @pytest.mark.parametrize("ended_by", [signal.SIGTERM, signal.SIGKILL])
 def test_the_file_system_of_a_bench_that_was_ended_is_in_nobodys_way(ended_by, tmp_path):
-    with machine.disk(tmp_path, 3e7) as (folder, words):
+    with disk(tmp_path, 3e7) as (folder, words):
         pass
     if folder == tmp_path:
         pytest.skip(words)
-    code = """if True:
-        import argparse, os, pathlib, sys
-        from moelab import bench
-        from moelab.bench import machine
-        def run():
-            with machine.disk(pathlib.Path(sys.argv[1]), 3e7) as (folder, _):
-                (folder / "kept").write_text("before")
-                os.sync()
-                os.kill(os.getpid(), int(sys.argv[2]))
-        sys.modules["fake"] = argparse.Namespace(run=run, __doc__="Fake.")
-        bench.BENCHES["fake"] = "fake"
-        bench.main(argparse.Namespace(name="fake", options=["--busy"]))"""
-    done = subprocess.run([sys.executable, "-c", code, tmp_path, str(int(ended_by))])
+    own = tmp_path / "ends_early.py"
+    own.write_text(ENDS.format(folder=str(tmp_path), number=int(ended_by)))
+    done = subprocess.run([sys.executable, "-m", "moelab", "bench", str(own), "--busy"])
     assert done.returncode == (128 + ended_by if ended_by == signal.SIGTERM else -ended_by)
     assert folder.is_mount() == (ended_by == signal.SIGKILL)
-    with machine.disk(tmp_path, 3e7) as (folder, _):
+    with disk(tmp_path, 3e7) as (folder, _):
         assert folder != tmp_path and (folder / "kept").read_text() == "before"
     assert not folder.is_mount()
 
