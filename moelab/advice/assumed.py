@@ -48,7 +48,7 @@ class Assumed:
     """Routing of a model.
 
     words : who says so.    draw : a text of it.    others : texts of what it might be as well.
-    margin : by how much its hit rates may be off besides.    given : by who asks.
+    margin : by how much its hit rates may be off besides.
     layers : by which hits are counted.
     """
 
@@ -58,7 +58,6 @@ class Assumed:
     others: tuple[Draw, ...] = ()
     margin: float = 0.0
     batch: int = 1
-    given: bool = False
     layers: int = LAYERS
 
     def texts(self, layers: int, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -128,9 +127,7 @@ def assumed(
     if trace is not None and calibration is not None:
         raise ValueError("a trace says which experts are popular, too: give no calibration with it")
     if trace is not None:
-        return Assumed(
-            spec, *of_trace(spec, trace, model), batch=batch, given=True, layers=OF_TRACE
-        )
+        return Assumed(spec, *of_trace(spec, trace, model), batch=batch, layers=OF_TRACE)
     if calibration is not None:
         return Assumed(spec, *of_calibration(spec, calibration), margin=FIT, batch=batch)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from moelab.advice.assumed import LAYERS, TOKENS, Assumed
 from moelab.advice.machine import freed
-from moelab.advice.model import AS_IS, Model
+from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
@@ -25,6 +25,8 @@ from moelab.simulation.drafts import PassCosts, advised
 #: experts that must have slots beside those that are kept, so that a layer can load while it
 #: computes
 STAGING = 2
+#: shares of the memory in which ways are tried beside it
+PARTS = (1.5, 0.75, 0.5)
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,32 @@ class Question:
         """Bytes of everything but the experts: other weights, KV cache, process."""
         return self.model.others + self.kv + RESERVE
 
-    def way(self, form: str, loss: float | None, expert: int) -> Way | None:
-        """A form, of so many bytes an expert in memory, of which nothing else is known yet; None if
-        it does not fit."""
+    def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
+        """A form, of so many bytes an expert in memory, of which nothing else is known yet but its
+        loss, if it has one; None if it does not fit."""
         spec = self.model.spec
         count = spec.L * spec.E
         budget = min(self.memory - self.fixed, count * expert)
         if budget < min(STAGING + spec.K, count) * expert:
             return None
         written = 0 if form == AS_IS else count * expert + self.model.others
-        return Way(form, loss, count * expert, budget, self.fixed + budget, written=written)
+        return Way(
+            form,
+            0.0 if form in LOSSLESS else loss,
+            count * expert,
+            budget,
+            self.fixed + budget,
+            ttft=self._prompt(expert, budget == count * expert),
+            written=written,
+        )
 
     def fitting(self) -> list[Way]:
         """A way of each form that fits."""
-        model = self.model
-        ways = (self.way(of, model.loss(of), model.expert_bytes(of)) for of in model.forms())
+        ways = (self.way(of, self.model.expert_bytes(of)) for of in self.model.forms())
         return [way for way in ways if way]
 
     def arithmetic(self, faster: float = 1.0) -> list[Way]:
-        """The forms that fit, the fastest first; of equally fast ones, the lossless first.
+        """The forms that fit.
 
         faster : than the machine's is the disk that is asked about."""
         spec = self.model.spec
@@ -88,18 +97,16 @@ class Question:
             hit = self.assumed.found(kept / count)
             tpot, limit = self._token(expert, hit.middle, rates)
             ends = self._token(expert, hit.high, fast)[0], self._token(expert, hit.low, slow)[0]
-            ttft = self._prompt(expert, way.resident, rates)
             ways.append(
                 replace(
                     way,
                     hit_rate=hit.middle,
-                    ttft=ttft,
                     tpot=tpot,
                     between=ends,
                     limited_by=limit,
                 )
             )
-        return sorted(ways, key=lambda way: (way.tpot, not way.lossless))
+        return ways
 
     def _rates(self, faster: float) -> list[MachineRates]:
         """The machine's when nobody disturbs it, as measured, and with a busy disk."""
@@ -123,10 +130,10 @@ class Question:
         limit = max(parts, key=parts.get)
         return (self.model.dense + self.kv) / rates.memory + parts[limit], limit
 
-    def _prompt(self, expert: int, resident: bool, rates: MachineRates) -> float:
+    def _prompt(self, expert: int, resident: bool) -> float:
         """Seconds of the first prompt: all its experts are read once, from the disk unless all are
         in memory, and multiplied; the head sees its last token only."""
-        spec = self.model.spec
+        spec, rates = self.model.spec, MachineRates.of(self.device)
         tokens = self.context * self.batch
         layers = self.model.dense / 2 - spec.vocab * spec.H
         weights = spec.L * spec.K * spec.expert_params + max(layers, 0)

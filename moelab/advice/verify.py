@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -76,7 +76,7 @@ def run(
     loss: bool = False,
     look: bool = False,
 ) -> Record:
-    """One way, here and now: open the model as `options_of` says, give it the tokens of `batch`
+    """One way, here and now: open the model as `options` say, give it the tokens of `batch`
     sequences; text, where the model has a tokenizer, or else random ones.
 
     loss : also score `WINDOWS` windows of text.    look : also profile the model; if it is offloaded,
@@ -90,11 +90,9 @@ def run(
     from moelab.advice import sample
     from moelab.api import open_model
     from moelab.bench.implant import tokens_of
-    from moelab.cache.pools import Pools
     from moelab.evaluation import scores
 
-    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
-    with open_model(source, **dict(options) | plan) as lm:
+    with open_model(source, **options) as lm:
         size = batch, PROMPT + WARM + TIMED
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(3, lm.config.vocab_size, size, generator=draw)
@@ -164,13 +162,6 @@ def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> R
         return in_process(("-m", "moelab.advice.verify", task), memory + SPARE, timeout=TIMEOUT)
 
 
-def options_of(way: Way, model: Model) -> Record:
-    """What `open_model` takes to run a way, as plain values."""
-    if way.resident and way.form == AS_IS and model.stored is None:
-        return {"executor": "fast"}
-    return way.options | ({"plan": [*astuple(way.pools)]} if way.pools else {})
-
-
 def stored(model: Model, form: str, seconds: float = math.inf) -> str:
     """What opens the model in a form; it is converted if that was not done before. TimeoutError as
     `convert`."""
@@ -211,7 +202,7 @@ def verify(asked: Question, ways: Sequence[Way], kept: Kept) -> list[str]:
             try:
                 source = stored(asked.model, way.form, left)
                 start = time.monotonic()
-                options = options_of(way, asked.model)
+                options = way.options(asked.model.stored)
                 found = fresh(source, options, asked.memory, batch=asked.batch, loss=loss)
                 longest = max(longest, time.monotonic() - start)
             except (RuntimeError, OSError, ValueError) as error:
