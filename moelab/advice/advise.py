@@ -171,46 +171,41 @@ def parse_loss(loss: str | float) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         help="a card's name, a hub id, a checkpoint folder or a store; without it, the small model",
     )
-    parser.add_argument(
+    add(
         "--memory",
         type=budget.memory,
         default="auto",
         metavar="SIZE",
         help="of the whole process, such as 8GB; auto (default): what is available",
     )
-    parser.add_argument(
+    add(
         "--context",
         type=whole(1),
         help=f"tokens of a sequence (default: {CONTEXT}, or as many as the model takes)",
     )
-    parser.add_argument(
-        "--batch", type=whole(1), default=1, help="sequences at a time (default: 1)"
-    )
-    parser.add_argument(
+    add("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
+    add(
         "--loss",
         default=0.0,
         metavar="SHARE",
         help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
     )
-    parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`"
-    )
-    parser.add_argument(
-        "--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are"
-    )
-    parser.add_argument(
+    add("--device", help="a device card's name or a .toml instead of this machine")
+    add("--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`")
+    add("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
+    add(
         "--simulate",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="play the ways in the simulator, if the weights are here",
     )
-    parser.add_argument(
+    add(
         "--verify",
         action="store_true",
         help="run the best ones for real; Ctrl-C stops it and keeps what was measured",

@@ -4,16 +4,18 @@ that do it."""
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from moelab.advice.disk import fitting
-from moelab.advice.model import AS_IS, Model
+from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
+from moelab.base.files import absolute, cache_root, nearest
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import duration, filled, head_and_rows, plain, size, text_table
 from moelab.cache.policies import DEFAULT_POLICY
@@ -142,6 +144,40 @@ def beyond(device: DeviceSpec) -> tuple[str, str]:
         ("host link", "in host memory")
         if "link_bandwidth_gbs" in device.figures
         else ("disk", "on disk")
+    )
+
+
+def fitting(model: Model, ways: list[Way], loss: float) -> tuple[list[Way], list[str]]:
+    """(The ways for which the disks have room, or all if none of these is within the loss; a note
+    of what is lacking for others)."""
+    short = {way: words for way in ways if (words := lacking(model, way))}
+    if not short:
+        return ways, []
+    kept = [way for way in ways if way not in short]
+    enough = any(way.within(loss) for way in kept)
+    what = "Left out, as the disks are too small" if enough else "The disks are too small"
+    first = next((way for way in short if way.within(loss)), next(iter(short)))
+    forms = ", ".join(dict.fromkeys(way.form for way in short))
+    return kept if enough else ways, [f"{what}: {forms} ({first.form} needs {short[first]})"]
+
+
+def lacking(model: Model, way: Way) -> str:
+    """What a way needs of disks more than is free, in words; "" where all of it fits, or nobody
+    can say. A download goes to the hub client's cache ($HF_HOME), a rounded store to moelab's
+    ($MOELAB_CACHE), a lossless one to the working folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    store = Path() if way.form in LOSSLESS else cache_root()
+    needed: dict[int, int] = {}
+    places: dict[int, Path] = {}
+    with suppress(OSError):  # the working folder was deleted, or a disk is gone
+        for nbytes, place in ((way.written, store), (model.download, Path(HF_HUB_CACHE))):
+            there = nearest(absolute(place))
+            disk = there.stat().st_dev
+            needed[disk] = needed.get(disk, -shutil.disk_usage(there).free) + nbytes
+            places[disk] = there
+    return " and ".join(
+        f"{size(more)} more at {places[disk]}" for disk, more in needed.items() if more > 0
     )
 
 

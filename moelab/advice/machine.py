@@ -57,14 +57,8 @@ def told(others: float) -> list[str]:
         return []
     return [
         f"While this machine was measured, others kept {others:.1f} of its cores busy: times are too "
-        "long, and the range wider. Ask again when it is quiet: it is measured anew, and that is kept."
+        "long. Ask again when it is quiet: it is measured anew, and that is kept."
     ]
-
-
-def freed(others: float) -> float:
-    """How many times as fast a machine may be without others that use so many cores."""
-    cores = os.cpu_count() or 1
-    return cores / max(cores - others, 1)
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from moelab.base import registry
-from moelab.base.configs import NESTED, geometric_bytes, spec_from_config
+from moelab.base.configs import geometric_bytes, language_model, spec_from_config
 from moelab.base.files import from_hub, small_model
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import card_of, load_card, load_model, other_bytes
@@ -122,10 +122,7 @@ def _of_card(name: str) -> Model:
 
 def _most(config: Any) -> int | None:
     """Tokens of a sequence that a config allows."""
-    of = next(
-        (inner for key in NESTED if (inner := getattr(config, key, None)) is not None), config
-    )
-    most = getattr(of, "max_position_embeddings", None)
+    most = getattr(language_model(config), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moelab.advice.assumed import LAYERS, TOKENS, Assumed
-from moelab.advice.machine import freed
 from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
@@ -88,36 +87,24 @@ class Question:
 
         faster : than the machine's is the disk that is asked about."""
         spec = self.model.spec
-        fast, rates, slow = self._rates(faster)
+        rates, slow = self._rates(faster)
         ways = []
         count = spec.L * spec.E
         for way in self.fitting():
             expert = way.experts // count
             kept = count if way.resident else max(way.budget // expert - STAGING, 0)
-            hit = self.assumed.found(kept / count)
-            tpot, limit = self._token(expert, hit.middle, rates)
-            ends = self._token(expert, hit.high, fast)[0], self._token(expert, hit.low, slow)[0]
-            ways.append(
-                replace(
-                    way,
-                    hit_rate=hit.middle,
-                    tpot=tpot,
-                    between=ends,
-                    limited_by=limit,
-                )
-            )
+            low, hit, high = self.assumed.found(kept / count)
+            tpot, limit = self._token(expert, hit, rates)
+            ends = self._token(expert, high, rates)[0], self._token(expert, low, slow)[0]
+            ways.append(replace(way, hit_rate=hit, tpot=tpot, between=ends, limited_by=limit))
         return ways
 
-    def _rates(self, faster: float) -> list[MachineRates]:
-        """The machine's when nobody disturbs it, as measured, and with a busy disk."""
+    def _rates(self, faster: float) -> tuple[MachineRates, MachineRates]:
+        """The machine's, and with a busy disk."""
         rates = MachineRates.of(self.device)
-        known = {name: of.value for name, of in self.device.figures.items()}
-        alone = freed(known.get("others_cores", 0))
-        busy = known.get("storage_busy_gbs", rates.read / 1e9) * 1e9
-        return [
-            replace(rates, read=faster * read, memory=more * rates.memory, flops=more * rates.flops)
-            for read, more in ((rates.read, alone), (rates.read, 1), (busy, 1))
-        ]
+        busy = self.device.figures.get("storage_busy_gbs")
+        slow = busy.value * 1e9 if busy else rates.read
+        return replace(rates, read=faster * rates.read), replace(rates, read=faster * slow)
 
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         """(seconds of a token, what limits it), of experts of so many bytes, such a share of which
@@ -146,7 +133,7 @@ class Question:
 
     def drafts(self, way: Way) -> str:
         """Whether draft tokens would pay in this way, in words."""
-        spec, rates = self.model.spec, self._rates(1.0)[1]
+        spec, rates = self.model.spec, MachineRates.of(self.device)
         expert = way.experts / (spec.L * spec.E)
         position = 2 * (spec.L * spec.K * spec.expert_params + self.model.dense / 2)
         costs = PassCosts(

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from moelab.advice.machine import here, machine, quietest
-from moelab.advice.model import AS_IS, FORMS, Model
+from moelab.advice.model import AS_IS, Model
 from moelab.advice.space import Costs, Look
 from moelab.base.files import cache_folder
 from moelab.base.progress import progress
@@ -41,8 +41,6 @@ TURNS, TOKENS = 8, 16
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
 #: sample for
 PUSHED = 128 << 20
-#: dtype of experts as they are → the form of a sample that costs as much, if its name is another
-STORED = {"bfloat16": "raw", "float16": "raw", "float8_e4m3fn": "fp8"}
 
 
 def sample_spec(spec: MoESpec) -> MoESpec:
@@ -138,16 +136,12 @@ def without_experts(found: Profile, model: Model) -> float:
 def sample_costs(model: Model, look: Look) -> dict[str, Costs]:
     """What each form costs here: its experts by a sample, or as they are by the look at the model,
     which tells of every form what is not of an expert."""
-    dtype = model.spec.dtype
-    own = model.stored if model.stored in FORMS else STORED.get(dtype, dtype)
-    stored = {form: own if form == AS_IS else form for form in model.forms()}
-    known = [form for form in dict.fromkeys(stored.values()) if form in ("raw", *FORMS)]
-    profiles = measured(model, known)
+    forms = model.forms()
+    samples = measured(model, ["raw" if form == AS_IS else form for form in forms])
     found = {}
-    for form, of in stored.items():
-        one = look.itself if form == AS_IS else profiles[of]
-        delays = replace(one.machine.delays, experts_bytes=())
+    for form, sample in zip(forms, samples.values()):
+        own = look.itself if form == AS_IS else sample
+        delays = replace(own.machine.delays, experts_bytes=())
         machine = replace(look.itself.machine, delays=delays)
-        rest = without_experts(profiles[of], model) if of in profiles else None
-        found[form] = Costs(machine, one.full, rest, one.others or 0.0)
+        found[form] = Costs(machine, own.full, without_experts(sample, model))
     return found

@@ -46,7 +46,7 @@ def simulated(asked: Question, verify: bool) -> Advice:
     look = looked(asked, kept)
     asked = replace(asked, assumed=replace(asked.assumed, words="as in what ran here"))
     costs = sample_costs(asked.model, look)
-    notes = told(max((one.others for one in costs.values()), default=0.0))
+    notes = told(look.ran["others"])
     search = Search(asked, costs, look.seen, kept)
     _keep_look(search, look.ran)
     if verify:

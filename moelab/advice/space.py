@@ -20,7 +20,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moelab.advice.kept import Kept
-from moelab.advice.machine import freed
 from moelab.advice.question import PARTS, Question
 from moelab.advice.ways import WARM, Way
 from moelab.base import registry
@@ -55,13 +54,11 @@ PREFETCH, RECALL = "router", 0.807
 @dataclass(frozen=True)
 class Costs:
     """What a form costs on a machine; bytes of an expert in memory; seconds of a token without any
-    experts where all are in memory and nothing is decided (None: as the machine says); cores that
-    others used while it was measured."""
+    experts where all are in memory and nothing is decided."""
 
     machine: Machine
     full: int
-    rest: float | None = None
-    others: float = 0.0
+    rest: float
 
 
 class Scene(NamedTuple):
@@ -103,7 +100,7 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way:
     other, head = (
         (base + token * batch, 0.0) for base, token in (costs.machine.other, costs.machine.head)
     )
-    if way.resident and costs.rest is not None:
+    if way.resident:
         other, head = (costs.machine.other[1] * (batch - 1), 0.0), (costs.rest, 0.0)
     machine = replace(costs.machine, other=other, head=head)
     pools, ahead, staging = Pools(F=spec.L * spec.E), 0, 1
@@ -186,11 +183,8 @@ class Search:
         return play(self.asked, way, self.costs[way.form], self.seen)
 
     def corrected(self, way: Way) -> Way:
-        """A simulated way by what was measured; it may be faster on a machine without others."""
-        way = self.kept.corrected(way, self.asked.batch)
-        least, most = way.between
-        alone = freed(self.costs[way.form].others) if way.kind == "simulated" else 1.0
-        return replace(way, between=(least / alone, most))
+        """A simulated way by what was measured."""
+        return self.kept.corrected(way, self.asked.batch)
 
     def find(self, kept: list[Way], way: Way) -> list[Way]:
         """Simulate a way if time is left, and add it to `kept`: [the result], else []."""

@@ -17,7 +17,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from statistics import fmean, median
 from typing import Any
 
 from moelab.advice.kept import Kept
-from moelab.advice.model import AS_IS, Model
+from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
 from moelab.base.progress import progress
@@ -187,13 +187,11 @@ def verify(asked: Question, ways: Sequence[Way], kept: Kept) -> list[str]:
     windows: dict[str, list[float]] = {}
     queue = sorted(ways, key=lambda way: not way.lossless) + [*ways]
     end = time.monotonic() + SECONDS
-    longest = 0.0
     try:
         for way in progress(queue, "running the best (Ctrl-C stops)", unit="runs"):
             if way.name in failed:
                 continue
-            left = end - longest - time.monotonic()
-            if left < 0:
+            if (left := end - time.monotonic()) < 0:
                 failed["the rest"] = (
                     f"not run, as {SECONDS:.0f} s were over; the next --verify goes on"
                 )
@@ -201,34 +199,29 @@ def verify(asked: Question, ways: Sequence[Way], kept: Kept) -> list[str]:
             loss = asked.loss > 0 and way.form not in windows
             try:
                 source = stored(asked.model, way.form, left)
-                start = time.monotonic()
                 options = way.options(asked.model.stored)
                 found = fresh(source, options, asked.memory, batch=asked.batch, loss=loss)
-                longest = max(longest, time.monotonic() - start)
             except (RuntimeError, OSError, ValueError) as error:
                 failed[way.name] = str(error)
                 continue
-            if loss and found["loss"]:
+            lost = None
+            if found["loss"]:
                 windows[way.form] = found["loss"]
-            kept.add(way, asked.batch, found, relative(windows, way, ways) if loss else None)
+                base = next((windows[of] for of in LOSSLESS if of in windows), None)
+                lost = relative(base, found["loss"]) if base and not way.lossless else None
+            kept.add(way, asked.batch, found, lost)
     except KeyboardInterrupt:
         failed["the rest"] = "stopped"
     return [f"{name}: {why}" for name, why in failed.items()]
 
 
-def relative(
-    windows: Mapping[str, Sequence[float]], way: Way, ways: Iterable[Way]
-) -> list[float] | None:
-    """[mean, error] of a form's loss against that of a lossless one, paired by window; None without
-    either."""
+def relative(base: Sequence[float], other: Sequence[float]) -> list[float]:
+    """[mean, error] of a form's loss against that of a lossless one, paired by window."""
     import numpy as np
 
     from moelab.evaluation.accuracy import paired
 
-    base = next((windows[one.form] for one in ways if one.lossless and one.form in windows), None)
-    if base is None or way.form not in windows or way.lossless:
-        return None
-    row = paired(np.array(base), np.array(windows[way.form]))
+    row = paired(np.array(base), np.array(other))
     return [row["relative"] / 100, row["relative error"] / 100]
 
 

@@ -204,7 +204,7 @@ def test_what_a_cache_finds_is_what_the_policy_finds_of_the_tokens():
         assert low == pytest.approx(min(rates) - own.margin)
         assert high == pytest.approx(min(max(rates) + own.margin, 1))
     assert own.found(0) == (0, 0, 0) and own.found(1) == (1, 1, 1)
-    middles = [own.found(share).middle for share in (0, *SHARES, 1)]
+    middles = [own.found(share)[1] for share in (0, *SHARES, 1)]
     assert middles == sorted(middles)
 
 
