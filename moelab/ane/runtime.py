@@ -127,6 +127,10 @@ class PlannedExperts(StaticExecutor):
             if on_cpu := int((cold < E).sum()):
                 count += Account(executed=on_cpu, slots=on_cpu)
                 out += self._on_cpu(x, cold, weights, experts)
+            if self.below is not None:
+                counts = enumerate(routed.counts.tolist())
+                hot = {e: n for e, n in counts if n and e not in self._cold[layer]}
+                self.below.residency.elsewhere(layer, hot)
             for tokens, slot, flight in flights:
                 y = flight.result()
                 self.mark("wait", layer)

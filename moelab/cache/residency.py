@@ -193,6 +193,12 @@ class Residency:
         apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
         return Step(layer, apart[0], evicted, apart[1])
 
+    def elsewhere(self, layer: int, tokens: Mapping[int, int]) -> None:
+        """Tokens of a prompt whose experts are computed from another memory: a policy's `turn` counts
+        them, too."""
+        counts = {self._keys[layer][expert]: n for expert, n in tokens.items()}
+        self._prompts[layer % len(self._prompts)].update(counts)
+
     def fill(self) -> None:
         """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
         if self.holds_all:

@@ -209,7 +209,7 @@ class Engine:
             if away:
                 start = clock()
                 out += aside.result()
-                self._idle_since = end = clock()
+                self.idle_since = end = clock()
                 self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
             return out
         while loads:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import moelab.simulation.routing
 from moelab import cards
 from moelab.ane.plan import (
     FORMAT,
@@ -22,7 +23,6 @@ from moelab.ane.systems import (
     why_no_graph,
 )
 from moelab.base.specs import MoESpec
-from moelab.simulation.routing import routing_of
 from notebooks.studies.ane_counts import by_layer, count
 from notebooks.studies.ane_popularity import assumed_counts, assumed_loads
 from notebooks.studies.ane_published import ABLATION
@@ -222,7 +222,7 @@ def test_the_papers_models_fit_their_macs(card, machine):
     """PhiMoE has 83.75 GB, Qwen3 28.64 G parameters in 16 bits (§5.1). All experts fit on the CPU
     besides, or, where routing is even and almost all have graphs, those without."""
     spec = cards.load_model(card)
-    drawn = routing_of(spec)[0].trace(spec, [1024]).counts()
+    drawn = moelab.simulation.routing.routing_of(spec)[0].trace(spec, [1024]).counts()
     skewed, even = make_plan(spec, drawn, 1024), make_plan(spec, drawn * 0 + 1, spec.E // spec.K)
     everything = skewed.memory(experts=spec.experts_bytes)
     assert sum(skewed.memory().values()) < sum(everything.values()) < machine
