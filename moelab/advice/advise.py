@@ -91,8 +91,6 @@ def advise(
         device is not None,
         assumed(found.spec, batch, trace, calibration, found.source),
     )
-    if not asked.fitting():
-        raise asked.refusal()
     if not ours or not (simulate or verify):
         return modelled(asked)
     from moelab.advice.simulated import simulated

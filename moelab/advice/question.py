@@ -77,21 +77,17 @@ class Question:
             written=written,
         )
 
-    def fitting(self) -> list[Way]:
-        """A way of each form that fits."""
-        ways = (self.way(of, self.model.expert_bytes(of)) for of in self.model.forms())
-        return [way for way in ways if way]
-
     def arithmetic(self, faster: float = 1.0) -> list[Way]:
         """The forms that fit.
 
         faster : than the machine's is the disk that is asked about."""
-        spec = self.model.spec
         rates, slow = self._rates(faster)
         ways = []
-        count = spec.L * spec.E
-        for way in self.fitting():
-            expert = way.experts // count
+        count = self.model.spec.L * self.model.spec.E
+        for form in self.model.forms():
+            expert = self.model.expert_bytes(form)
+            if (way := self.way(form, expert)) is None:
+                continue
             kept = count if way.resident else max(way.budget // expert - STAGING, 0)
             low, hit, high = self.assumed.found(kept / count)
             tpot, limit = self._token(expert, hit, rates)
