@@ -10,7 +10,8 @@ In three steps, each of which knows more than the one before:
     measured    the best ones for real, with `verify`: `moelab.advice.verify`. That is kept, and
                 corrects what follows.
 
-The second is taken by itself where the model's weights are here and the machine is this one.
+The second is taken by itself where the model's weights are here, and the machine and the text are
+its own.
 """
 
 from __future__ import annotations
@@ -25,10 +26,9 @@ from typing import Any
 
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
-from moelab.advice.disk import fitting
 from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
-from moelab.advice.question import Question
+from moelab.advice.question import PARTS, Question
 from moelab.advice.ways import Way
 from moelab.base.arguments import whole
 from moelab.base.specs import DeviceSpec
@@ -49,7 +49,7 @@ def advise(
     device: str | Path | DeviceSpec | None = None,
     trace: Any = None,
     calibration: str | Path | None = None,
-    simulate: bool | None = None,
+    simulate: bool = True,
     verify: bool = False,
 ) -> Advice:
     """What to do with a model in so much memory; `print` it, or look at it in a notebook.
@@ -64,22 +64,22 @@ def advise(
         those of the best.
     device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
     trace : the routing of your text: a file that `moelab.trace.load` reads, or a `RoutingTrace`;
-        else what the model does here, if it is simulated, or routing as `moelab.advice.assumed`.
+        else what the model does here, or routing as `moelab.advice.assumed`.
     calibration : file of `moelab calibrate`, whose counts say how popular experts are.
-    simulate : play the ways in the simulator; None: if the weights and the device are here.
+    simulate : play the ways in the simulator, of a model whose weights are here, on this machine
+        and its own text.
     verify : run the best ones for real, minutes; what is measured is kept.
 
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
     context than the model takes; a memory in which it does not fit; another model's trace or
     calibration; what cannot be verified."""
-    found, on_card = find_model(model), device is not None
-    if verify and (found.folder is None or on_card or trace is not None):
+    found = find_model(model)
+    ours = found.folder is not None and device is None and trace is None
+    if verify and not ours:
         raise ValueError(
             "only a model whose weights are here can be verified, only on this machine and with its "
             "own text: give its folder, no device and no trace"
         )
-    if simulate is None:
-        simulate = found.folder is not None and not on_card
     machine = _card_of(device, model) or here(found.folder)
     asked = Question(
         found,
@@ -88,37 +88,34 @@ def advise(
         _context_of(found, context),
         batch,
         parse_loss(loss),
-        on_card,
+        device is not None,
         assumed(found.spec, batch, trace, calibration, found.source),
     )
-    if found.forms() and not asked.fitting():
-        raise asked.refusal()
-    if simulate or verify:
-        from moelab.advice.simulated import simulated
+    if not ours or not (simulate or verify):
+        return modelled(asked)
+    from moelab.advice.simulated import simulated
 
+    try:
         return simulated(asked, verify)
-    return modelled(asked)
+    except (RuntimeError, OSError) as error:
+        return modelled(asked, f"The model could not be run here: {error}")
 
 
-def modelled(asked: Question) -> Advice:
+def modelled(asked: Question, *notes: str) -> Advice:
     """The advice by arithmetic alone."""
 
-    def changed(_: Way) -> list[Way | None]:
-        richer = replace(asked, memory=asked.memory * 3 // 2).arithmetic()
-        found = richer, asked.arithmetic(faster=2)
-        if not asked.on_card:
-            found = [fitting(asked.model, of, asked.loss)[0] for of in found]
-        return [next((way for way in of if way.within(asked.loss)), None) for of in found]
+    def faster(best: Way) -> Way:
+        return next(way for way in asked.arithmetic(faster=2) if way.form == best.form)
 
     busy = asked.device.figures.get("others_cores")
     ways = asked.arithmetic()
     others = [
         way
-        for part in (0.5, 0.75, 1.5, 2.0)
+        for part in PARTS
         for way in replace(asked, memory=int(part * asked.memory)).arithmetic()
         if way not in ways
     ]
-    return conclude(asked, ways, changed, dict.fromkeys(others), told(busy.value if busy else 0))
+    return conclude(asked, ways, faster, others, [*notes, *told(busy.value if busy else 0)])
 
 
 def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -> DeviceSpec | None:
@@ -172,45 +169,41 @@ def parse_loss(loss: str | float) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "model",
         nargs="?",
         help="a card's name, a hub id, a checkpoint folder or a store; without it, the small model",
     )
-    parser.add_argument(
+    add(
         "--memory",
         type=budget.memory,
         default="auto",
         metavar="SIZE",
         help="of the whole process, such as 8GB; auto (default): what is available",
     )
-    parser.add_argument(
+    add(
         "--context",
         type=whole(1),
         help=f"tokens of a sequence (default: {CONTEXT}, or as many as the model takes)",
     )
-    parser.add_argument(
-        "--batch", type=whole(1), default=1, help="sequences at a time (default: 1)"
-    )
-    parser.add_argument(
+    add("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
+    add(
         "--loss",
         default=0.0,
         metavar="SHARE",
         help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
     )
-    parser.add_argument("--device", help="a device card's name or a .toml instead of this machine")
-    parser.add_argument(
-        "--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`"
-    )
-    parser.add_argument(
-        "--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are"
-    )
-    parser.add_argument(
+    add("--device", help="a device card's name or a .toml instead of this machine")
+    add("--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`")
+    add("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
+    add(
         "--simulate",
         action=argparse.BooleanOptionalAction,
-        help="play the ways in the simulator; by default if the weights are here",
+        default=True,
+        help="play the ways in the simulator, if the weights are here",
     )
-    parser.add_argument(
+    add(
         "--verify",
         action="store_true",
         help="run the best ones for real; Ctrl-C stops it and keeps what was measured",

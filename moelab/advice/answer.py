@@ -4,16 +4,18 @@ that do it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from moelab.advice.disk import fitting
-from moelab.advice.model import AS_IS, DECODED, FORMS, Model
+from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
+from moelab.base.files import absolute, cache_root, nearest
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import duration, filled, head_and_rows, plain, size, text_table
 from moelab.cache.policies import DEFAULT_POLICY
@@ -50,25 +52,22 @@ class Advice:
     @property
     def steps(self) -> list[tuple[str, list[str], dict[str, Any]]]:
         """(command, what it takes, options) of what to run, in this order."""
-        way = self.best
-        source = self.model.source
+        way, source = self.best, self.model.source
         usual = {"cache": DEFAULT_POLICY, "prefetch": "router"}
-        options = {name: of for name, of in way.options.items() if of != usual.get(name)}
-        if way.form in ("bf12", DECODED):
-            store = f"{Path(source).name}.{way.form}"
+        given = way.options(self.model.stored)
+        options = {name: of for name, of in given.items() if of != usual.get(name)}
+        if way.form == "bf12":
+            store = f"{Path(source).name}.bf12"
             return [
-                ("convert", [source, store], {"codec": way.form}),
+                ("convert", [source, store], {"codec": "bf12"}),
                 ("generate", [store], options),
             ]
-        if way.form in FORMS:
-            return [("generate", [source], {"quantize": way.form} | options)]
-        if way.resident and self.model.stored is None:
-            del options["memory"]
-        return [("generate", [source], options)]
+        rounded = {} if way.form == AS_IS else {"quantize": way.form}
+        return [("generate", [source], rounded | options)]
 
     @property
     def commands(self) -> list[str]:
-        """`steps` as a person types them; not the last if its pools cannot be said there."""
+        """`steps` as a person types them."""
         return [
             " ".join(
                 ["moelab", command]
@@ -76,17 +75,14 @@ class Advice:
                 + [f"--{name} {value}" for name, value in given.items()]
             )
             for command, names, given in self.steps
-            if command == "convert" or self.best.pools is None
         ]
 
     @property
     def python(self) -> str:
-        """The last of `steps`, in Python; with the pools of compressed experts, which the command
-        line cannot say."""
+        """The last of `steps`, in Python."""
         _, (source,), given = self.steps[-1]
-        plan = [f"plan=moelab.{self.best.pools}"] if self.best.pools else []
         options = [f"{name}={value!r}" for name, value in given.items()]
-        return f"moelab.open_model({', '.join([repr(source), *options, *plan])})"
+        return f"moelab.open_model({', '.join([repr(source), *options])})"
 
     def table(self) -> list[dict[str, str]]:
         """A row a way: of each form the fastest, what was measured, and others; the fastest
@@ -151,29 +147,64 @@ def beyond(device: DeviceSpec) -> tuple[str, str]:
     )
 
 
+def fitting(model: Model, ways: list[Way], loss: float) -> tuple[list[Way], list[str]]:
+    """(The ways for which the disks have room, or all if none of these is within the loss; a note
+    of what is lacking for others)."""
+    short = {way: words for way in ways if (words := lacking(model, way))}
+    if not short:
+        return ways, []
+    kept = [way for way in ways if way not in short]
+    enough = any(way.within(loss) for way in kept)
+    what = "Left out, as the disks are too small" if enough else "The disks are too small"
+    first = next((way for way in short if way.within(loss)), next(iter(short)))
+    forms = ", ".join(dict.fromkeys(way.form for way in short))
+    return kept if enough else ways, [f"{what}: {forms} ({first.form} needs {short[first]})"]
+
+
+def lacking(model: Model, way: Way) -> str:
+    """What a way needs of disks more than is free, in words; "" where all of it fits, or nobody
+    can say. A download goes to the hub client's cache ($HF_HOME), a rounded store to moelab's
+    ($MOELAB_CACHE), a lossless one to the working folder."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    store = Path() if way.form in LOSSLESS else cache_root()
+    needed: dict[int, int] = {}
+    places: dict[int, Path] = {}
+    with suppress(OSError):  # the working folder was deleted, or a disk is gone
+        for nbytes, place in ((way.written, store), (model.download, Path(HF_HUB_CACHE))):
+            there = nearest(absolute(place))
+            disk = there.stat().st_dev
+            needed[disk] = needed.get(disk, -shutil.disk_usage(there).free) + nbytes
+            places[disk] = there
+    return " and ".join(
+        f"{size(more)} more at {places[disk]}" for disk, more in needed.items() if more > 0
+    )
+
+
 def conclude(
     asked: Question,
-    ways: list[Way],
-    changed: Callable[[Way], tuple[Way | None, Way | None]],
-    elsewhere: Iterable[Way],
+    ways: Iterable[Way],
+    faster: Callable[[Way], Way],
+    elsewhere: Sequence[Way],
     notes: list[str],
 ) -> Advice:
-    """The advice that follows from ways, the fastest first, and from what the disks hold.
+    """The advice that follows from ways and from what the disks hold.
 
-    changed : of the best way, what it becomes with half as much memory again, and with a disk twice
-        as fast. What gives more than the best does so by 2 % at least."""
+    faster : what the best way becomes with a disk twice as fast.    elsewhere : ways in `PARTS` of
+        the memory. What gives more than the best does so by 2 % at least."""
+    ways = sorted(ways, key=lambda way: (way.tpot, not way.lossless))
     ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
     best = next((way for way in ways if way.within(asked.loss)), None)
     if best is None:
         raise asked.refusal()
-    more, faster = changed(best)
-    few = next((way for way in ways if not way.within(asked.loss)), None)
-    options = [
-        (f"{size(1.5 * asked.memory)} of memory", more),
-        (f"a {beyond(asked.device)[0]} twice as fast", faster),
-        (few and f"{few.form} experts, {few.loses}", few),
-    ]
-    gain = [(what, way) for what, way in options if way and way.tpot < 0.98 * best.tpot]
+    few = [way for way in ways if not way.within(asked.loss)][:1]
+    forms = {way.form for way in ways if way.within(asked.loss)}
+    richer = [way for way in elsewhere if way.form in forms and way.memory > asked.memory]
+    options = [(f"{size(way.memory)} of memory", way) for way in richer]
+    options = sorted(options, key=lambda one: one[1].tpot)[:1]
+    options += [(f"a {beyond(asked.device)[0]} twice as fast", faster(best))]
+    options += [(f"{way.form} experts, {way.loses}", way) for way in few]
+    gain = [(what, way) for what, way in options if way.tpot < 0.98 * best.tpot]
     notes = [*notes, *short]
     if 0 < asked.loss < math.inf and not any(way.loss for way in ways):
         notes.append(

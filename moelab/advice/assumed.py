@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -35,20 +35,12 @@ FIT = 0.03
 Draw = Callable[[int, Sequence[int], int], np.ndarray]
 
 
-class Found(NamedTuple):
-    """Share of a step's experts that are in memory: least, middle, most."""
-
-    low: float
-    middle: float
-    high: float
-
-
 @dataclass(frozen=True, eq=False)
 class Assumed:
     """Routing of a model.
 
     words : who says so.    draw : a text of it.    others : texts of what it might be as well.
-    margin : by how much its hit rates may be off besides.    given : by who asks.
+    margin : by how much its hit rates may be off besides.
     layers : by which hits are counted.
     """
 
@@ -58,7 +50,6 @@ class Assumed:
     others: tuple[Draw, ...] = ()
     margin: float = 0.0
     batch: int = 1
-    given: bool = False
     layers: int = LAYERS
 
     def texts(self, layers: int, lengths: Sequence[int]) -> list[np.ndarray]:
@@ -76,12 +67,13 @@ class Assumed:
         sizes = [len(experts) for step in steps[0] for _, experts in step]
         return np.array(rates), float(np.mean(sizes))
 
-    def found(self, share: float) -> Found:
-        """With so large a share of all experts in memory."""
+    def found(self, share: float) -> tuple[float, float, float]:
+        """Share of a step's experts that are in memory, with so large a share of all there: least,
+        middle, most."""
         rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves[0]]
         off = self.margin * (0 < share < 1)
         low, high = max(min(rates) - off, 0.0), min(max(rates) + off, 1.0)
-        return Found(float(low), float(np.median(rates[:TEXTS])), float(high))
+        return float(low), float(np.median(rates[:TEXTS])), float(high)
 
     @property
     def distinct(self) -> float:
@@ -91,17 +83,15 @@ class Assumed:
 
 def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[int, int]]]]:
     """Steps in which `batch` sequences of equal length, which stand one after the other in ids [T,
-    L, K], take their tokens together."""
+    L, K], take their tokens together; expert E is none."""
     together = ids.reshape(batch, -1, *ids.shape[1:]).transpose(1, 2, 0, 3)  # [S, L, batch, K]
     return [
-        [(layer, counted(experts, E)) for layer, experts in enumerate(step.reshape(len(step), -1))]
+        [
+            (layer, {e: n for e, n in sorted(Counter(chosen.ravel().tolist()).items()) if e < E})
+            for layer, chosen in enumerate(step)
+        ]
         for step in together
     ]
-
-
-def counted(experts: np.ndarray, E: int) -> dict[int, int]:
-    """Tokens of each expert, in ascending order; E is none."""
-    return {e: n for e, n in sorted(Counter(experts.tolist()).items()) if e < E}
 
 
 def hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
@@ -128,9 +118,7 @@ def assumed(
     if trace is not None and calibration is not None:
         raise ValueError("a trace says which experts are popular, too: give no calibration with it")
     if trace is not None:
-        return Assumed(
-            spec, *of_trace(spec, trace, model), batch=batch, given=True, layers=OF_TRACE
-        )
+        return Assumed(spec, *of_trace(spec, trace, model), batch=batch, layers=OF_TRACE)
     if calibration is not None:
         return Assumed(spec, *of_calibration(spec, calibration), margin=FIT, batch=batch)
 

@@ -28,20 +28,17 @@ SIMULATED = 0.92, 1.22
 
 
 class Kept:
-    """What was measured of a model on this machine, in a journal that all models share; nothing of
-    one without identity.
+    """What was measured of a model on this machine, in a journal that all models share.
 
     records : of this model, as dictionaries: "settings" of the `Way`, "batch", "predicted" (by
         simulation, before any correction) and "tpot" (s), "loss" (relative, [mean, error]; None if it was not asked), "when".
     """
 
-    def __init__(self, identity: str | None) -> None:
-        self.identity, self.records = (identity or "").partition("-")[0], []
+    def __init__(self, identity: str) -> None:
+        self.identity = identity.partition("-")[0]
         self.path = cache_folder("advice") / "measured.journal"
         mine = machine(), self.identity
-        if identity:
-            lines = self._write([])
-            self.records = [of for of in lines if (of["machine"], of["model"]) == mine]
+        self.records = [of for of in self._write([]) if (of["machine"], of["model"]) == mine]
 
     def add(self, way: Way, batch: int, ran: Record, loss: list[float] | None = None) -> None:
         """Keep what `verify.run` reports of a simulated way, on the disk at once."""
@@ -69,7 +66,8 @@ class Kept:
         raise FileExistsError(f"another process holds {self.path}; wait for it")
 
     def loss(self, form: str) -> float | None:
-        """Relative language loss of a form, last measured: the mean and one standard error."""
+        """Relative language loss of a form of few bits, last measured: the mean and one standard
+        error."""
         found = [of["loss"] for of in self.records if of["settings"]["form"] == form and of["loss"]]
         return max(sum(found[-1]), 0.0) if found else None
 

@@ -4,8 +4,8 @@ torch, which takes seconds to load.
 Memory and arithmetic are bounds to compare with, the best of many tries, as others only disturb
 them. Of the disk it is the middle, and what it delivers in its slowest tenth, when it is busy: it
 is read as the engine reads, several experts at a time. The measurement of a quiet machine is kept,
-so that the next advice has the same rates. One that others disturbed is made again the next time,
-and the less disturbed one is kept."""
+so that the next advice has the same rates. One that others disturbed is made again when the machine
+is quiet, and the less disturbed one is kept."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 
-from moelab.base.files import cache_folder, load_json, write_json
+from moelab.base.files import cache_folder, read_json, write_json
+from moelab.base.records import Record
+from moelab.base.schema import typed
 from moelab.base.specs import DeviceSpec, Figure
-from moelab.bench.results import watched
+from moelab.bench.results import watched, why_busy
 from moelab.offloading.budget import available
 
-FORMAT = "moelab.machine/1"
+FORMAT = "moelab.machine/2"
 #: bytes of a read: about an expert, of which disks deliver several thousand a second; as many at a
 #: time as the engine's (`moelab.offloading.loading.DEPTH`)
 READ = 4 << 20
@@ -38,8 +40,7 @@ AT_ONCE = 3
 PROBE = 64 << 20
 #: seconds of each measurement; rounds of it at least
 SECONDS, ROUNDS = 0.5, 8
-#: cores that others keep busy, above which what is measured meanwhile is measured again the next
-#: time
+#: cores that others keep busy, above which what is measured meanwhile is measured again
 DISTURBED = 0.25
 #: the part of reads by which a busy disk is judged
 SLOW = 0.1
@@ -56,32 +57,41 @@ def told(others: float) -> list[str]:
         return []
     return [
         f"While this machine was measured, others kept {others:.1f} of its cores busy: times are too "
-        "long, and the range wider. Ask again when it is quiet: it is measured anew, and that is kept."
+        "long. Ask again when it is quiet: it is measured anew, and that is kept."
     ]
-
-
-def freed(others: float) -> float:
-    """How many times as fast a machine may be without others that use so many cores."""
-    cores = os.cpu_count() or 1
-    return cores / max(cores - others, 1)
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
     """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
     the system's temporary folder."""
     disk = os.stat(folder or tempfile.gettempdir()).st_dev
-    key = sha256(f"{machine()}, disk {disk}".encode()).hexdigest()[:16]
-    file = cache_folder("advice") / f"{key}.machine.json"
-    old = None
-    with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
-        old = load_json(file, FORMAT, "measurement of a machine", "`moelab advise`", DeviceSpec)
-    if old is None or old["others_cores"] > DISTURBED:
+
+    def once() -> Record:
         new, others = watched(lambda: measured(folder))
-        new.figures["others_cores"] = _figure(others, "cores", "what others used meanwhile")
-        old = min(new, old or new, key=lambda one: one["others_cores"])
-        write_json(file, {"format": FORMAT, **asdict(old)})
-    free = _figure(available() / 1e9, "GB", "available now")
-    return replace(old, figures=old.figures | {"memory_gb": free})
+        return {"card": asdict(new), "others": others}
+
+    kept = quietest(f"{machine()}, disk {disk}, {FORMAT}", "machine", once)
+    found = typed(kept["card"], DeviceSpec)
+    found.figures["others_cores"] = _figure(kept["others"], "cores", "what others used meanwhile")
+    found.figures["memory_gb"] = _figure(available() / 1e9, "GB", "available now")
+    return found
+
+
+def quietest(key: str, what: str, measure: Callable[[], Record]) -> Record:
+    """What is kept under a key, or measured now; what `others` disturbed is measured again when
+    this machine is quiet, and the less disturbed stays.
+
+    measure : returns plain values, and as "others" the cores that others used meanwhile."""
+    name = sha256(key.encode()).hexdigest()[:16]
+    file = cache_folder("advice") / f"{name}.{what}.json"
+    old = None
+    with suppress(OSError, ValueError):  # of a damaged one: it is measured anew
+        old = read_json(file, Record)
+    if old is None or old["others"] > DISTURBED and why_busy() is None:
+        new = measure()
+        write_json(file, min(new, old or new, key=lambda one: one["others"]))
+        old = read_json(file, Record)
+    return old
 
 
 def measured(folder: str | Path | None = None) -> DeviceSpec:

@@ -14,17 +14,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from moelab.base import registry
-from moelab.base.configs import NESTED, geometric_bytes, spec_from_config
+from moelab.base.configs import geometric_bytes, language_model, spec_from_config
 from moelab.base.files import from_hub, small_model
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import card_of, load_card, load_model, other_bytes
 
 #: how bf16 experts may be stored and multiplied as they lie → bits a weight: `moelab.store`
 FORMS = {"bf12": 12, "int8": 8.5, "fp8": 8.002, "int4": 4.5, "mxfp4": 4.25}
-#: what else they may be stored as, decoded before it is multiplied
-DECODED = "huffman"
 AS_IS = "as it is"
-LOSSLESS = (AS_IS, "bf12", DECODED)
+LOSSLESS = (AS_IS, "bf12")
 
 
 @dataclass(frozen=True)
@@ -54,10 +52,6 @@ class Model:
         if form in FORMS:
             return round(self.spec.expert_params * FORMS[form] / 8)
         return self.spec.expert_bytes
-
-    def loss(self, form: str) -> float | None:
-        """0.0 of a lossless form; None: unknown."""
-        return 0.0 if form in LOSSLESS else None
 
     def forms(self) -> list[str]:
         """How its experts may be stored, of what is multiplied as it lies, lossless forms first."""
@@ -128,10 +122,7 @@ def _of_card(name: str) -> Model:
 
 def _most(config: Any) -> int | None:
     """Tokens of a sequence that a config allows."""
-    of = next(
-        (inner for key in NESTED if (inner := getattr(config, key, None)) is not None), config
-    )
-    most = getattr(of, "max_position_embeddings", None)
+    most = getattr(language_model(config), "max_position_embeddings", None)
     return most if isinstance(most, int) and most > 0 else None
 
 

@@ -11,7 +11,6 @@ import argparse
 from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, replace
-from functools import cache
 from typing import Any
 
 from moelab.advice.assumed import assumed
@@ -24,7 +23,6 @@ from moelab.base.table import text_table
 from moelab.cards import load_device
 from moelab.ndp.assumptions import MACHINE, READINGS, Assumptions
 from moelab.ndp.costs import NotSupported
-from moelab.ndp.hardware import Hardware
 from moelab.ndp.routing import PromptRouting, counted
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS
@@ -43,11 +41,11 @@ def readings(gpu: str = GPU, unit: str = UNIT) -> dict[str, Assumptions]:
     """Words → what is assumed: our choice, then every other choice that these cards leave open."""
     mine = Assumptions(clock_ghz=None, gpu_gb=None)
     figures = load_device(unit).figures
-    shut = set() if gpu == GPU else {"gpu_ghz", "gpu_gb"}  # of the paper's
-    shut |= set() if "ranks_count" in figures else {"mapping"}
-    shut |= {"clock_ghz"} if figures["clock_ghz"].kind == "published" else set()
+    papers = gpu == GPU
+    left = {"gpu_ghz": papers, "gpu_gb": papers, "mapping": "ranks_count" in figures}
+    left["clock_ghz"] = figures["clock_ghz"].kind != "published"
     choices = MACHINE | READINGS | {"shared_dram": (True,)}
-    changes = [(name, to) for name in choices if name not in shut for to in choices[name]]
+    changes = [(name, to) for name in choices if left.get(name, True) for to in choices[name]]
     return {OURS: mine} | {f"{n} = {to}": replace(mine, **{n: to}) for n, to in changes}
 
 
@@ -56,16 +54,13 @@ def compare(
 ) -> Found:
     """Simulate the systems by every reading, on so many modules; `machine` are other arguments of
     `moelab.ndp.hardware.hardware`."""
-
-    @cache
-    def result(on: Hardware, name: str, reading: str) -> Result | None:
-        with suppress(NotSupported):
-            return simulate(on, of.system(name), routing)
-
     found: Found = {}
     for words, of in progress(readings(gpu, unit).items(), "readings", unit="reading"):
         on = of.hardware(modules, gpu=gpu, unit=unit, **machine)
-        found[words] = {name: result(on, name, repr(of.system(name))) for name in SHOWN}
+        found[words] = dict.fromkeys(SHOWN)
+        for name in SHOWN:
+            with suppress(NotSupported):
+                found[words][name] = simulate(on, of.system(name), routing)
     return found
 
 
@@ -86,8 +81,6 @@ def fastest(found: Found) -> Counter[str]:
 def routed(spec: MoESpec, args: argparse.Namespace) -> tuple[PromptRouting, str]:
     """A prompt and its answer, and who says so."""
     if args.trace:
-        if args.calibration:
-            raise ValueError("a trace says which experts are popular: give no calibration with it")
         from moelab.trace import load
 
         trace = load(args.trace, args.model or find_model(None).source)
@@ -109,8 +102,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--link", type=number(above=0), metavar="GB/S", help="one way (the GPU card's)")
     add("--prompt", type=whole(1), default=512, metavar="N", help="tokens (%(default)s)")
     add("--answer", type=whole(1), default=512, metavar="N", help="tokens (%(default)s)")
-    add("--trace", metavar="FILE", help="routing, prompt and answer as they were recorded")
-    add("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
+    routing = parser.add_mutually_exclusive_group().add_argument
+    routing("--trace", metavar="FILE", help="routing, prompt and answer as they were recorded")
+    routing("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
     add("--seed", type=whole(), default=0, metavar="N", help="of the routing; a trace's sequence")
     add("--output", type=output, metavar="FILE", help="all of it as JSON, reading by reading")
 
@@ -120,12 +114,13 @@ def main(args: argparse.Namespace) -> int:
     routing, words = routed(spec, args)
     cards = {"gpu": args.gpu, "unit": args.dimm, "host": args.host}
     machine = cards | {"link_gbs": args.link}
+    on = Assumptions().hardware(args.modules, **machine)
     found = compare(routing, args.modules, **machine)
     if not any(found[OURS].values()):  # say why
-        simulate(Assumptions().hardware(args.modules, **machine), SYSTEMS["NDP+TP"], routing)
+        simulate(on, SYSTEMS["NDP+TP"], routing)
     about = {
         "model": spec.name,
-        "machine": Assumptions().hardware(args.modules, **machine).name,
+        "machine": on.name,
         "prompt": len(routing.prefill),
         "answer": len(routing.decode),
         "routing": words,
@@ -140,9 +135,8 @@ def main(args: argparse.Namespace) -> int:
     print(f"Routing {words}. Modelled: as chosen (least to most of {len(found)} readings)\n")
     print(text_table(HEAD, [_row(found, system) for system in SHOWN]))
     first = ", ".join(f"{system} by {n} readings" for system, n in fastest(found).items())
-    unsure = about["not published"] or ["nothing"]
     print(f"\nFastest of the paper's: {first}.")
-    print("\n  ".join(["Of the cards, not published:", *unsure]))
+    print("\n  ".join(["Of the cards, not published:", *about["not published"]]))
     if args.output:
         kept = {w: {n: r and asdict(r) for n, r in by.items()} for w, by in found.items()}
         form = {"schema": "moelab.ndp/1", "kind": "modelled", "unit": "s"}

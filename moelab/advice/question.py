@@ -13,8 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moelab.advice.assumed import LAYERS, TOKENS, Assumed
-from moelab.advice.machine import freed
-from moelab.advice.model import AS_IS, Model
+from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
@@ -25,6 +24,8 @@ from moelab.simulation.drafts import PassCosts, advised
 #: experts that must have slots beside those that are kept, so that a layer can load while it
 #: computes
 STAGING = 2
+#: shares of the memory in which ways are tried beside it
+PARTS = (1.5, 0.75, 0.5)
 
 
 @dataclass(frozen=True)
@@ -57,60 +58,49 @@ class Question:
         """Bytes of everything but the experts: other weights, KV cache, process."""
         return self.model.others + self.kv + RESERVE
 
-    def way(self, form: str, loss: float | None, expert: int) -> Way | None:
-        """A form, of so many bytes an expert in memory, of which nothing else is known yet; None if
-        it does not fit."""
+    def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
+        """A form, of so many bytes an expert in memory, of which nothing else is known yet but its
+        loss, if it has one; None if it does not fit."""
         spec = self.model.spec
         count = spec.L * spec.E
         budget = min(self.memory - self.fixed, count * expert)
         if budget < min(STAGING + spec.K, count) * expert:
             return None
         written = 0 if form == AS_IS else count * expert + self.model.others
-        return Way(form, loss, count * expert, budget, self.fixed + budget, written=written)
-
-    def fitting(self) -> list[Way]:
-        """A way of each form that fits."""
-        model = self.model
-        ways = (self.way(of, model.loss(of), model.expert_bytes(of)) for of in model.forms())
-        return [way for way in ways if way]
+        return Way(
+            form,
+            0.0 if form in LOSSLESS else loss,
+            count * expert,
+            budget,
+            self.fixed + budget,
+            ttft=self._prompt(expert, budget == count * expert),
+            written=written,
+        )
 
     def arithmetic(self, faster: float = 1.0) -> list[Way]:
-        """The forms that fit, the fastest first; of equally fast ones, the lossless first.
+        """The forms that fit.
 
         faster : than the machine's is the disk that is asked about."""
-        spec = self.model.spec
-        fast, rates, slow = self._rates(faster)
+        rates, slow = self._rates(faster)
         ways = []
-        count = spec.L * spec.E
-        for way in self.fitting():
-            expert = way.experts // count
+        count = self.model.spec.L * self.model.spec.E
+        for form in self.model.forms():
+            expert = self.model.expert_bytes(form)
+            if (way := self.way(form, expert)) is None:
+                continue
             kept = count if way.resident else max(way.budget // expert - STAGING, 0)
-            hit = self.assumed.found(kept / count)
-            tpot, limit = self._token(expert, hit.middle, rates)
-            ends = self._token(expert, hit.high, fast)[0], self._token(expert, hit.low, slow)[0]
-            ttft = self._prompt(expert, way.resident, rates)
-            ways.append(
-                replace(
-                    way,
-                    hit_rate=hit.middle,
-                    ttft=ttft,
-                    tpot=tpot,
-                    between=ends,
-                    limited_by=limit,
-                )
-            )
-        return sorted(ways, key=lambda way: (way.tpot, not way.lossless))
+            low, hit, high = self.assumed.found(kept / count)
+            tpot, limit = self._token(expert, hit, rates)
+            ends = self._token(expert, high, rates)[0], self._token(expert, low, slow)[0]
+            ways.append(replace(way, hit_rate=hit, tpot=tpot, between=ends, limited_by=limit))
+        return ways
 
-    def _rates(self, faster: float) -> list[MachineRates]:
-        """The machine's when nobody disturbs it, as measured, and with a busy disk."""
+    def _rates(self, faster: float) -> tuple[MachineRates, MachineRates]:
+        """The machine's, and with a busy disk."""
         rates = MachineRates.of(self.device)
-        known = {name: of.value for name, of in self.device.figures.items()}
-        alone = freed(known.get("others_cores", 0))
-        busy = known.get("storage_busy_gbs", rates.read / 1e9) * 1e9
-        return [
-            replace(rates, read=faster * read, memory=more * rates.memory, flops=more * rates.flops)
-            for read, more in ((rates.read, alone), (rates.read, 1), (busy, 1))
-        ]
+        busy = self.device.figures.get("storage_busy_gbs")
+        slow = busy.value * 1e9 if busy else rates.read
+        return replace(rates, read=faster * rates.read), replace(rates, read=faster * slow)
 
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         """(seconds of a token, what limits it), of experts of so many bytes, such a share of which
@@ -123,10 +113,10 @@ class Question:
         limit = max(parts, key=parts.get)
         return (self.model.dense + self.kv) / rates.memory + parts[limit], limit
 
-    def _prompt(self, expert: int, resident: bool, rates: MachineRates) -> float:
+    def _prompt(self, expert: int, resident: bool) -> float:
         """Seconds of the first prompt: all its experts are read once, from the disk unless all are
         in memory, and multiplied; the head sees its last token only."""
-        spec = self.model.spec
+        spec, rates = self.model.spec, MachineRates.of(self.device)
         tokens = self.context * self.batch
         layers = self.model.dense / 2 - spec.vocab * spec.H
         weights = spec.L * spec.K * spec.expert_params + max(layers, 0)
@@ -139,7 +129,7 @@ class Question:
 
     def drafts(self, way: Way) -> str:
         """Whether draft tokens would pay in this way, in words."""
-        spec, rates = self.model.spec, self._rates(1.0)[1]
+        spec, rates = self.model.spec, MachineRates.of(self.device)
         expert = way.experts / (spec.L * spec.E)
         position = 2 * (spec.L * spec.K * spec.expert_params + self.model.dense / 2)
         costs = PassCosts(

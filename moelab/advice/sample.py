@@ -12,28 +12,27 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
-from hashlib import sha256
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from moelab.advice.machine import DISTURBED, here, machine
+from moelab.advice.machine import here, machine, quietest
 from moelab.advice.model import AS_IS, Model
-from moelab.advice.space import Costs, CostsOf, Look
+from moelab.advice.space import Costs, Look
 from moelab.base.files import cache_folder
 from moelab.base.progress import progress
+from moelab.base.records import Record
+from moelab.base.schema import typed
 from moelab.base.specs import MoESpec
 from moelab.bench.profile import FORMAT, Profile, profile
 from moelab.bench.results import watched
 from moelab.bench.synthesize import VOCABULARY, synthesize
-from moelab.offloading.slots import Sizes
 from moelab.store import fewbit
-from moelab.store.layout import aligned
 
 #: of what is measured of a sample: another number where what is kept would no longer do
-VERSION = "moelab.sample/9"
+VERSION = "moelab.sample/10"
 #: bytes of a sample's experts in bf16, about; seconds of measuring it
 SIZE = 160 << 20
 SECONDS = 1.6
@@ -42,15 +41,6 @@ TURNS, TOKENS = 8, 16
 #: bytes beyond which it makes no difference how many more a processor's cache has to let go of a
 #: sample for
 PUSHED = 128 << 20
-#: dtype of experts as they are → the form of a sample that costs as much
-STORED = {
-    "bfloat16": "raw",
-    "float16": "raw",
-    "int8": "int8",
-    "float8_e4m3fn": "fp8",
-    "mxfp4": "mxfp4",
-    "int4": "int4",
-}
 
 
 def sample_spec(spec: MoESpec) -> MoESpec:
@@ -79,32 +69,23 @@ def sample_spec(spec: MoESpec) -> MoESpec:
 
 def measured(model: Model, forms: Sequence[str]) -> dict[str, Profile]:
     """The profiles of a sample in some forms, kept from an earlier time or measured now, in a few
-    seconds each; of one that was disturbed and is measured again, the less disturbed."""
+    seconds each."""
     sample = sample_spec(model.spec)
     found = {}
     for form in progress(forms, "measuring this machine", unit="forms"):
         parts = VERSION, FORMAT, machine(), sample, model.spec.L * model.spec.E, form
-        key = sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
-        file = cache_folder("advice") / f"{key}.profile.json"
-        with suppress(FileNotFoundError, ValueError):  # of a damaged one: it is measured anew
-            found[form] = Profile.load(file)
-        if form in found and not disturbed(found[form]):
-            continue
-        with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
-            how = {"quantize" if form in fewbit.FORMATS else "codec": form}
-            store = synthesize(Path(folder) / form, sample, **how)
-            new = of_store(store)
-            more = model.spec.experts_bytes - sample.experts_bytes
-            new = replace(new, resident=resident_token(store, min(max(more, 0), PUSHED)))
-        if form not in found or new.others <= found[form].others:
-            found[form] = new
-            new.save(file)
+        more = max(model.spec.experts_bytes - sample.experts_bytes, 0)
+        once = partial(sampled, sample, form, min(more, PUSHED))
+        found[form] = typed(quietest("\n".join(map(str, parts)), "profile", once), Profile)
     return found
 
 
-def disturbed(found: Profile) -> bool:
-    """Whether others kept the machine busy while this was measured."""
-    return (found.others or 0.0) > DISTURBED
+def sampled(sample: MoESpec, form: str, beside: int) -> Record:
+    """A profile of a sample in a form, as plain values; `beside` as of `resident_token`."""
+    with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
+        how = {"quantize" if form in fewbit.FORMATS else "codec": form}
+        store = synthesize(Path(folder) / form, sample, **how)
+        return asdict(of_store(store)) | {"resident": resident_token(store, beside)}
 
 
 def of_store(source: str | Path) -> Profile:
@@ -139,54 +120,28 @@ def before_experts(found: Profile, sample: MoESpec) -> float:
     return max(found.resident - rest, 0.0) / sample.L
 
 
-def costs(found: Profile, model: Model, whole: bool) -> Costs:
-    """What a profile says; `whole` if it is of the model itself, not of a sample."""
-    machine = replace(found.machine, delays=replace(found.machine.delays, experts_bytes=()))
-    e = machine.delays.e_bytes
-    sm = machine.delays.sm_bytes
-    rest = None
-    if not whole:
-        spec = model.spec
-        rate = 1e9 * here(model.folder)["memory_bandwidth_gbs"]
-        sampled = sample_spec(model.spec)
-        (base, token), (head, head_token) = machine.other, machine.head
-        head += max(spec.vocab - sampled.vocab, 0) * spec.H * 2 / rate
-        attention = 4 * spec.H * sampled.head_dim * (sampled.heads + sampled.kv_heads)
-        more = (
-            max(model.dense - spec.num_layers * attention - spec.vocab * spec.H * 2, 0)
-            / spec.L
-            / rate
-        )
-        # a dense layer's attention is its successor's
-        layers = spec.num_layers / spec.L
-        rest = (before_experts(found, sampled) * layers + more) * spec.L + head + head_token
-        machine = replace(machine, other=(base * layers + more, token), head=(head, head_token))
-    sizes = Sizes(found.full, aligned(e), aligned(sm)) if sm else Sizes(found.full, 0, 0, True)
-    return Costs(machine, sizes, e + sm, rest, found.others or 0.0)
+def without_experts(found: Profile, model: Model) -> float:
+    """Seconds of a model's token without any experts where all are in memory: as in a sample, and
+    bytes of what a sample has not."""
+    spec, sample = model.spec, sample_spec(model.spec)
+    attention = 4 * spec.H * sample.head_dim * (sample.heads + sample.kv_heads)
+    head = max(spec.vocab - sample.vocab, 0) * spec.H * 2
+    more = max(model.dense - spec.num_layers * attention - spec.vocab * spec.H * 2, 0)
+    rate = 1e9 * here(model.folder)["memory_bandwidth_gbs"]
+    # a dense layer's attention is its successor's
+    layers = before_experts(found, sample) * spec.num_layers
+    return layers + sum(found.machine.head) + (more + head) / rate
 
 
-def sample_costs(model: Model, forms: list[str], look: Look | None = None) -> CostsOf:
-    """What each of `forms` costs here, measured; None for experts as they are of which no sample can
-    be made.
-
-    look : at the model itself, as it is; what is not of an expert took so long in that run, in
-    every form."""
-    stored = {form: form for form in forms}
-    if AS_IS in stored:
-        own = model.stored if model.stored not in (None, "raw") else STORED.get(model.spec.dtype)
-        stored[AS_IS] = own
-    profiles = measured(model, list(dict.fromkeys(filter(None, stored.values()))))
-    sampled = {form: costs(profiles[of], model, False) for form, of in stored.items() if of}
-    if look is None:
-        return sampled.get
-    itself = costs(look.itself, model, True)
-    seen = itself.machine  # its head, and more layers than a sample has
-    known = {
-        form: replace(
-            found,
-            machine=replace(found.machine, predict=seen.predict, other=seen.other, head=seen.head),
-        )
-        for form, found in sampled.items()
-    }
-    rest = sampled[AS_IS].rest if AS_IS in sampled else None
-    return (known | {AS_IS: replace(itself, rest=rest)}).get
+def sample_costs(model: Model, look: Look) -> dict[str, Costs]:
+    """What each form costs here: its experts by a sample, or as they are by the look at the model,
+    which tells of every form what is not of an expert."""
+    forms = model.forms()
+    samples = measured(model, ["raw" if form == AS_IS else form for form in forms])
+    found = {}
+    for form, sample in zip(forms, samples.values()):
+        own = look.itself if form == AS_IS else sample
+        delays = replace(own.machine.delays, experts_bytes=())
+        machine = replace(look.itself.machine, delays=delays)
+        found[form] = Costs(machine, own.full, without_experts(sample, model))
+    return found

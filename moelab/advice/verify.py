@@ -17,15 +17,15 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 from moelab.advice.kept import Kept
-from moelab.advice.model import AS_IS, Model
+from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
 from moelab.base.progress import progress
@@ -75,7 +75,7 @@ def run(
     loss: bool = False,
     look: bool = False,
 ) -> Record:
-    """One way, here and now: open the model as `options_of` says, give it the tokens of `batch`
+    """One way, here and now: open the model as `options` say, give it the tokens of `batch`
     sequences; text, where the model has a tokenizer, or else random ones.
 
     loss : also score `WINDOWS` windows of text.    look : also profile the model; if it is offloaded,
@@ -89,11 +89,9 @@ def run(
     from moelab.advice import sample
     from moelab.api import open_model
     from moelab.bench.implant import tokens_of
-    from moelab.cache.pools import Pools
     from moelab.evaluation import scores
 
-    plan = {"plan": Pools(*options["plan"])} if "plan" in options else {}
-    with open_model(source, **dict(options) | plan) as lm:
+    with open_model(source, **options) as lm:
         size = batch, PROMPT + WARM + TIMED
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(3, lm.config.vocab_size, size, generator=draw)
@@ -163,13 +161,6 @@ def fresh(source: str, options: Mapping[str, Any], memory: int, **how: Any) -> R
         return in_process(("-m", "moelab.advice.verify", task), memory + SPARE, timeout=TIMEOUT)
 
 
-def options_of(way: Way, model: Model) -> Record:
-    """What `open_model` takes to run a way, as plain values."""
-    if way.resident and way.form == AS_IS and model.stored is None:
-        return {"executor": "fast"}
-    return way.options | ({"plan": [*astuple(way.pools)]} if way.pools else {})
-
-
 def stored(model: Model, form: str, seconds: float = math.inf) -> str:
     """What opens the model in a form; it is converted if that was not done before. TimeoutError as
     `convert`."""
@@ -195,13 +186,11 @@ def verify(asked: Question, ways: Sequence[Way], kept: Kept) -> list[str]:
     windows: dict[str, list[float]] = {}
     queue = sorted(ways, key=lambda way: not way.lossless) + [*ways]
     end = time.monotonic() + SECONDS
-    longest = 0.0
     try:
         for way in progress(queue, "running the best (Ctrl-C stops)", unit="runs"):
             if way.name in failed:
                 continue
-            left = end - longest - time.monotonic()
-            if left < 0:
+            if (left := end - time.monotonic()) < 0:
                 failed["the rest"] = (
                     f"not run, as {SECONDS:.0f} s were over; the next --verify goes on"
                 )
@@ -209,34 +198,29 @@ def verify(asked: Question, ways: Sequence[Way], kept: Kept) -> list[str]:
             loss = asked.loss > 0 and way.form not in windows
             try:
                 source = stored(asked.model, way.form, left)
-                start = time.monotonic()
-                options = options_of(way, asked.model)
+                options = way.options(asked.model.stored)
                 found = fresh(source, options, asked.memory, batch=asked.batch, loss=loss)
-                longest = max(longest, time.monotonic() - start)
             except (RuntimeError, OSError, ValueError) as error:
                 failed[way.name] = str(error)
                 continue
-            if loss and found["loss"]:
+            lost = None
+            if found["loss"]:
                 windows[way.form] = found["loss"]
-            kept.add(way, asked.batch, found, relative(windows, way, ways) if loss else None)
+                base = next((windows[of] for of in LOSSLESS if of in windows), None)
+                lost = relative(base, found["loss"]) if base and not way.lossless else None
+            kept.add(way, asked.batch, found, lost)
     except KeyboardInterrupt:
         failed["the rest"] = "stopped"
     return [f"{name}: {why}" for name, why in failed.items()]
 
 
-def relative(
-    windows: Mapping[str, Sequence[float]], way: Way, ways: Iterable[Way]
-) -> list[float] | None:
-    """[mean, error] of a form's loss against that of a lossless one, paired by window; None without
-    either."""
+def relative(base: Sequence[float], other: Sequence[float]) -> list[float]:
+    """[mean, error] of a form's loss against that of a lossless one, paired by window."""
     import numpy as np
 
     from moelab.evaluation.accuracy import paired
 
-    base = next((windows[one.form] for one in ways if one.lossless and one.form in windows), None)
-    if base is None or way.form not in windows or way.lossless:
-        return None
-    row = paired(np.array(base), np.array(windows[way.form]))
+    row = paired(np.array(base), np.array(other))
     return [row["relative"] / 100, row["relative error"] / 100]
 
 

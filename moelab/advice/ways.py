@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
+from moelab.advice.model import AS_IS
 from moelab.base.records import Record
 from moelab.base.table import duration, percent, plain, size
 from moelab.cache.policies import DEFAULT_POLICY
@@ -35,13 +35,12 @@ class Way:
     budget: int
     memory: int
     hit_rate: float = 0.0
-    tpot: float = math.inf
-    ttft: float = math.inf
+    tpot: float = 0.0
+    ttft: float = 0.0
     limited_by: str = ""
     written: int = 0
     cache: str = DEFAULT_POLICY
     prefetch: str | None = None
-    pools: Any = None
     kind: str = "modelled"
     between: tuple[float, float] | None = None
     predicted: float | None = None
@@ -68,14 +67,16 @@ class Way:
             return plain
         return plain | {"cache": self.cache, "prefetch": self.prefetch, "workers": 1}
 
-    @property
-    def options(self) -> Record:
-        """What `open_model` takes to run it, but for its pools."""
-        options = {"memory": "100%", "executor": "fast"}
+    def options(self, stored: str | None) -> Record:
+        """What `open_model` takes to run it, of a model that is stored in this form (None: as
+        it was published, which needs no memory of its own to be whole)."""
+        options = {"executor": "fast"}
         if self.resident:
-            return options
+            return (
+                options if self.form == AS_IS and stored is None else {"memory": "100%"} | options
+            )
         unit, of = ("MB", 10**6) if self.budget >= 10**8 else ("kB", 10**3)
-        options["memory"] = f"{self.budget // of}{unit}"
+        options = {"memory": f"{self.budget // of}{unit}"} | options
         return options | {"cache": self.cache, "prefetch": self.prefetch or "none"}
 
     @property

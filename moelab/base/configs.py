@@ -168,7 +168,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
 
     Raises ValueError: the config is dense, lacks a fact, has layers that differ, or is quantised in
     a way unknown here."""
-    outer, config = config, _language_model(config)
+    outer, config = config, language_model(config)
     model_type = config.model_type
     name = name or getattr(outer, "_name_or_path", None) or model_type
     if reason := REFUSED.get(model_type) or REFUSED.get(outer.model_type):
@@ -221,10 +221,10 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
     )
 
 
-def _language_model(config: Any) -> Any:
+def language_model(config: Any) -> Any:
     """The config of the language model in a multimodal one."""
     inner = next(filter(None, (getattr(config, key, None) for key in NESTED)), None)
-    return config if inner is None else _language_model(inner)
+    return config if inner is None else language_model(inner)
 
 
 def _find(config: Any, fact: str) -> Any:

@@ -17,7 +17,6 @@ import numpy as np
 
 from moelab.base.schema import Count, Must, Size
 from moelab.base.specs import DeviceSpec, ExpertKey, MoESpec
-from moelab.store.codecs import shard_count
 
 #: nothing that is measured takes longer
 HOUR = 3600.0
@@ -167,6 +166,8 @@ def delays_of(
 
     Raises ValueError: figures are missing, or the model is not in bf16.
     """
+    from moelab.store.codecs import shard_count  # which loads torch
+
     if spec.dtype != "bfloat16":
         raise ValueError(
             f"{spec.name} is stored in {spec.dtype}; exponents are split off bfloat16 only. "

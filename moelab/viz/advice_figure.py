@@ -6,7 +6,7 @@ import numpy as np
 from plotly.graph_objects import Figure
 
 from moelab.advice.answer import Advice
-from moelab.advice.model import AS_IS, DECODED, FORMS
+from moelab.advice.model import AS_IS, FORMS
 from moelab.advice.ways import Way
 from moelab.base.table import duration, size, unit_of
 from moelab.viz import theme
@@ -14,7 +14,7 @@ from moelab.viz.charts import ROUND, add_points, finish
 from moelab.viz.notebook import say, show, table
 
 #: forms in the order of their colours and symbols
-SERIES = [AS_IS, DECODED, *FORMS]
+SERIES = [AS_IS, *FORMS]
 
 
 def pareto(advice: Advice) -> Figure:

@@ -30,10 +30,10 @@ from moelab.advice.model import find_model
 from moelab.advice.question import Question
 from moelab.advice.sample import sample_costs
 from moelab.advice.simulated import chosen, identity_of, looked
-from moelab.advice.space import PROMPT, TIMED, WARM, Costs, CostsOf, Look, Search, forms_of
-from moelab.advice.verify import options_of, stored
+from moelab.advice.space import Costs, Look, Search
 from moelab.advice.verify import run as run_way
-from moelab.advice.ways import Way
+from moelab.advice.verify import stored
+from moelab.advice.ways import PROMPT, TIMED, WARM, Way
 from moelab.base.arguments import number, several, whole
 from moelab.base.files import load_json, write_json
 from moelab.base.progress import progress
@@ -85,7 +85,7 @@ def measured(
             source = stored(asked.model, way.form)
             drop_cached(Path(source))
             slow = {} if way.resident else {"bandwidth": rate}
-            ran = run_way(source, options_of(way, asked.model) | slow)
+            ran = run_way(source, way.options(asked.model.stored) | slow)
         except (RuntimeError, ValueError, OSError) as error:
             known[key] = str(error)
             continue
@@ -99,7 +99,7 @@ def settings(
     asked: Question,
     title: str,
     look: Look,
-    costs_of: CostsOf,
+    costs: dict[str, Costs],
     rate: float,
     rounds: int,
     known: Times,
@@ -108,7 +108,7 @@ def settings(
     kept = Kept(identity_of(asked.model))
     tried: dict[str, list[Way]] = {}
     for name, loss in LOSSES.items():
-        search = Search(replace(asked, loss=loss), costs_of, look.seen, kept, SEARCH)
+        search = Search(replace(asked, loss=loss), costs, look.seen, kept, SEARCH)
         tried[name] = chosen(search)
     every = list(dict.fromkeys(way for ways in tried.values() for way in ways))
     found, busy = watched(lambda: measured(asked, every, rate, rounds, known, title))
@@ -185,8 +185,8 @@ def run(
                 if f"{title}, {[*LOSSES][-1]}" in rows:
                     continue
                 folder = place / spec.name
-                look, costs_of = prepared(spec, folder, 1e6 * rate)
-                how = look, costs_of, 1e6 * rate, rounds, known[spec.name]
+                look, costs = prepared(spec, folder, 1e6 * rate)
+                how = look, costs, 1e6 * rate, rounds, known[spec.name]
                 rows |= settings(asked_of(folder, budget), title, *how)
                 write_json(done, {"format": FORMAT, "of": made_by(rounds), "rows": rows})
         except KeyboardInterrupt:  # it takes minutes: what is done is kept
@@ -208,21 +208,17 @@ def resumed(file: Path, rounds: int) -> Records:
     return {}
 
 
-def reading(costs_of: CostsOf, change: Callable[[float, float], float]) -> CostsOf:
+def reading(costs: dict[str, Costs], change: Callable[[float, float], float]) -> dict[str, Costs]:
     """The same costs but for reads, whose seconds, of so many bytes, are changed."""
-
-    def changed(form: str) -> Costs | None:
-        if (costs := costs_of(form)) is None:
-            return None
-        d = costs.machine.delays
-        e, sm = change(d.e_read, d.e_bytes), change(d.sm_read, d.sm_bytes)
-        delays = replace(d, e_read=e, sm_read=sm)
-        return replace(costs, machine=replace(costs.machine, delays=delays))
-
-    return changed
+    found = {}
+    for form, own in costs.items():
+        d = own.machine.delays
+        delays = replace(d, e_read=change(d.e_read, d.e_bytes))
+        found[form] = replace(own, machine=replace(own.machine, delays=delays))
+    return found
 
 
-def prepared(spec: MoESpec, folder: Path, rate: float) -> tuple[Look, CostsOf]:
+def prepared(spec: MoESpec, folder: Path, rate: float) -> tuple[Look, dict[str, Costs]]:
     """How a family's model, written if it is not there, ran with half of its experts in memory, and
     what its experts cost in every form, where so many bytes a second are read."""
     from moelab.bench.synthesize import synthesize
@@ -236,10 +232,9 @@ def prepared(spec: MoESpec, folder: Path, rate: float) -> tuple[Look, CostsOf]:
     late = look.ran["late"]  # by so much does a throttled read wake up too late
 
     def throttled(seconds: float, nbytes: float) -> float:
-        return max(seconds, nbytes and nbytes / rate + late)
+        return max(seconds, nbytes / rate + late)
 
-    own = sample_costs(asked.model, forms_of(asked.model), look)
-    return look, reading(own, throttled)
+    return look, reading(sample_costs(asked.model, look), throttled)
 
 
 MEASURES = (*ENGINE, "moelab/advice", "moelab/simulation")

@@ -24,7 +24,7 @@ def small_samples(monkeypatch):
 @pytest.fixture
 def in_this_process(small_samples, monkeypatch):
     """What is measured while other tests keep the machine busy is not measured again."""
-    monkeypatch.setattr(sample, "DISTURBED", math.inf)
+    monkeypatch.setattr(machine, "DISTURBED", math.inf)
     monkeypatch.setattr(verify, "LOOKED", 0.0)
     monkeypatch.setattr(
         verify,

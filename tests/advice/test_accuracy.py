@@ -2,8 +2,7 @@
 
 import pytest
 
-from moelab.advice import space
-from moelab.advice.model import AS_IS
+from moelab.advice.model import AS_IS, Model
 from moelab.base.specs import MoESpec
 from notebooks.studies import advise as accuracy
 from tests.depth import depth
@@ -15,8 +14,7 @@ SPEC = MoESpec(
 
 @pytest.mark.stress
 def test_settings_are_advised_and_run(in_this_process, tmp_path, monkeypatch):
-    for module in (space, accuracy):
-        monkeypatch.setattr(module, "forms_of", lambda model: [AS_IS, "bf12"])
+    monkeypatch.setattr(Model, "forms", lambda model: [AS_IS, "bf12"])
     specs = depth((SPEC,), (SPEC, SPEC))
     monkeypatch.setattr(accuracy, "load_model", lambda name: SPEC)
     found = accuracy.run((0.4,), (50, 100), folder=tmp_path, quick=True, specs=specs)

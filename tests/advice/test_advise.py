@@ -158,6 +158,7 @@ def offline(*_, **__):
         ({"device": "trn2"}, "moelab neuron plan Qwen3-30B-A3B"),
         ({"model": "no/such/folder"}, "no checkpoint folder"),
         ({"model": "some-where/else"}, "cannot be had"),
+        ({"verify": True}, "only a model whose weights are here"),
     ],
 )
 def test_bad_input(options, words, monkeypatch):
@@ -203,7 +204,7 @@ def test_what_a_cache_finds_is_what_the_policy_finds_of_the_tokens():
         assert low == pytest.approx(min(rates) - own.margin)
         assert high == pytest.approx(min(max(rates) + own.margin, 1))
     assert own.found(0) == (0, 0, 0) and own.found(1) == (1, 1, 1)
-    middles = [own.found(share).middle for share in (0, *SHARES, 1)]
+    middles = [own.found(share)[1] for share in (0, *SHARES, 1)]
     assert middles == sorted(middles)
 
 
@@ -265,6 +266,7 @@ def test_a_quiet_machine_is_measured_once_and_a_busy_one_again(tmp_path, monkeyp
         )
 
     monkeypatch.setattr(machine, "watched", fake)
+    monkeypatch.setattr(machine, "why_busy", lambda: None)
     found = [machine.here(tmp_path) for _ in range(5)]
     assert [tuple(of[name] for name in names) for of in found] == [
         (1, 9),

@@ -153,9 +153,14 @@ def test_what_does_not_fit_is_said(fewer, capsys):
         (["OLMoE-1B-7"], "OLMoE-1B-7B"),
         (["OLMoE-1B-7B", "--gpu", "m2-max"], "link_bandwidth_gbs"),
         (["OLMoE-1B-7B", "--dimm", "rtx-5080"], "multipliers_count"),
-        (["OLMoE-1B-7B", "--trace", "x.npz", "--calibration", "y"], "no calibration"),
     ],
 )
 def test_what_it_refuses(given, says, fewer, capsys):
     status, said = run(capsys, *given, *TOKENS)
     assert status == 2 and says in said.err
+
+
+def test_a_trace_or_a_calibration(capsys):
+    with pytest.raises(SystemExit):
+        main(["ndp", "--trace", "x.npz", "--calibration", "y"])
+    assert "not allowed with" in capsys.readouterr().err
