@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.package import coremltools, read_package
+from moelab.ane.coreml.package import coremltools
 from moelab.base.files import atomic
 from moelab.base.records import Record
 
@@ -116,12 +116,13 @@ def examine(package: Path, checksum: str) -> Record:
     """Load a package and predict once: {"placed": as of `placements`, "difference": the largest
     relative RMS difference of an output from the evaluator's in fp16, None for no number}."""
     rng, runner = np.random.default_rng(0), CoreMLRunner(package, checksum)
+    evaluate = Evaluator(package, "fp16")
     inputs = {
-        value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
-        for value in read_package(package).function().inputs
+        name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
+        for name, value in evaluate.package.function.inputs.items()
     }
     outputs, off = runner(inputs), 0.0
-    for name, wanted in Evaluator(package, mode="fp16")(inputs).items():
+    for name, wanted in evaluate(inputs).items():
         error = (outputs[name].double() - wanted.double()).square().mean()
         off = max(
             off, float((error / wanted.double().square().mean()).sqrt().nan_to_num(torch.inf))

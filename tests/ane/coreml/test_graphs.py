@@ -35,7 +35,7 @@ from moelab.ane.coreml.ffn_graph import (
     save_program,
     unpack,
 )
-from moelab.ane.coreml.package import coremltools, read_package
+from moelab.ane.coreml.package import constant, coremltools, read_package
 from moelab.models import compat
 from tests.experts import toy
 from tests.models import tiny
@@ -112,25 +112,23 @@ def test_group_equals_torch_in_double_precision_and_nearly_in_fp16(
     G, C, activation, gated, biased, tmp_path
 ):
     experts, x = make_experts(G, gated, biased), make_slots(G * C)
-    package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, C, activation))
+    path = save_ffn(tmp_path / "g.mlpackage", experts, C, activation)
     expected = torch.cat([oracle(e, rows, activation) for e, rows in zip(experts, x.split(C))])
-    y = unpack(Evaluator(package)({"x": pack(x)})["y"])
+    y = unpack(Evaluator(path)({"x": pack(x)})["y"])
     assert torch.equal(y, expected) and torch.equal(unpack(pack(x)), x)
-    fp16 = Evaluator(package, mode="fp16")
+    fp16 = Evaluator(path, mode="fp16")
     assert 0 < relative_rms(unpack(fp16({"x": pack(x)})["y"]).double(), expected) < 1e-3
-    assert package.weight_bytes >= 2 * sum(a.size for e in experts for a in (e.up, e.down))
+    assert read_package(path).weight_bytes >= 2 * sum(
+        a.size for e in experts for a in (e.up, e.down)
+    )
 
 
 @pytest.mark.parametrize("weights, levels", [("int8", 255)])
 def test_compressed_weights(weights, levels, tmp_path):
     experts, x = make_experts(2), make_slots(32)
-    package = read_package(save_ffn(tmp_path / "g.mlpackage", experts, 16, weights=weights))
-    stored = {
-        op.inputs["weight"]: package.function().constant(op, "weight")
-        for op in package.function().ops
-        if op.type == "conv"
-    }
-    kept = [a[:, :, 0, 0] for a in stored.values()]
+    path = save_ffn(tmp_path / "g.mlpackage", experts, 16, weights=weights)
+    stored = [op.inputs["weight"] for op in read_package(path).ops if op.op_type == "conv"]
+    kept = [constant(value)[:, :, 0, 0] for value in stored]
     made = [
         Expert(*matrices) for matrices in ((kept[0], kept[2], kept[1]), (kept[3], kept[5], kept[4]))
     ]
@@ -143,11 +141,11 @@ def test_compressed_weights(weights, levels, tmp_path):
                 step = np.abs(was).max(1, keepdims=True) / 127
                 assert (np.abs(now - was) <= 0.51 * step + 1e-3 * np.abs(was).max()).all()
             assert len(np.unique(now)) <= levels * (len(now) if weights == "int8" else 1)
-    y = unpack(Evaluator(package)({"x": pack(x)})["y"])
+    y = unpack(Evaluator(path)({"x": pack(x)})["y"])
     assert torch.equal(
         y, torch.cat([oracle(e, rows, "silu") for e, rows in zip(made, x.split(16))])
     )
-    assert package.weight_bytes < 0.7 * 2 * 6 * H * I
+    assert read_package(path).weight_bytes < 0.7 * 2 * 6 * H * I
 
 
 def test_what_has_no_graph_is_refused(tmp_path):
@@ -262,9 +260,7 @@ def test_attention_over_four_chunks(name, changes, tmp_path):
     config, attention, model = attention_case(name, **changes)
     shape, T = attention_shape(config, 16, 64), 60  # the last chunk is short
     weights = dict(attention.named_parameters())
-    package = read_package(
-        save_program(tmp_path / "a.mlpackage", attention_program(shape, weights))
-    )
+    path = save_program(tmp_path / "a.mlpackage", attention_program(shape, weights))
     x = torch.randn(T, shape.hidden, generator=torch.Generator().manual_seed(1)).half().double()
     with torch.no_grad():
         cos, sin = (t[0].double() for t in model.model.rotary_emb(x[None], torch.arange(T)[None]))
@@ -278,9 +274,9 @@ def test_attention_over_four_chunks(name, changes, tmp_path):
     torch.testing.assert_close(
         expected, theirs.double(), atol=1e-4, rtol=1e-4
     )  # the oracle is theirs, in fp64
-    y = in_chunks(Evaluator(package), shape, x, cos, sin)
+    y = in_chunks(Evaluator(path), shape, x, cos, sin)
     assert float((y - expected).abs().max()) < 1e-12
-    fp16 = Evaluator(package, mode="fp16")
+    fp16 = Evaluator(path, mode="fp16")
     assert relative_rms(in_chunks(fp16, shape, x, cos, sin), expected) < 1e-3
 
 
