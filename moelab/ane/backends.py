@@ -158,16 +158,10 @@ def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tenso
     """transformers' cache of one layer in a graph's fixed shape: keys, values (1, KV, D, P), how
     many are filled.
 
-    Raises ValueError: more tokens than the graph's context holds, or a cache that has dropped some.
-    """
+    ValueError: a cache that has dropped some."""
     k, v = torch.zeros(2, *graph.shape.cache, dtype=getattr(graph.run, "dtype", torch.float32))
     length = 0 if cache is None else cache.get_seq_length(layer)
-    if length > graph.shape.context:
-        raise ValueError(
-            f"{length} tokens are in the cache, and this attention was converted for a context of "
-            f"{graph.shape.context}: convert it for a longer one"
-        )
-    if length:
+    if 0 < length <= graph.shape.context:  # more is refused with the chunk's tokens
         keys, values = cache.layers[layer].keys, cache.layers[layer].values  # [1, KV, length, D]
         if keys.shape[2] != length:
             raise ValueError(

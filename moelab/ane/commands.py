@@ -28,7 +28,6 @@ from moelab.ane.coreml.ffn_graph import WEIGHTS
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.predict import DeviceModel, beside
 from moelab.ane.systems import SYSTEMS
-from moelab.base import registry
 from moelab.base.arguments import number, one_of, output, several, whole
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
@@ -38,6 +37,7 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.simulation.routing import routing_of
 from moelab.static.tiers import RULES
 from moelab.trace import PREFILL
+from moelab.trace.foreign import model_of
 
 MB = 1e6
 #: an option of `make_plan`, of the command line and of `moelab evaluate --modes npumoe`:
@@ -149,14 +149,10 @@ def plan(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace) -> int:
     from moelab.ane.coreml.convert import convert_model
 
-    model = _model(args)
-    if args.plan is None:
-        spec = Checkpoint.at(model).spec
-        made = planned(spec, counted(spec), {})
-    else:
-        made = ANEPlan.load(args.plan)
-    how = {"context": args.context, "weights": args.weights}
-    converted = convert_model(model, args.destination, made, **how)
+    checkpoint = Checkpoint.at(None if args.model == "small" else args.model)
+    spec, how = checkpoint.spec, {"context": args.context, "weights": args.weights}
+    made = ANEPlan.load(args.plan) if args.plan else planned(spec, counted(spec), {})
+    converted = convert_model(checkpoint, args.destination, made, **how)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
     print(
@@ -209,28 +205,13 @@ def doctor(args: argparse.Namespace) -> int:
     return max(status, int(any(checkup.complaints for checkup in checkups)))
 
 
-def _model(args: argparse.Namespace) -> str | None:
-    return None if args.model == "small" else args.model
-
-
 def _source(args: argparse.Namespace) -> tuple[MoESpec, Record]:
     """(spec, what `make_plan` is told) of a card or, without reading its weights, of a
     checkpoint."""
-    name, found, model_id = _model(args), args.calibration, None
-    calibration = None if found is None else Calibration.load(found)
-    if card := registry.like("model", name):
-        spec = cards.load_model(card)
-    else:
-        try:
-            checkpoint = Checkpoint.at(name)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{error}.{registry.near(name, cards.MODELS)} Model cards are: "
-                f"{', '.join(cards.MODELS)}"
-            ) from None
-        spec, model_id = checkpoint.spec, None if found is None else checkpoint.identity
+    spec, identity = model_of(args.model)
+    calibration = None if args.calibration is None else Calibration.load(args.calibration)
     if calibration is not None:  # a card has geometry, but no routers
-        calibration.require(calibration.model_id if model_id is None else model_id, spec)
+        calibration.require(calibration.model_id if cards.card_of(args.model) else identity, spec)
     return spec, counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
 
 

@@ -70,6 +70,11 @@ class LayerPlan:
         """The layer's groups that run on a unit."""
         return tuple(group for group in self.groups if group.unit == unit)
 
+    @property
+    def cold(self) -> list[int]:
+        """The experts on the CPU."""
+        return [e for group in self.on("cpu") for e in group.experts]
+
 
 @dataclass(frozen=True)
 class ANEPlan:
@@ -124,7 +129,7 @@ class ANEPlan:
         spec, moe = self.spec, {layer: at for at, layer in enumerate(self.spec.moe_layers)}
         # attention of a layer without experts is as of the first that has some
         attention = [self.layers[moe.get(layer, 0)].attention for layer in range(spec.num_layers)]
-        cold = sum(len(group.experts) for layer in self.layers for group in layer.on("cpu"))
+        cold = sum(len(layer.cold) for layer in self.layers)
         return {
             "packages": sum(group.weight_bytes for group in self.graphs)
             + 2 * attention_params(spec) * attention.count("ane"),
@@ -185,7 +190,7 @@ class ANEPlan:
                     "experts × tier": " ".join(tiers),
                     "ANE graphs (G×C)": " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs)
                     or "–",
-                    "CPU experts": sum(len(g.experts) for g in layer.on("cpu")),
+                    "CPU experts": len(layer.cold),
                     "ANE rows": sum(g.slots for g in graphs),
                     "largest graph, MB": max((g.weight_bytes for g in graphs), default=0) / 1e6,
                 }
@@ -349,19 +354,3 @@ class Account(Tally):
 
     def __add__(self, other: Account) -> Account:
         return Account(*map(add, vars(self).values(), vars(other).values()))
-
-
-def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
-    """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
-    loads = np.asarray(loads)
-    if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
-        raise ValueError(
-            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
-            f"{plan.spec.E} experts"
-        )
-    if loads.max() > plan.chunk:
-        raise ValueError(
-            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
-            "loads for it"
-        )
-    return loads

@@ -229,8 +229,8 @@ def attention_inputs(
     S = shape.chunk
     if not 0 < n <= S or start + n > shape.context:
         raise ValueError(
-            f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "
-            f"{shape.context}"
+            f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context that "
+            f"this attention was converted for {shape.context}: convert it for a longer one"
         )
 
     def filled(rows: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from moelab.ane.coreml.ffn_graph import (
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import why_no_graph
-from moelab.base.files import vacant
+from moelab.base.files import vacant, write_json
 from moelab.base.journal import Journal
 from moelab.base.progress import progress
 from moelab.base.records import Record
@@ -60,7 +60,7 @@ TOLERANCE, CLAMPED_TOLERANCE, COMPRESSED_TOLERANCE = 1e-12, 1e-3, 0.5
 
 
 def convert_model(
-    model: str | Path | None,
+    model: str | Path | Checkpoint | None,
     destination: str | Path,
     plan: ANEPlan,
     *,
@@ -275,9 +275,7 @@ class Work:
 
     def publish(self, manifest: Record, destination: Path) -> Path:
         """Write the manifest and give the folder its name."""
-        (self.folder / MANIFEST).write_text(
-            json.dumps(sealed(manifest), indent=1), encoding="utf-8"
-        )
+        write_json(self.folder / MANIFEST, sealed(manifest))
         shutil.rmtree(self.building, ignore_errors=True)
         self.journal.remove()
         os.rename(self.folder, destination)

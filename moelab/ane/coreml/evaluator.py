@@ -57,10 +57,6 @@ def _matmul(x: Tensor, y: Tensor, transpose_x: Any = False, transpose_y: Any = F
     return torch.matmul(x.contiguous(), y.contiguous())
 
 
-def _split(x: Tensor, axis: Any, num_splits: Any) -> list[Tensor]:
-    return [part.contiguous() for part in x.chunk(int(num_splits), int(axis))]
-
-
 #: mode of the operation gelu → what torch calls it
 GELU = {"EXACT": "none", "TANH_APPROXIMATION": "tanh"}
 
@@ -76,7 +72,7 @@ def _concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
 OPS: dict[str, Callable[..., Any]] = {
     "conv": _conv,
     "matmul": _matmul,
-    "split": _split,
+    "split": lambda x, axis, num_splits: list(x.chunk(int(num_splits), int(axis))),
     "gelu": lambda x, mode="EXACT": F.gelu(x, approximate=GELU[mode]),
     "concat": _concat,
     "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.ane.coreml.package import coremltools, quiet
-from moelab.base.registry import require
 
 #: weight formats → bits a weight
 WEIGHTS = {"fp16": 16, "int8": 8}
@@ -129,9 +128,6 @@ def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "sil
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    require("activation", activation, (*ACTIVATIONS, "clamped"))
-    if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
-        raise ValueError("a group needs at least one expert, and all of them of one shape")
     G = len(experts)
     spec = mb.TensorSpec(shape=(1, experts[0].up.shape[1], 1, G * capacity), dtype=types.fp16)
 
@@ -213,7 +209,6 @@ def save_program(
 ) -> Path:
     """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing
     in our graphs."""
-    require("weights", weights, WEIGHTS)
     ct = coremltools()
     path = Path(path).absolute()
     import coremltools.optimize.coreml as cto

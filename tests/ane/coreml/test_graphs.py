@@ -149,12 +149,6 @@ def test_compressed_weights(weights, levels, tmp_path):
 
 
 def test_what_has_no_graph_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="one shape"):
-        save_ffn(tmp_path / "g.mlpackage", [], 16)
-    with pytest.raises(ValueError, match="activation"):
-        save_ffn(tmp_path / "g.mlpackage", make_experts(1), 16, "mish")
-    with pytest.raises(ValueError, match="weights"):
-        save_ffn(tmp_path / "g.mlpackage", make_experts(1), 16, weights="int4")
     with pytest.raises(ValueError, match="65504"):
         half(torch.tensor([1e5]))
     assert not list(tmp_path.iterdir())

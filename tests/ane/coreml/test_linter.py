@@ -123,7 +123,7 @@ def clean_graph(tmp_path_factory):
 
 
 def test_what_is_too_large(clean_graph, monkeypatch):
-    for size, rules in ((1.2e9, set()), (1.4e9, {"weight-size"}), (2.2e9, {"weight-limit"})):
+    for size, rules in ((1.2e9, set()), (1.4e9, {"weight-size"}), (2.2e9, {"weight-size"})):
         large = clean_graph._replace(weight_bytes=int(size))
         monkeypatch.setattr(linter, "read_package", lambda _, large=large: large)
         found = lint("large").findings
