@@ -16,7 +16,6 @@ from coremltools.converters.mil.mil import types
 
 from moelab.ane.coreml import attention_graph
 from moelab.ane.coreml.attention_graph import (
-    AttentionGraph,
     attention_inputs,
     attention_program,
     attention_shape,
@@ -43,7 +42,7 @@ from tests.models import tiny
 H, I = 32, 48
 
 
-def make_experts(G, gated=True, biased=False, seed=0):
+def make_experts(G, biased=False, seed=0):
     rng = torch.Generator().manual_seed(seed)
 
     def random(*shape):
@@ -53,10 +52,10 @@ def make_experts(G, gated=True, biased=False, seed=0):
         Expert(
             random(I, H),
             random(H, I),
-            random(I, H) if gated else None,
+            random(I, H),
             random(I) if biased else None,
             random(H) if biased else None,
-            random(I) if biased and gated else None,
+            random(I) if biased else None,
         )
         for _ in range(G)
     ]
@@ -77,13 +76,10 @@ def oracle(expert, x, activation):
 
     act = {
         "silu": F.silu,
-        "relu": F.relu,
         "gelu": F.gelu,
         "gelu_tanh": lambda v: F.gelu(v, approximate="tanh"),
     }
     up = linear(x, expert.up, expert.up_bias)
-    if expert.gate is None:
-        return linear(act[activation](up), expert.down, expert.down_bias)
     gate = linear(x, expert.gate, expert.gate_bias)
     if activation == "clamped":
         slope = float(np.float16(1.702))
@@ -99,19 +95,18 @@ def relative_rms(y, expected):
 
 
 @pytest.mark.parametrize(
-    "G, C, activation, gated, biased",
+    "G, C, activation, biased",
     [
-        (4, 16, "silu", True, False),
-        (1, 32, "gelu", False, True),
-        (1, 16, "relu", False, False),
-        (2, 16, "clamped", True, True),
-        (3, 16, "gelu_tanh", True, True),
+        (4, 16, "silu", False),
+        (1, 32, "gelu", False),
+        (2, 16, "clamped", True),
+        (3, 16, "gelu_tanh", True),
     ],
 )
 def test_group_equals_torch_in_double_precision_and_nearly_in_fp16(
-    G, C, activation, gated, biased, tmp_path
+    G, C, activation, biased, tmp_path
 ):
-    experts, x = make_experts(G, gated, biased), make_slots(G * C)
+    experts, x = make_experts(G, biased), make_slots(G * C)
     path = save_ffn(tmp_path / "g.mlpackage", experts, C, activation)
     expected = torch.cat([oracle(e, rows, activation) for e, rows in zip(experts, x.split(C))])
     y = unpack(Evaluator(path)({"x": pack(x)})["y"])
@@ -155,8 +150,12 @@ def test_what_has_no_graph_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("layout", toy.LAYOUTS)
-def test_experts_of_every_layout_become_plain_matrices(layout):
+def test_gated_experts_of_every_layout_become_plain_matrices(layout):
     experts = toy.make_experts(3, 16, 24, layout)
+    if not experts.has_gate:
+        with pytest.raises(ValueError, match="no gate"):
+            expert_of(experts, experts.weights(0))
+        return
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0)).double()
     activation = activation_of(experts)
     for e in range(3):
@@ -226,17 +225,13 @@ def plain_attention(weights, x, cos, sin, shape):
 
 def in_chunks(evaluate, shape, x, cos, sin):
     """A sequence [T, H] chunk by chunk, with the keys and values of the chunks before."""
-    graph, (keys, values), outs = (
-        AttentionGraph(shape, evaluate),
-        torch.zeros(2, *shape.cache, dtype=x.dtype),
-        [],
-    )
+    (keys, values), outs = torch.zeros(2, *shape.cache, dtype=x.dtype), []
     for start in range(0, len(x), shape.chunk):
         part = slice(start, min(start + shape.chunk, len(x)))
-        y, keys[..., part], values[..., part] = graph(
-            x[part], cos[part], sin[part], keys, values, start
-        )
-        outs.append(y.double())
+        inputs = attention_inputs(shape, x[part], start, cos[part], sin[part])
+        out, n = evaluate(inputs | {"k_past": keys, "v_past": values}), len(x[part])
+        keys[..., part], values[..., part] = out["k_new"][..., :n], out["v_new"][..., :n]
+        outs.append(out["y"][0, :, 0, :n].T.double())
     return torch.cat(outs)
 
 
