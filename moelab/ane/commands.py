@@ -25,7 +25,7 @@ from typing import Any
 
 from moelab import cards
 from moelab.ane.coreml.ffn_graph import WEIGHTS
-from moelab.ane.plan import ANEPlan, make_plan
+from moelab.ane.plan import MAX_GRAPH_MB, ANEPlan, make_plan
 from moelab.ane.predict import DeviceModel, beside
 from moelab.ane.systems import SYSTEMS
 from moelab.base.arguments import number, one_of, output, several, whole
@@ -39,7 +39,6 @@ from moelab.static.tiers import RULES
 from moelab.trace import PREFILL
 from moelab.trace.foreign import model_of
 
-MB = 1e6
 #: an option of `make_plan`, of the command line and of `moelab evaluate --modes npumoe`:
 #: name → (type, metavar, default, help)
 PLANNING = {
@@ -57,7 +56,7 @@ PLANNING = {
     ),
     "min_rows": (number(0), "N", 32, "tokens that a group on the ANE expects of a chunk"),
     "max_graphs": (whole(1), "N", None, "graphs of experts on the ANE, the hottest"),
-    "max_graph_mb": (number(above=0), "MB", None, "weights that one graph holds (1258)"),
+    "max_graph_mb": (number(above=0), "MB", MAX_GRAPH_MB, "weights that one graph holds"),
     "system": (
         one_of(SYSTEMS),
         "NAME",
@@ -126,7 +125,7 @@ def plan(args: argparse.Namespace) -> int:
     spec, source = _source(args)
     device = DeviceModel.of(args.device)
     given = {name: of for name in PLANNING if (of := getattr(args, name)) is not None}
-    plans = {system: planned(spec, source, given | {"system": system}) for system in SYSTEMS}
+    plans = {of: make_plan(spec, **source | given | {"system": of}) for of in SYSTEMS}
     made = plans[args.system or "npumoe"]
     try:
         rows = beside(device, plans, args.prompt, args.new_tokens)
@@ -151,12 +150,12 @@ def convert(args: argparse.Namespace) -> int:
 
     checkpoint = Checkpoint.at(None if args.model == "small" else args.model)
     spec, how = checkpoint.spec, {"context": args.context, "weights": args.weights}
-    made = ANEPlan.load(args.plan) if args.plan else planned(spec, counted(spec), {})
+    made = ANEPlan.load(args.plan) if args.plan else make_plan(spec, **counted(spec))
     converted = convert_model(checkpoint, args.destination, made, **how)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
     print(
-        f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of "
+        f"{converted.folder}: {len(converted.packages)} packages, {size / 1e6:,.1f} MB of "
         f"weights; popularity {made.popularity}\nIn double precision the expert graphs differ from "
         f"torch by at most {worst:.1e} of the largest output"
     )
@@ -227,14 +226,6 @@ def counted(spec: MoESpec, calibration: Calibration | None = None) -> Record:
         "popularity": f"calibrated on {calibration.source or 'prompts'}",
         "model_id": calibration.model_id,
     }
-
-
-def planned(spec: MoESpec, source: Record, given: Record) -> ANEPlan:
-    """A plan by options of `PLANNING`, from what `counted` says."""
-    options = dict(given)
-    if "max_graph_mb" in options:
-        options["max_graph_bytes"] = MB * options.pop("max_graph_mb")
-    return make_plan(spec, **source, **options)
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:

@@ -37,7 +37,7 @@ FORMAT = "moelab.ane.plan/2"
 #: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of
 #: PhiMoE is 150 MB. That is MiB, and eight such experts, Table 5's largest groups, are these bytes
 #: exactly
-MAX_GRAPH_BYTES = 1200 * 2**20
+MAX_GRAPH_MB = 1200 * 2**20 / 1e6
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
 
@@ -218,7 +218,7 @@ def make_plan(
     chunk: int = 256,
     group_size: int = 8,
     *,
-    max_graph_bytes: float = MAX_GRAPH_BYTES,
+    max_graph_mb: float = MAX_GRAPH_MB,
     system: str = "npumoe",
     cold_share: float = 0.1,
     min_rows: float = 32,
@@ -233,7 +233,7 @@ def make_plan(
     counts, tokens : [L, E] routings to each expert of so many tokens (of a `Calibration`, or of
         routing that was drawn: `moelab.simulation.routing`).
     chunk, group_size : B, and G for systems that group.
-    max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
+    max_graph_mb : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
     cold_share, min_rows : the rarest experts that together get at most this share of the routings
         go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
         thresholds are ours).
@@ -252,8 +252,9 @@ def make_plan(
     tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
-    fit = max(int(max_graph_bytes // expert_bytes), 1)
-    experts, attention, problems = _units(spec, how, size, expert_bytes, max_graph_bytes)
+    limit = 1e6 * max_graph_mb
+    fit = max(int(limit // expert_bytes), 1)
+    experts, attention, problems = _units(spec, how, size, expert_bytes, limit)
     least = np.inf if experts == "cpu" else min_rows if how.placement else 0.0
 
     def planned(of: Tiers, row: np.ndarray) -> LayerPlan:

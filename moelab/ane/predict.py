@@ -247,15 +247,11 @@ class DeviceModel:
         if loads is not None:
             means, visited = loads.mean(0), (loads > 0).mean(0)
         attention, experts = Cost(), Cost()
-        once = {
-            unit: self.attention(spec, plan.chunk, prompt, unit)
-            for unit in {of.attention for of in plan.layers}
-        }
         for layer, mean, often in zip(plan.layers, means, visited):
-            attention += once[layer.attention]
+            attention += self.attention(spec, plan.chunk, prompt, layer.attention)
             experts += self.experts(plan, layer, mean, often)
         dense = spec.num_layers - spec.L
-        attention += once[plan.layers[0].attention] * dense
+        attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention) * dense
         experts += self.dense(spec, spec.dense_I, plan.chunk) * dense
         chunks = math.ceil(prompt / plan.chunk)
         parts = (attention, experts, self._host(spec, plan.chunk))

@@ -34,16 +34,14 @@ def _conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    strides: Any = 1,
     pad_type: str = "valid",
-    groups: Any = 1,
     pad: Any = None,
-    dilations: Any = None,
+    **ones: Any,
 ) -> Tensor:
     """A 1×1 convolution [N, Cin, *space] → [N, Cout, *space] as a product over rows of channels, so
     that a result does not depend on the layout. Of one weight a channel, nothing is padded but by
     "custom", and nothing dilated."""
-    sizes = (*weight.shape[2:], *np.ravel(strides), int(groups))
+    sizes = (*weight.shape[2:], *(n for of in ones.values() for n in np.ravel(of)))
     if pad_type not in ("valid", "same", "same_lower") or any(n != 1 for n in sizes):
         raise ValueError("only 1×1 convolutions are, without strides, groups and custom padding")
     last = x.movedim(1, -1)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from moelab.ane.coreml.package import constant, dtype, fixed, read_package
-from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
+from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_MB
 from moelab.base.table import text_table
 
 TINY_MACS = 500_000  # multiply-adds below which a graph is called tiny; ours
@@ -117,8 +117,8 @@ def lint(path: str | Path) -> Report:
     package = read_package(path)
     values = [*package.function.inputs.values()]
     found, size = [*_of_kinds(package.function)], package.weight_bytes
-    if size > MAX_GRAPH_BYTES * 1.01:  # the file aligns its entries
-        limit = f"above {MAX_GRAPH_BYTES / 1e9:.2f} GB it fell back to the CPU on an M2 Ultra"
+    if size > MAX_GRAPH_MB * 1.01e6:  # the file aligns its entries
+        limit = f"above {MAX_GRAPH_MB / 1e3:.2f} GB it fell back to the CPU on an M2 Ultra"
         found.append(("weight-size", "weights", f"{size / 1e9:.2f} GB in one graph; {limit}"))
     for op in package.ops:
         values += op.outputs
