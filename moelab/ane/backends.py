@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moelab.ane.coreml.attention_graph import AttentionGraph, AttentionShape
+from moelab.ane.coreml.attention_graph import AttentionShape, attention_inputs
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import pack, unpack
@@ -33,6 +33,7 @@ from moelab.ane.plan import ANEPlan
 from moelab.base.progress import progress
 from moelab.models.identity import opened_from
 from moelab.models.patches import Patches
+from moelab.offloading.loading import clock
 
 #: makes something that is called like an `Evaluator`, of a package
 Runner = Callable[[Path], Any]
@@ -97,12 +98,12 @@ class ConvertedBackend(Backend):
         self.exact = mode == "double" and runner is None
         runner = runner or partial(Evaluator, mode=mode)
         self._groups: dict[tuple[int, int], Any] = {}  # by MoE layer and number
-        self._attention: dict[int, AttentionGraph] = {}  # by decoder layer
+        self._attention: dict[int, tuple[AttentionShape, Any]] = {}  # by decoder layer
         for entry in progress(converted.layers, "loading", unit="layer"):
             if "file" in entry["attention"]:
                 run = runner(converted.package(entry["attention"]))
                 shape = AttentionShape(**entry["attention_shape"])
-                self._attention[entry["layer"]] = AttentionGraph(shape, run)
+                self._attention[entry["layer"]] = shape, run
             for number, group in enumerate(entry["groups"]):
                 if "file" in group:
                     self._groups[entry["moe"], number] = runner(converted.package(group))
@@ -137,42 +138,28 @@ class ConvertedBackend(Backend):
         past_key_values: Any = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """A forward of the attention of one chunk."""
-        graph, (cos, sin) = self._attention[layer], position_embeddings
-        y, *new = graph(
-            hidden_states[0],
-            cos[0],
-            sin[0],
-            *cached(graph, past_key_values, attention.layer_idx),
-            getattr(attention, "sliding_window", None),
+        """A forward of the attention of one chunk; ValueError: a cache that has dropped tokens."""
+        (shape, run), (cos, sin) = self._attention[layer], position_embeddings
+        x, cache, number = hidden_states[0], past_key_values, attention.layer_idx
+        length = 0 if cache is None else cache.get_seq_length(number)
+        window = getattr(attention, "sliding_window", None)
+        inputs = attention_inputs(shape, x, length, cos[0], sin[0], window)
+        past = torch.zeros(2, *shape.cache, dtype=getattr(run, "dtype", torch.float32))
+        if length:
+            kept = cache.layers[number].keys, cache.layers[number].values  # [1, KV, length, D]
+            if kept[0].shape[2] != length:
+                raise ValueError(
+                    f"the cache of layer {number} holds {kept[0].shape[2]} of {length} tokens (a "
+                    "sliding window); a graph with a fixed-shape cache needs all"
+                )
+            past[..., :length] = torch.stack(kept).mT
+        start = clock()
+        out = run(inputs | {"k_past": past[0], "v_past": past[1]})
+        told(layer, start, clock())
+        y, *new = (
+            of[..., : len(x)].mT.contiguous().to(x.dtype)
+            for of in (out["y"][:, :, 0], out["k_new"], out["v_new"])
         )
-        told(layer, *graph.ran)
-        if past_key_values is not None:
-            past_key_values.update(
-                *(of.mT.to(hidden_states.dtype) for of in new), attention.layer_idx
-            )
-        return y[None].to(hidden_states.dtype), None
-
-
-def cached(graph: AttentionGraph, cache: Any, layer: int) -> tuple[Tensor, Tensor, int]:
-    """transformers' cache of one layer in a graph's fixed shape: keys, values (1, KV, D, P), how
-    many are filled.
-
-    Raises ValueError: more tokens than the graph's context holds, or a cache that has dropped some.
-    """
-    k, v = torch.zeros(2, *graph.shape.cache, dtype=getattr(graph.run, "dtype", torch.float32))
-    length = 0 if cache is None else cache.get_seq_length(layer)
-    if length > graph.shape.context:
-        raise ValueError(
-            f"{length} tokens are in the cache, and this attention was converted for a context of "
-            f"{graph.shape.context}: convert it for a longer one"
-        )
-    if length:
-        keys, values = cache.layers[layer].keys, cache.layers[layer].values  # [1, KV, length, D]
-        if keys.shape[2] != length:
-            raise ValueError(
-                f"the cache of layer {layer} holds {keys.shape[2]} of {length} tokens (a "
-                "sliding window); a graph with a fixed-shape cache needs all"
-            )
-        k[..., :length], v[..., :length] = keys.mT, values.mT
-    return k, v, length
+        if cache is not None:
+            cache.update(*new, number)
+        return y, None

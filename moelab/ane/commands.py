@@ -20,17 +20,14 @@ Exit status: 0, 1 where a check failed, 2 for bad input and for what needs a Mac
 from __future__ import annotations
 
 import argparse
-from argparse import SUPPRESS
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from moelab import cards
 from moelab.ane.coreml.ffn_graph import WEIGHTS
-from moelab.ane.plan import ANEPlan, make_plan
+from moelab.ane.plan import MAX_GRAPH_MB, ANEPlan, make_plan
 from moelab.ane.predict import DeviceModel, beside
 from moelab.ane.systems import SYSTEMS
-from moelab.base import registry
 from moelab.base.arguments import number, one_of, output, several, whole
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
@@ -40,8 +37,8 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.simulation.routing import routing_of
 from moelab.static.tiers import RULES
 from moelab.trace import PREFILL
+from moelab.trace.foreign import model_of
 
-MB = 1e6
 #: an option of `make_plan`, of the command line and of `moelab evaluate --modes npumoe`:
 #: name → (type, metavar, default, help)
 PLANNING = {
@@ -59,7 +56,7 @@ PLANNING = {
     ),
     "min_rows": (number(0), "N", 32, "tokens that a group on the ANE expects of a chunk"),
     "max_graphs": (whole(1), "N", None, "graphs of experts on the ANE, the hottest"),
-    "max_graph_mb": (number(above=0), "MB", 1258, "weights that one graph holds"),
+    "max_graph_mb": (number(above=0), "MB", MAX_GRAPH_MB, "weights that one graph holds"),
     "system": (
         one_of(SYSTEMS),
         "NAME",
@@ -82,6 +79,15 @@ CONVERTED = (Path, "a converted model")
 #: tokens of drawn routing that are counted where there is no calibration
 DRAWN = 4096
 MODEL = "a checkpoint folder, a store or a hub id; 'small' is the shipped model"
+PLAN = {
+    "plan": (
+        Path,
+        "FILE",
+        None,
+        "of `moelab ane plan MODEL --save FILE`; else npumoe's, of routing that is drawn",
+    ),
+    "context": (whole(1), "P", 2048, "positions of the KV cache"),
+}
 COMPARED = {
     "prompts": (whole(1), "N", 20, "prefills to compare"),
     "tokens": (whole(1), "N", 256, "length of a prompt"),
@@ -91,7 +97,7 @@ COMPARED = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for run, purpose, positional, planning, options, flags in COMMANDS:
+    for run, purpose, positional, options in COMMANDS:
         command = commands.add_parser(
             run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
@@ -100,17 +106,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             command.add_argument(
                 name, type=kind, nargs="+" if name.endswith("s") else None, help=told
             )
-        for name, (kind, metavar, default, told) in (planning | options).items():
+        for name, (kind, metavar, default, told) in options.items():
             command.add_argument(
                 f"--{name.replace('_', '-')}",
                 type=kind,
                 metavar=metavar,
-                # what plans are made by is absent from the namespace unless it is given
-                default=SUPPRESS if name in planning else default,
+                default=default,
                 help=told if default is None else f"{told} ({default})",
             )
-        for name, told in flags.items():
-            command.add_argument(f"--{name}", action="store_true", help=told)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -121,15 +124,16 @@ def plan(args: argparse.Namespace) -> int:
     """Print what each system would take, and the plan of the fastest, or of the one asked for."""
     spec, source = _source(args)
     device = DeviceModel.of(args.device)
-    plans = {system: planned(spec, source, _given(args) | {"system": system}) for system in SYSTEMS}
-    made = plans[getattr(args, "system", "npumoe")]
+    given = {name: of for name in PLANNING if (of := getattr(args, name)) is not None}
+    plans = {of: make_plan(spec, **source | given | {"system": of}) for of in SYSTEMS}
+    made = plans[args.system or "npumoe"]
     try:
         rows = beside(device, plans, args.prompt, args.new_tokens)
     except ValueError as error:  # another attention
         print(f"What this takes is not known: {error}")
     else:
         fastest = min(rows, key=lambda system: rows[system]["TTFT, s"])
-        made = plans[getattr(args, "system", fastest)]
+        made = plans[args.system or fastest]
         print(
             f"Modelled for {device.device}, a prompt of {args.prompt:,} tokens; fastest: {fastest}\n"
             + text_table(*head_and_rows(rows.values()))
@@ -142,29 +146,19 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def convert(args: argparse.Namespace) -> int:
-    from moelab.ane.coreml.convert import ConversionSettings, convert_model
+    from moelab.ane.coreml.convert import convert_model
 
-    given = [f"--{o.replace('_', '-')}" for o in _given(args) | _given(args, ("calibration",))]
-    if args.plan and given:
-        raise ValueError(
-            f"--plan and {', '.join(given)}: a saved plan has all of these; leave out one or "
-            "the other"
-        )
-    made = ANEPlan.load(args.plan) if args.plan else planned(*_source(args), _given(args))
-    settings = ConversionSettings(args.context, args.weights)
-    validate = not args.no_validation
-    converted = convert_model(_model(args), args.destination, made, settings, validate=validate)
+    checkpoint = Checkpoint.at(None if args.model == "small" else args.model)
+    spec, how = checkpoint.spec, {"context": args.context, "weights": args.weights}
+    made = ANEPlan.load(args.plan) if args.plan else make_plan(spec, **counted(spec))
+    converted = convert_model(checkpoint, args.destination, made, **how)
     worst = max((entry["difference"] or 0.0 for entry in converted.packages), default=0.0)
     size = sum(entry["weight_bytes"] for entry in converted.packages)
     print(
-        f"{converted.folder}: {len(converted.packages)} packages, {size / MB:,.1f} MB of "
-        f"weights; popularity {made.popularity}"
+        f"{converted.folder}: {len(converted.packages)} packages, {size / 1e6:,.1f} MB of "
+        f"weights; popularity {made.popularity}\nIn double precision the expert graphs differ from "
+        f"torch by at most {worst:.1e} of the largest output"
     )
-    if validate:
-        print(
-            f"In double precision the expert graphs differ from torch by at most {worst:.1e} "
-            "of the largest output"
-        )
     return 0
 
 
@@ -210,33 +204,13 @@ def doctor(args: argparse.Namespace) -> int:
     return max(status, int(any(checkup.complaints for checkup in checkups)))
 
 
-def _model(args: argparse.Namespace) -> str | None:
-    return None if args.model == "small" else args.model
-
-
-def _given(args: argparse.Namespace, names: Iterable[str] = PLANNING) -> Record:
-    """Those options that the command line gives."""
-    return {name: of for name in names if (of := getattr(args, name, None)) is not None}
-
-
 def _source(args: argparse.Namespace) -> tuple[MoESpec, Record]:
     """(spec, what `make_plan` is told) of a card or, without reading its weights, of a
     checkpoint."""
-    name, found, model_id = _model(args), args.calibration, None
-    calibration = None if found is None else Calibration.load(found)
-    if card := registry.like("model", name):
-        spec = cards.load_model(card)
-    else:
-        try:
-            checkpoint = Checkpoint.at(name)
-        except FileNotFoundError as error:
-            raise FileNotFoundError(
-                f"{error}.{registry.near(name, cards.MODELS)} Model cards are: "
-                f"{', '.join(cards.MODELS)}"
-            ) from None
-        spec, model_id = checkpoint.spec, None if found is None else checkpoint.identity
+    spec, identity = model_of(args.model)
+    calibration = None if args.calibration is None else Calibration.load(args.calibration)
     if calibration is not None:  # a card has geometry, but no routers
-        calibration.require(calibration.model_id if model_id is None else model_id, spec)
+        calibration.require(calibration.model_id if cards.card_of(args.model) else identity, spec)
     return spec, counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
 
 
@@ -252,14 +226,6 @@ def counted(spec: MoESpec, calibration: Calibration | None = None) -> Record:
         "popularity": f"calibrated on {calibration.source or 'prompts'}",
         "model_id": calibration.model_id,
     }
-
-
-def planned(spec: MoESpec, source: Record, given: Record) -> ANEPlan:
-    """A plan by options of `PLANNING`, from what `counted` says."""
-    options = dict(given)
-    if "max_graph_mb" in options:
-        options["max_graph_bytes"] = MB * options.pop("max_graph_mb")
-    return make_plan(spec, **source, **options)
 
 
 def _model_of(converted: Any, checkpoint: Path | None) -> Any:
@@ -291,21 +257,20 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     return int(not found.ok), found
 
 
-#: function, purpose, positional arguments, options of planning, other options, flags
+#: function, purpose, positional arguments, options
 COMMANDS = (
     (
         plan,
         "what each system would take, and the fastest one's tiers, groups, graphs and placement",
         {"model": (None, f"a model card (moelab.names('model') lists them), or {MODEL}")},
-        PLANNING,
-        SOURCE
+        PLANNING
+        | SOURCE
         | {
             "device": (None, "NAME", "m2-ultra", "a device card, or a .toml of `bench ane_mac`"),
             "prompt": (whole(1), "N", 1024, "tokens of a prompt that the systems are compared by"),
             "new_tokens": (whole(), "N", 8, "decoded after it, on the CPU"),
             "save": (output, "FILE", None, "write the plan as JSON"),
         },
-        {},
     ),
     (
         convert,
@@ -314,36 +279,24 @@ COMMANDS = (
             "model": (None, MODEL),
             "destination": (Path, "the new folder; until it is complete, DESTINATION.part"),
         },
-        PLANNING,
-        SOURCE
-        | {
-            "plan": (Path, "FILE", None, "a saved plan, instead of the options of planning"),
-            "context": (whole(1), "P", 2048, "positions of the KV cache"),
-        },
-        {"no-validation": "do not evaluate each saved graph"},
+        PLAN | {"weights": SOURCE["weights"]},
     ),
     (
         lint,
         "predict what the Neural Engine does not run of saved packages",
         {"packages": (Path, "packages, or folders of converted models")},
         {},
-        {},
-        {},
     ),
     (
         parity,
         "compare whole prefills through the packages with the model",
         {"folder": CONVERTED},
-        {},
         COMPARED,
-        {},
     ),
     (
         doctor,
         "on a Mac: check that each operation is on the Neural Engine, and computes well",
         {"folder": CONVERTED},
-        {},
         COMPARED | {"timeout": (number(above=0), "S", 300.0, "for one package")},
-        {},
     ),
 )

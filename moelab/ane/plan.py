@@ -37,7 +37,7 @@ FORMAT = "moelab.ane.plan/2"
 #: weights that one graph on the ANE can hold: NPUMoE §4.2's "1.2 GB", in whose unit an expert of
 #: PhiMoE is 150 MB. That is MiB, and eight such experts, Table 5's largest groups, are these bytes
 #: exactly
-MAX_GRAPH_BYTES = 1200 * 2**20
+MAX_GRAPH_MB = 1200 * 2**20 / 1e6
 #: a matrix with more input channels is refused by the ANE and its graph runs on the CPU
 MAX_CHANNELS = 16384
 
@@ -69,6 +69,11 @@ class LayerPlan:
     def on(self, unit: Unit) -> tuple[PlannedGroup, ...]:
         """The layer's groups that run on a unit."""
         return tuple(group for group in self.groups if group.unit == unit)
+
+    @property
+    def cold(self) -> list[int]:
+        """The experts on the CPU."""
+        return [e for group in self.on("cpu") for e in group.experts]
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,7 @@ class ANEPlan:
         spec, moe = self.spec, {layer: at for at, layer in enumerate(self.spec.moe_layers)}
         # attention of a layer without experts is as of the first that has some
         attention = [self.layers[moe.get(layer, 0)].attention for layer in range(spec.num_layers)]
-        cold = sum(len(group.experts) for layer in self.layers for group in layer.on("cpu"))
+        cold = sum(len(layer.cold) for layer in self.layers)
         return {
             "packages": sum(group.weight_bytes for group in self.graphs)
             + 2 * attention_params(spec) * attention.count("ane"),
@@ -185,7 +190,7 @@ class ANEPlan:
                     "experts × tier": " ".join(tiers),
                     "ANE graphs (G×C)": " ".join(f"{len(g.experts)}×{g.capacity}" for g in graphs)
                     or "–",
-                    "CPU experts": sum(len(g.experts) for g in layer.on("cpu")),
+                    "CPU experts": len(layer.cold),
                     "ANE rows": sum(g.slots for g in graphs),
                     "largest graph, MB": max((g.weight_bytes for g in graphs), default=0) / 1e6,
                 }
@@ -213,7 +218,7 @@ def make_plan(
     chunk: int = 256,
     group_size: int = 8,
     *,
-    max_graph_bytes: float = MAX_GRAPH_BYTES,
+    max_graph_mb: float = MAX_GRAPH_MB,
     system: str = "npumoe",
     cold_share: float = 0.1,
     min_rows: float = 32,
@@ -228,7 +233,7 @@ def make_plan(
     counts, tokens : [L, E] routings to each expert of so many tokens (of a `Calibration`, or of
         routing that was drawn: `moelab.simulation.routing`).
     chunk, group_size : B, and G for systems that group.
-    max_graph_bytes : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
+    max_graph_mb : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
     cold_share, min_rows : the rarest experts that together get at most this share of the routings
         go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
         thresholds are ours).
@@ -247,8 +252,9 @@ def make_plan(
     tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
-    fit = max(int(max_graph_bytes // expert_bytes), 1)
-    experts, attention, problems = _units(spec, how, size, expert_bytes, max_graph_bytes)
+    limit = 1e6 * max_graph_mb
+    fit = max(int(limit // expert_bytes), 1)
+    experts, attention, problems = _units(spec, how, size, expert_bytes, limit)
     least = np.inf if experts == "cpu" else min_rows if how.placement else 0.0
 
     def planned(of: Tiers, row: np.ndarray) -> LayerPlan:
@@ -349,19 +355,3 @@ class Account(Tally):
 
     def __add__(self, other: Account) -> Account:
         return Account(*map(add, vars(self).values(), vars(other).values()))
-
-
-def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
-    """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
-    loads = np.asarray(loads)
-    if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
-        raise ValueError(
-            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
-            f"{plan.spec.E} experts"
-        )
-    if loads.max() > plan.chunk:
-        raise ValueError(
-            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
-            "loads for it"
-        )
-    return loads

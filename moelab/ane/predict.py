@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.plan import ANEPlan, LayerPlan, attention_params, check_loads
+from moelab.ane.plan import ANEPlan, LayerPlan, attention_params
 from moelab.ane.systems import ATTENTION_GRAPHS, SYSTEMS, Unit
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
@@ -108,9 +108,6 @@ class Cost:
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
 
-    def __sub__(self, other: Cost) -> Cost:
-        return self + other * -1
-
     def __mul__(self, n: float) -> Cost:
         return Cost(*(n * value for value in vars(self).values()))
 
@@ -173,13 +170,14 @@ class DeviceModel:
                 "weight (--weights), or a larger machine (--device)"
             )
 
-    def cpu_experts(self, spec: MoESpec, loads: Any, visited: Any = None) -> Cost:
+    def cpu_experts(
+        self, spec: MoESpec, loads: np.ndarray, visited: np.ndarray | None = None
+    ) -> Cost:
         """Experts on the CPU, each with its tokens; `loads` are counts, or means of them.
 
         visited : share of chunks in which each expert gets any token; None estimates it as if
         tokens were independent."""
-        loads = np.asarray(loads, dtype=float)
-        visited = -np.expm1(-loads) if visited is None else np.asarray(visited, dtype=float)
+        visited = -np.expm1(-loads) if visited is None else visited
         size = spec.expert_params / REFERENCE_PARAMS
         return self.on_cpu(
             size * float(self.cpu.expert_ms * visited.sum() + self.cpu.row_ms * loads.sum())
@@ -223,7 +221,7 @@ class DeviceModel:
         rates = self.rates.scaled(size, size)
         graphs = (self.on_ane(rates, len(g.experts), g.capacity) for g in layer.on("ane"))
         ane = sum(graphs, Cost())
-        cold = [e for group in layer.on("cpu") for e in group.experts]
+        cold = layer.cold
         cpu = self.cpu_experts(spec, loads[cold], None if visited is None else visited[cold])
         together = (
             self.placing(plan, layer) + ane + cpu + self.dense(spec, spec.shared_I, plan.chunk)
@@ -239,10 +237,7 @@ class DeviceModel:
         loads : [n, L, E], the experts' tokens in real chunks of the plan's size, on which only
             experts on the CPU depend; None takes what the plan expects.
 
-        Raises ValueError: no prompt, attention that is not modelled, or chunks that no graph
-        takes."""
-        if prompt < 1:
-            raise ValueError(f"a prompt has at least one token, not {prompt}")
+        Raises ValueError: attention that is not modelled, or chunks that no graph takes."""
         if plan.chunk % 16:
             raise ValueError(
                 f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew"
@@ -250,18 +245,13 @@ class DeviceModel:
         spec = plan.spec
         means, visited = _expected(plan), [None] * spec.L
         if loads is not None:
-            loads = check_loads(plan, loads)
             means, visited = loads.mean(0), (loads > 0).mean(0)
         attention, experts = Cost(), Cost()
-        once = {
-            unit: self.attention(spec, plan.chunk, prompt, unit)
-            for unit in {of.attention for of in plan.layers}
-        }
         for layer, mean, often in zip(plan.layers, means, visited):
-            attention += once[layer.attention]
+            attention += self.attention(spec, plan.chunk, prompt, layer.attention)
             experts += self.experts(plan, layer, mean, often)
         dense = spec.num_layers - spec.L
-        attention += once[plan.layers[0].attention] * dense
+        attention += self.attention(spec, plan.chunk, prompt, plan.layers[0].attention) * dense
         experts += self.dense(spec, spec.dense_I, plan.chunk) * dense
         chunks = math.ceil(prompt / plan.chunk)
         parts = (attention, experts, self._host(spec, plan.chunk))

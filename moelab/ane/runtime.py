@@ -67,9 +67,7 @@ class PlannedExperts(StaticExecutor):
         self.below: Engine | None = None
         self.by_layer = [Account() for _ in self.plan.layers]
         self._room = [_room(layer.groups, self.plan) for layer in self.plan.layers]
-        self._cold = [
-            [e for group in layer.on("cpu") for e in group.experts] for layer in self.plan.layers
-        ]
+        self._cold = [layer.cold for layer in self.plan.layers]
         self._since = clock()  # what the caller's thread does now began
         self.forked()
         renew_in_children(self)

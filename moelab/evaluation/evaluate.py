@@ -262,7 +262,8 @@ def _value(text: str) -> Any:
 
 def _through_plan(mode: str, args: argparse.Namespace) -> Make:
     """What makes the context of "npumoe:OPTION=VALUE:…"."""
-    from moelab.ane.commands import PLANNING, counted, planned
+    from moelab.ane.commands import PLANNING, counted
+    from moelab.ane.plan import make_plan
     from moelab.ane.runtime import prefill_through
     from moelab.static.static import ORDERS, OVERFLOW
 
@@ -284,7 +285,7 @@ def _through_plan(mode: str, args: argparse.Namespace) -> Make:
     @cache
     def plan(parts: Ingredients) -> Any:
         spec = parts.model.spec
-        return planned(spec, counted(spec, parts.calibration), given)
+        return make_plan(spec, **counted(spec, parts.calibration), **given)
 
     return lambda model, parts: prefill_through(model, plan(parts), seed=args.seed, **how)
 

@@ -19,9 +19,10 @@ import torch
 
 from moelab.base.configs import spec_from_config
 from moelab.base.files import from_hub, small_model
+from moelab.base.registry import near
 from moelab.base.schema import FLOATS, checked
 from moelab.base.specs import MoESpec
-from moelab.cards import card_of, load_model
+from moelab.cards import MODELS, card_of, load_model
 from moelab.trace.routing_trace import DECODE, RoutingTrace
 
 #: no checkpoint has as many; ids are int16, and the id E means that no expert ran
@@ -65,7 +66,7 @@ def model_of(model: str | Path | None) -> tuple[MoESpec | None, str]:
         return load_model(name), digest("card", name)
     if not path.exists() and str(model).count("/") != 1:
         raise ValueError(
-            f"there is no model card and no folder {str(model)!r}: give a card's name "
+            f"there is no model card and no folder {str(model)!r}.{near(model, MODELS)} Give a card's name "
             "(moelab.names('model')), a hub id or a checkpoint's folder"
         )
     from moelab.checkpoint.checkpoint import Checkpoint

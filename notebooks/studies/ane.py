@@ -149,10 +149,10 @@ def _ranges(phi: Study, tiny: Study, qwen: Study) -> dict[str, tuple[Study, Any,
 
     def padding_cycles(run: Run) -> float:
         ours = run["npumoe"]
-        return ours.total.cpu_ms / (ours.total - ours.padding).cpu_ms
+        return ours.total.cpu_ms / (ours.total.cpu_ms - ours.padding.cpu_ms)
 
     def padding_time(run: Run) -> float:
-        return run["npumoe"].padding.ms / (run["npumoe"].total - run["npumoe"].padding).ms
+        return run["npumoe"].padding.ms / (run["npumoe"].total.ms - run["npumoe"].padding.ms)
 
     def experts_share(run: Run) -> float:
         return run["npumoe"].experts.ms / run["npumoe"].total.ms

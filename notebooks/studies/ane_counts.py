@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from moelab.ane.plan import Account, ANEPlan, check_loads
+from moelab.ane.plan import Account, ANEPlan
 
 
 def count(plan: ANEPlan, loads: Any) -> Account:
@@ -36,3 +36,19 @@ def by_layer(plan: ANEPlan, loads: Any) -> list[Account]:
             launches += launched
         accounts.append(Account(routed, executed, slots, launches=launches))
     return accounts
+
+
+def check_loads(plan: ANEPlan, loads: Any) -> np.ndarray:
+    """Loads as int64 [n, L, E] that belong to the plan; ValueError else."""
+    loads = np.asarray(loads)
+    if loads.ndim != 3 or loads.shape[1:] != (plan.spec.L, plan.spec.E) or not len(loads):
+        raise ValueError(
+            f"loads are {list(loads.shape)}, not chunks by {plan.spec.L} layers by "
+            f"{plan.spec.E} experts"
+        )
+    if loads.max() > plan.chunk:
+        raise ValueError(
+            f"an expert has {int(loads.max())} tokens in a chunk of {plan.chunk}; cut the "
+            "loads for it"
+        )
+    return loads

@@ -21,6 +21,7 @@ from moelab.base.records import Records
 from moelab.base.registry import require
 from moelab.cards import load_device
 
+from .ane_counts import check_loads
 from .ane_published import ATTENTION_CPU, TABLE_5, Sample
 from .ane_rates import MODES, fit, fit_cpu, leave_one_out, relative_errors, rms, slowed
 
@@ -90,6 +91,7 @@ def prefill_of(device: DeviceModel, plan: ANEPlan, prompt: int, loads: np.ndarra
     """A prompt of that many tokens through the plan, under loads [n, L, E], then `DECODED` tokens.
     ValueError: weights beyond the memory, and what `DeviceModel.prefill` refuses."""
     device.require(plan)
+    loads = check_loads(plan, loads)
     whole = device.prefill(plan, prompt, loads)
     layers = tuple(_unpadded(layer, loads[:, l]) for l, layer in enumerate(plan.layers))
     unpadded = device.prefill(replace(plan, layers=layers), prompt, loads)
@@ -97,7 +99,7 @@ def prefill_of(device: DeviceModel, plan: ANEPlan, prompt: int, loads: np.ndarra
     launching = plan.launches * device.rates.launch_ms + placing
     return Modelled(
         **vars(whole),
-        padding=whole.experts - unpadded.experts,
+        padding=whole.experts + unpadded.experts * -1,
         dispatch_ms=math.ceil(prompt / plan.chunk) * launching,
         decoding=device.decode(plan.spec, prompt) * DECODED,
     )

@@ -72,8 +72,8 @@ def sample_inputs(path: Path) -> dict[str, np.ndarray]:
     """Normal random inputs for a package's function."""
     rng = np.random.default_rng(0)
     return {
-        value.name: 0.25 * rng.standard_normal(value.shape, dtype=np.float32)
-        for value in read_package(path).function().inputs
+        name: 0.25 * rng.standard_normal(value.shape, dtype=np.float32)
+        for name, value in read_package(path).function.inputs.items()
     }
 
 

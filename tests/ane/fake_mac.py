@@ -58,20 +58,19 @@ class Plan:
     """MLComputePlan of a package, whose operations named in `behaviour` go to the CPU."""
 
     def __init__(self, path):
-        functions = {}
-        for name, function in read_package(package_of(path)).functions.items():
-            ops = [
-                cp.MLModelStructureProgramOperation(
-                    {},
-                    f"ios18.{op.type}",
-                    [cp.MLModelStructureProgramNamedValueType(v.name, None) for v in op.outputs],
-                    [],
-                    None,
-                )
-                for op in function.ops
-            ]
-            block = cp.MLModelStructureProgramBlock([], ops, list(function.outputs))
-            functions[name] = cp.MLModelStructureProgramFunction([], block)
+        function = read_package(package_of(path)).function
+        ops = [
+            cp.MLModelStructureProgramOperation(
+                {},
+                f"ios18.{op.op_type}",
+                [cp.MLModelStructureProgramNamedValueType(v.name, None) for v in op.outputs],
+                [],
+                None,
+            )
+            for op in function.operations
+        ]
+        block = cp.MLModelStructureProgramBlock([], ops, [v.name for v in function.outputs])
+        functions = {"main": cp.MLModelStructureProgramFunction([], block)}
         self.model_structure = cp.MLModelStructure(
             None, cp.MLModelStructureProgram(functions), None
         )

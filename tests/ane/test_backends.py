@@ -14,7 +14,7 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.ane import commands, doctor
 from moelab.ane.backends import ConvertedBackend, TorchBackend
-from moelab.ane.coreml.convert import ConversionSettings, convert_model
+from moelab.ane.coreml.convert import convert_model
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.parity import LOGITS, parity
@@ -47,8 +47,7 @@ def folder(checkpoint, model, tmp_path_factory):
         checkpoint,
         tmp_path_factory.mktemp("converted") / "ane",
         make_plan(model.spec),
-        ConversionSettings(context=CONTEXT),
-        validate=False,
+        context=CONTEXT,
     ).folder
 
 

@@ -91,9 +91,10 @@ def large_expert():
 
 def test_convert_lint_and_parity(checkpoint, calibration, capsys, tmp_path, monkeypatch):
     pytest.importorskip("coremltools")
-    folder = tmp_path / "ane"
-    options = f"--chunk 32 --context 64 --calibration {calibration} --group-size 4"
-    assert run(f"convert {checkpoint} {folder} {options}") == 0
+    folder, plan = tmp_path / "ane", tmp_path / "plan.json"
+    options = f"--chunk 32 --calibration {calibration} --group-size 4 --system npumoe"
+    assert run(f"plan {checkpoint} {options} --save {plan}") == 0
+    assert run(f"convert {checkpoint} {folder} --context 64 --plan {plan}") == 0
     assert "differ from torch by" in capsys.readouterr().out
     assert main(["ane", "lint", str(folder)]) == 1  # all of them are tiny
     out = capsys.readouterr().out

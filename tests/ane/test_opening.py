@@ -12,7 +12,7 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.__main__ import main
 from moelab.ane.backends import TorchBackend
-from moelab.ane.coreml.convert import ConversionSettings, convert_model
+from moelab.ane.coreml.convert import convert_model
 from moelab.ane.plan import PlannedGroup
 from moelab.ane.runtime import PlannedExperts, prefill_through
 from moelab.base.specs import State
@@ -28,8 +28,7 @@ TOLERANCE = 2e-2
 
 
 def convert(checkpoint, folder, plan, context=64):
-    how = ConversionSettings(context=context)
-    return convert_model(checkpoint, folder, plan, how, validate=False).folder
+    return convert_model(checkpoint, folder, plan, context=context).folder
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +237,11 @@ def test_what_does_not_belong_together_is_refused(folder, checkpoint, tmp_path, 
 def test_the_command(tmp_path, capsys):
     folder, text = tmp_path / "ane", tmp_path / "prompt.txt"
     text.write_text("a red fox runs over the hill")
-    assert main(["ane", "convert", "small", str(folder), "--chunk", "32", "--no-validation"]) == 0
+    plan = str(tmp_path / "plan.json")
+    assert (
+        main(["ane", "plan", "small", "--chunk", "32", "--system", "npumoe", "--save", plan]) == 0
+    )
+    assert main(["ane", "convert", "small", str(folder), "--plan", plan]) == 0
     capsys.readouterr()
     line = ["generate", "--ane", str(folder), "--prompt-file", str(text), "--max-new-tokens", "4"]
     assert main([*line, "--overflow", "pad", "--json"]) == 0

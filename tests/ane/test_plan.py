@@ -96,7 +96,7 @@ def test_every_expert_once_in_equal_tiers_within_the_limit(
         300,
         chunk,
         size,
-        max_graph_bytes=limit,
+        max_graph_mb=limit / 1e6,
         system=system,
         cold_share=cold,
         min_rows=rows,
@@ -132,11 +132,11 @@ def test_each_step_of_the_ablation_adds_one_thing():
 
 
 def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
-    plan = phi_plan(max_graph_bytes=100e6)
+    plan = phi_plan(max_graph_mb=100)
     assert not any(layer.on("ane") for layer in plan.layers)
     assert "157 MB of weights" in plan.problems[0] and "100 MB" in plan.problems[0]
     assert (
-        phi_plan(max_graph_bytes=100e6, bytes_per_weight=1)
+        phi_plan(max_graph_mb=100, bytes_per_weight=1)
         .problems[0]
         .startswith("groups of 1 instead of 8")
     )
@@ -202,7 +202,7 @@ def test_fixed_capacities_and_a_bound_on_graphs():
 @pytest.mark.parametrize("card", cards.MODELS)
 def test_what_has_no_graph_is_planned_for_the_cpu_and_says_why(card):
     spec = cards.load_model(card)
-    plan = make_plan(spec, *assumed_counts(spec, chunks=2), max_graph_bytes=1e12)
+    plan = make_plan(spec, *assumed_counts(spec, chunks=2), max_graph_mb=1e6)
     attention, experts = (
         spec.model_type in ATTENTION_GRAPHS,
         spec.model_type not in NO_EXPERT_GRAPHS,

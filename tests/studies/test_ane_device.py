@@ -233,10 +233,6 @@ def test_a_decode_step_is_a_chunk_of_one_token_on_the_cpu():
             "Apple M2 Ultra has 192 GB",
         ),
         (
-            lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, chunks=2)), 0),
-            "at least one token",
-        ),
-        (
             lambda: ULTRA.prefill(make_plan(PHI, *assumed_counts(PHI, 100, 2), chunk=100), 9),
             "only multiples of 16",
         ),

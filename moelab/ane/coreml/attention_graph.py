@@ -30,7 +30,6 @@ from torch import Tensor
 from moelab.ane.coreml.ffn_graph import conv, half
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.systems import why_no_graph
-from moelab.offloading.loading import clock
 
 #: what the mask adds to a hidden key's score: the smallest fp16 or fp32 turns into NaN on the
 #: device
@@ -229,8 +228,8 @@ def attention_inputs(
     S = shape.chunk
     if not 0 < n <= S or start + n > shape.context:
         raise ValueError(
-            f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context "
-            f"{shape.context}"
+            f"{n} tokens from position {start} on: a chunk holds 1 to {S} tokens and the context that "
+            f"this attention was converted for {shape.context}: convert it for a longer one"
         )
 
     def filled(rows: Tensor) -> Tensor:
@@ -243,37 +242,3 @@ def attention_inputs(
         "mask": mask_of(shape, start, window).to(x.dtype),
         **{name: filled(table)[None, None] for name, table in tables.items()},
     }
-
-
-@dataclass(eq=False)
-class AttentionGraph:
-    """One layer's attention: a chunk [n, H] after the norm → [n, H] before the residual, with its
-    keys and values.
-
-    ran : when the latest run of the graph began and ended."""
-
-    shape: AttentionShape
-    run: Any
-    ran: tuple[float, float] = (0.0, 0.0)
-
-    def __call__(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        start: int,
-        window: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """(y [n, H], the chunk's keys, its values (1, KV, D, n)) of the chunk that begins at
-        position `start`.
-
-        cos, sin : [n, D], the rotary embedding of its positions. keys, values : (1, KV, D, P),
-        `start` of P are filled."""
-        inputs = attention_inputs(self.shape, x, start, cos, sin, window)
-        start = clock()
-        out = self.run(inputs | {"k_past": keys, "v_past": values})
-        self.ran = start, clock()
-        n = len(x)
-        return out["y"][0, :, 0, :n].T.contiguous(), out["k_new"][..., :n], out["v_new"][..., :n]

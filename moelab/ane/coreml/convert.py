@@ -22,14 +22,14 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moelab.ane.coreml.attention_graph import attention_program, attention_shape
+from moelab.ane.coreml.attention_graph import AttentionShape, attention_program, attention_shape
 from moelab.ane.coreml.converted import FORMAT, MANIFEST, ConvertedModel, checksum, sealed
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import (
@@ -44,7 +44,7 @@ from moelab.ane.coreml.ffn_graph import (
 from moelab.ane.coreml.package import coremltools
 from moelab.ane.plan import ANEPlan
 from moelab.ane.systems import why_no_graph
-from moelab.base.files import vacant
+from moelab.base.files import vacant, write_json
 from moelab.base.journal import Journal
 from moelab.base.progress import progress
 from moelab.base.records import Record
@@ -59,50 +59,39 @@ from moelab.models import compat, plug
 TOLERANCE, CLAMPED_TOLERANCE, COMPRESSED_TOLERANCE = 1e-12, 1e-3, 0.5
 
 
-@dataclass(frozen=True)
-class ConversionSettings:
-    """How a model is converted."""
-
-    context: int = 2048  # P, positions of the KV caches
-    weights: str = "fp16"  # of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16
-
-    def __post_init__(self) -> None:
-        require("weights", self.weights, WEIGHTS)
-        if self.context < 32 or self.context % 32:
-            raise ValueError(f"context is {self.context}; it must be a multiple of 32")
-
-
 def convert_model(
-    model: str | Path | None,
+    model: str | Path | Checkpoint | None,
     destination: str | Path,
     plan: ANEPlan,
-    settings: ConversionSettings = ConversionSettings(),
     *,
-    validate: bool = True,
+    context: int = 2048,
+    weights: str = "fp16",
 ) -> ConvertedModel:
-    """Convert a model, or resume an interrupted conversion.
+    """Convert a model, or resume an interrupted conversion. Each expert graph is evaluated as saved
+    and compared with torch; the largest difference is recorded.
 
     model : a checkpoint folder or a hub id; None for the shipped small model.
-    validate : evaluate each expert graph as saved and compare it with torch; the largest difference
-        is recorded.
+    context : P, positions of the KV caches.
+    weights : of the experts, a key of `ffn_graph.WEIGHTS`; attention stays fp16.
 
     Raises FileExistsError where the destination exists, another process converts into it, or an
     unfinished conversion with other settings is there; FileNotFoundError and ValueError as
-    `open_checkpoint`, for a plan of another model, experts that have no graphs, a bad chunk, and a
-    graph that does not compute what torch does."""
+    `open_checkpoint`, for a plan of another model, experts that have no graphs, a bad chunk or
+    context, and a graph that does not compute what torch does."""
     coremltools()
+    require("weights", weights, WEIGHTS)
     destination = vacant(destination)
     checkpoint = Checkpoint.at(model)
     spec = checkpoint.spec
     plan.require(checkpoint.identity, spec)
-    plan = possible(plan, checkpoint.config, settings)
-    source = _Source(checkpoint, plan, settings)
+    plan, shape = possible(plan, checkpoint.config, context)
+    source = _Source(checkpoint, plan, shape, weights)
     about = {
         "format": FORMAT,
         "name": spec.name,
         "checkpoint": str(checkpoint.folder.resolve()),
         "fingerprint": checkpoint.identity,
-        "settings": asdict(settings),
+        "settings": {"context": context, "weights": weights},
         "plan": plan.to_dict(),
     }
     layers, tasks = [], []
@@ -117,36 +106,33 @@ def convert_model(
         ) as bar:
             for part, name, make, check in tasks:
                 if name not in work.done:
-                    work.add(name, make, check if validate else None)
+                    work.add(name, make, check)
                     bar.update()
                 part |= work.done[name]
         return ConvertedModel(work.publish(about | {"layers": layers}, destination))
 
 
-def possible(plan: ANEPlan, config: Any, settings: ConversionSettings) -> ANEPlan:
-    """The plan, with attention on the CPU if no graph computes it; ValueError for what cannot be
-    converted at all."""
+def possible(plan: ANEPlan, config: Any, context: int) -> tuple[ANEPlan, AttentionShape | None]:
+    """The plan and its attention graphs' shape, with attention on the CPU if no graph computes it;
+    ValueError for what cannot be converted at all."""
     if reason := why_no_graph("experts", plan.spec.model_type):
         raise ValueError(
             f"{plan.spec.name} is not converted: {reason}; moelab.ane.backends.TorchBackend "
             "runs its plan"
         )
-    if plan.chunk % 16 or settings.context < plan.chunk:
+    if plan.chunk % 16 or context % 32 or context < plan.chunk:
         raise ValueError(
-            f"chunks of {plan.chunk} tokens and a context of {settings.context}: a chunk must be a "
-            "multiple of 16, and the context no shorter than it"
+            f"chunks of {plan.chunk} tokens and a context of {context}: a chunk must be a multiple "
+            "of 16, and the context one of 32 and no shorter than it"
         )
     if not any(layer.attention == "ane" for layer in plan.layers):
-        return plan
+        return plan, None
     try:
-        attention_shape(config, plan.chunk, settings.context)
+        return plan, attention_shape(config, plan.chunk, context)
     except ValueError as reason:
-        return replace(
-            plan,
-            layers=tuple(replace(layer, attention="cpu") for layer in plan.layers),
-            problems=(*plan.problems, f"attention stays on the CPU: {reason}"),
-        )
-    return plan
+        layers = tuple(replace(layer, attention="cpu") for layer in plan.layers)
+        problems = (*plan.problems, f"attention stays on the CPU: {reason}")
+        return replace(plan, layers=layers, problems=problems), None
 
 
 #: (entry of the manifest to complete, file, writes the package at a path, compares the package at a
@@ -157,14 +143,13 @@ Task = tuple[Record, str, Callable[[Path], None], Callable[[Path], float] | None
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(self, checkpoint: Checkpoint, plan: ANEPlan, settings: ConversionSettings) -> None:
-        self.checkpoint, self.plan, self.settings = checkpoint, plan, settings
+    def __init__(
+        self, checkpoint: Checkpoint, plan: ANEPlan, shape: AttentionShape | None, weights: str
+    ) -> None:
+        self.checkpoint, self.plan, self.shape, self.weights = checkpoint, plan, shape, weights
         self.tensors = CheckpointExperts(checkpoint)
         self.modules = [layer.seam for layer in plug(compat.meta_twin(checkpoint.config))]
         self.activation = activation_of(self.modules[0]) if plan.graphs else None
-        self.shape = None
-        if any(layer.attention == "ane" for layer in plan.layers):
-            self.shape = attention_shape(checkpoint.config, plan.chunk, settings.context)
 
     def layer(self, layer: int) -> tuple[Record, list[Task]]:
         """A decoder layer's entry of the manifest, and the tasks that complete it."""
@@ -207,7 +192,7 @@ class _Source:
 
     def save_group(self, moe: int, members: list[int], C: int, path: Path) -> None:
         experts = [expert_of(self.modules[moe], self.tensors(moe, e)) for e in members]
-        save_ffn(path, experts, C, self.activation, weights=self.settings.weights)
+        save_ffn(path, experts, C, self.activation, weights=self.weights)
 
     def off(self, moe: int, members: list[int], C: int, path: Path) -> float:
         """Largest difference between a saved graph in fp64 and the architecture's own code, its
@@ -224,7 +209,7 @@ class _Source:
         expected = torch.cat(own)
         difference = float((y - expected).abs().max() / expected.abs().max().clamp_min(1e-300))
         limit = CLAMPED_TOLERANCE if self.activation == "clamped" else TOLERANCE
-        if not difference <= (limit if self.settings.weights == "fp16" else COMPRESSED_TOLERANCE):
+        if not difference <= (limit if self.weights == "fp16" else COMPRESSED_TOLERANCE):
             raise ValueError(
                 f"{path} does not compute what torch does: they differ by {difference:.3g} of the "
                 "largest output. This is a mistake in moelab or coremltools; please report it"
@@ -278,13 +263,11 @@ class Work:
         for path in (building, place):
             path.parent.mkdir(parents=True, exist_ok=True)
         make(building)
-        difference = check(building) if check else None
-        weights = sum(path.stat().st_size for path in building.rglob("weights/*"))
         entry = {
             "file": name,
-            "weight_bytes": weights,
+            "weight_bytes": sum(path.stat().st_size for path in building.rglob("weights/*")),
             "checksum": checksum(building),
-            "difference": difference,
+            "difference": check and check(building),
         }
         os.rename(building, place)
         self.journal.append([entry])
@@ -292,9 +275,7 @@ class Work:
 
     def publish(self, manifest: Record, destination: Path) -> Path:
         """Write the manifest and give the folder its name."""
-        (self.folder / MANIFEST).write_text(
-            json.dumps(sealed(manifest), indent=1), encoding="utf-8"
-        )
+        write_json(self.folder / MANIFEST, sealed(manifest))
         shutil.rmtree(self.building, ignore_errors=True)
         self.journal.remove()
         os.rename(self.folder, destination)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moelab.ane.coreml.package import Op, Package, Value, read_package
+from moelab.ane.coreml.package import constant, dtype, fixed, read_package
 from moelab.base.registry import require
 
 MODES = ("double", "fp16")
@@ -34,16 +34,14 @@ def _conv(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    strides: Any = 1,
     pad_type: str = "valid",
-    groups: Any = 1,
     pad: Any = None,
-    dilations: Any = None,
+    **ones: Any,
 ) -> Tensor:
     """A 1×1 convolution [N, Cin, *space] → [N, Cout, *space] as a product over rows of channels, so
     that a result does not depend on the layout. Of one weight a channel, nothing is padded but by
     "custom", and nothing dilated."""
-    sizes = (*weight.shape[2:], *np.ravel(strides), int(groups))
+    sizes = (*weight.shape[2:], *(n for of in ones.values() for n in np.ravel(of)))
     if pad_type not in ("valid", "same", "same_lower") or any(n != 1 for n in sizes):
         raise ValueError("only 1×1 convolutions are, without strides, groups and custom padding")
     last = x.movedim(1, -1)
@@ -55,10 +53,6 @@ def _matmul(x: Tensor, y: Tensor, transpose_x: Any = False, transpose_y: Any = F
     x = x.mT if transpose_x else x
     y = y.mT if transpose_y else y
     return torch.matmul(x.contiguous(), y.contiguous())
-
-
-def _split(x: Tensor, axis: Any, num_splits: Any) -> list[Tensor]:
-    return [part.contiguous() for part in x.chunk(int(num_splits), int(axis))]
 
 
 #: mode of the operation gelu → what torch calls it
@@ -76,7 +70,7 @@ def _concat(values: list[Tensor], axis: Any, interleave: Any = False) -> Tensor:
 OPS: dict[str, Callable[..., Any]] = {
     "conv": _conv,
     "matmul": _matmul,
-    "split": _split,
+    "split": lambda x, axis, num_splits: list(x.chunk(int(num_splits), int(axis))),
     "gelu": lambda x, mode="EXACT": F.gelu(x, approximate=GELU[mode]),
     "concat": _concat,
     "reshape": lambda x, shape: x.reshape([int(n) for n in shape]),
@@ -95,78 +89,68 @@ OPS: dict[str, Callable[..., Any]] = {
 
 
 class Evaluator:
-    """The function of a package or its path, ready to be called; mode as above.
+    """The function of a package, ready to be called; mode as above.
 
     Raises ValueError: an unknown mode; an operation that is not evaluated, named.
     """
 
-    def __init__(self, package: Package | str | Path, mode: str = "double") -> None:
+    def __init__(self, path: str | Path, mode: str = "double") -> None:
         require("mode", mode, MODES)
-        package = package if isinstance(package, Package) else read_package(package)
-        self.path, self.function, self.mode = package.path, package.function(), mode
+        self.path, self.mode, self.package = path, mode, read_package(path)
         self.dtype = torch.float64 if mode == "double" else torch.float32
-        self._steps = [op for op in self.function.ops if op.materialise is None]
-        if unknown := [op for op in self._steps if op.type not in OPS]:
+        if unknown := [op for op in self.package.ops if op.op_type not in OPS]:
             raise ValueError(
-                f"{self.path}: the operation {unknown[0].type!r} ({unknown[0].name}) is not "
+                f"{self.path}: the operation {unknown[0].op_type!r} ({unknown[0].name}) is not "
                 "evaluated; it takes a line in OPS of moelab/ane/coreml/evaluator.py"
             )
 
     @torch.no_grad()
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Inputs by name → outputs by name, in fp64 or, rounded to fp16, in fp32."""
-        values = self._inputs(inputs)
-        constants = self.function.constants
+        function = self.package.function
+        shapes = {name: tuple(np.shape(value)) for name, value in inputs.items()}
+        wanted = {name: value.shape for name, value in function.inputs.items()}
+        if shapes != wanted:
+            raise ValueError(f"{self.path} takes the inputs {wanted}; got {shapes}")
+        values = {
+            name: self._declared(torch.as_tensor(inputs[name]).contiguous(), value, "input")
+            for name, value in function.inputs.items()
+        }
 
-        def found(
-            name: str,
-        ) -> Any:  # weights are widened for one operation: all would be four times the file
-            return self._constant(constants[name]) if name in constants else values.get(name)
+        def found(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return list(map(found, value))
+            # weights are widened for one operation: all would be four times the file
+            return self._constant(value) if fixed(value) else values[value.name]
 
-        for op in self._steps:
-            given = {
-                parameter: list(map(found, names)) if isinstance(names, tuple) else found(names)
-                for parameter, names in op.inputs.items()
-            }
+        for op in self.package.ops:
             try:
-                made = OPS[op.type](**given)
+                made = OPS[op.op_type](**{name: found(of) for name, of in op.inputs.items()})
                 made = made if isinstance(made, list) else [made]
                 results = list(zip(op.outputs, made, strict=True))
             except (RuntimeError, ValueError, TypeError, LookupError) as error:
                 raise ValueError(
-                    f"{self.path}: the {op.type} {op.name} is not evaluated: {error}"
+                    f"{self.path}: the {op.op_type} {op.name} is not evaluated: {error}"
                 ) from error
             for value, tensor in results:
-                values[value.name] = self._declared(tensor, value, op.type, op.name)
-        return {name: found(name) for name in self.function.outputs}
+                values[value.name] = self._declared(tensor, value, f"{op.op_type} {op.name}")
+        return {value.name: found(value) for value in function.outputs}
 
-    def _declared(self, tensor: Tensor, value: Value, kind: str, name: str) -> Tensor:
-        """What the operation `name` made, as the file declares it."""
-        if tuple(tensor.shape) != value.shape or value.dtype not in FLOATS:
+    def _declared(self, tensor: Tensor, value: Any, what: str) -> Tensor:
+        """What an operation made, as the file declares it."""
+        if tuple(tensor.shape) != value.shape or dtype(value) not in FLOATS:
             raise ValueError(
-                f"{self.path}: the {kind} {name} makes {value.name} of shape "
-                f"{tuple(tensor.shape)} and a floating-point type, and the file declares "
-                f"{value.shape} {value.dtype}"
+                f"{self.path}: the {what} makes {value.name} of shape {tuple(tensor.shape)} and a "
+                f"floating-point type, and the file declares {value.shape} {dtype(value)}"
             )
         tensor = tensor.to(self.dtype)
-        return tensor.half().float() if self.mode == "fp16" and value.dtype == "fp16" else tensor
+        return tensor.half().float() if self.mode == "fp16" and dtype(value) == "fp16" else tensor
 
-    def _constant(self, op: Op) -> Any:
+    def _constant(self, value: Any) -> Any:
         """Floats as tensors in the working precision, all else as it is."""
-        if op.outputs[0].dtype not in FLOATS:
-            return op.constant
+        found = constant(value)
+        if dtype(value) not in FLOATS:
+            return found
         return torch.from_numpy(
-            np.array(op.constant, dtype=np.float64 if self.mode == "double" else np.float32)
+            np.array(found, dtype=np.float64 if self.mode == "double" else np.float32)
         )
-
-    def _inputs(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-        given = {name: torch.as_tensor(value) for name, value in inputs.items()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-        expected = {value.name: value for value in self.function.inputs}
-        wanted = {name: value.shape for name, value in expected.items()}
-        if shapes != wanted:
-            raise ValueError(f"{self.path} takes the inputs {wanted}; got {shapes}")
-        return {
-            name: self._declared(tensor.to(self.dtype).contiguous(), expected[name], "input", name)
-            for name, tensor in given.items()
-        }

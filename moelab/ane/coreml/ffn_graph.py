@@ -22,7 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.ane.coreml.package import coremltools, quiet
-from moelab.base.registry import require
 
 #: weight formats → bits a weight
 WEIGHTS = {"fp16": 16, "int8": 8}
@@ -34,19 +33,18 @@ ACTIVATIONS = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
 }
 _SCRATCH = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
 class Expert:
-    """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [I], [H]; None
+    """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [H], [I]; None
     where it has none."""
 
     up: np.ndarray
     down: np.ndarray
-    gate: np.ndarray | None = None
+    gate: np.ndarray
     up_bias: np.ndarray | None = None
     down_bias: np.ndarray | None = None
     gate_bias: np.ndarray | None = None
@@ -67,11 +65,12 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
     """One expert's tensors, in the layout of `experts`, whose own parameters are not read, as plain
     matrices.
 
-    Raises ValueError: a norm after the experts, or weights beyond fp16.
+    Raises ValueError: experts without a gate or with a norm after them, or weights beyond fp16.
     """
-    if experts.has_post_expert_norm:
+    if experts.has_post_expert_norm or not experts.has_gate:
         raise ValueError(
-            f"{type(experts.module).__name__} has a norm after each expert; norms run on the CPU (NPUMoE §3.2)"
+            f"{type(experts.module).__name__} has no gate, or a norm after each expert (norms run on "
+            "the CPU, NPUMoE §3.2); no graph computes that"
         )
 
     def read(name: str) -> Tensor | None:
@@ -80,8 +79,6 @@ def expert_of(experts: Any, tensors: dict[str, Tensor]) -> Expert:
 
     def halves(name: str) -> list[Tensor | None]:
         """[up, gate] of fused rows [2I, …], concatenated or interleaved."""
-        if not experts.has_gate:
-            return [read(name.replace("gate_", "")), None]
         if (rows := read(name)) is None:
             return [None, None]
         both = rows.chunk(2) if experts.is_concatenated is not False else (rows[::2], rows[1::2])
@@ -97,10 +94,10 @@ def activation_of(experts: Any) -> str:
     """A key of `ACTIVATIONS`, or "clamped", by what the module computes, not by its name;
     ValueError for others."""
     gate = torch.linspace(-9, 9, 37, dtype=torch.float64)
-    up = -0.9 * gate if experts.has_gate else torch.ones_like(gate)
-    rows = [gate, up] if experts.has_gate else [gate]
+    up = -0.9 * gate
     concatenated = experts.is_concatenated is not False
-    h = experts.activate(torch.cat(rows) if concatenated else torch.stack(rows, -1).flatten())
+    rows = torch.cat([gate, up]) if concatenated else torch.stack([gate, up], -1).flatten()
+    h = experts.activate(rows)
     kinds = {name: of(gate) * up for name, of in ACTIVATIONS.items()}
     low = gate.clamp(max=LIMIT)
     kinds["clamped"] = (up.clamp(-LIMIT, LIMIT) + 1) * low * torch.sigmoid(ALPHA * low)
@@ -129,9 +126,6 @@ def ffn_program(experts: Sequence[Expert], capacity: int, activation: str = "sil
     from coremltools.converters.mil import Builder as mb
     from coremltools.converters.mil.mil import types
 
-    require("activation", activation, (*ACTIVATIONS, "clamped"))
-    if not experts or len({(e.up.shape, e.gate is None) for e in experts}) != 1:
-        raise ValueError("a group needs at least one expert, and all of them of one shape")
     G = len(experts)
     spec = mb.TensorSpec(shape=(1, experts[0].up.shape[1], 1, G * capacity), dtype=types.fp16)
 
@@ -158,26 +152,19 @@ def conv(mb: Any, x: Any, weight: np.ndarray, bias: np.ndarray | None, name: str
 
 def ffn(mb: Any, x: Any, expert: Expert, activation: str = "silu", name: str = "y") -> Any:
     """One expert on the slots x."""
-
-    def activate(x: Any) -> Any:
-        if activation.startswith("gelu"):
-            return mb.gelu(x=x, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
-        return getattr(mb, activation)(x=x)
-
     up = conv(mb, x, expert.up, expert.up_bias, f"{name}_up")
-    if expert.gate is None:
-        h = activate(up)
+    gate = conv(mb, x, expert.gate, expert.gate_bias, f"{name}_gate")
+    if activation == "clamped":
+        gate = mb.minimum(x=gate, y=np.float16(LIMIT))
+        up = mb.add(
+            x=mb.clip(x=up, alpha=np.float16(-LIMIT), beta=np.float16(LIMIT)), y=np.float16(1)
+        )
+        active = mb.mul(x=gate, y=mb.sigmoid(x=mb.mul(x=gate, y=np.float16(ALPHA))))
+    elif activation == "silu":
+        active = mb.silu(x=gate)
     else:
-        gate = conv(mb, x, expert.gate, expert.gate_bias, f"{name}_gate")
-        if activation == "clamped":
-            gate = mb.minimum(x=gate, y=np.float16(LIMIT))
-            up = mb.add(
-                x=mb.clip(x=up, alpha=np.float16(-LIMIT), beta=np.float16(LIMIT)), y=np.float16(1)
-            )
-            h = mb.mul(x=up, y=mb.mul(x=gate, y=mb.sigmoid(x=mb.mul(x=gate, y=np.float16(ALPHA)))))
-        else:
-            h = mb.mul(x=activate(gate), y=up)
-    return conv(mb, h, expert.down, expert.down_bias, name)
+        active = mb.gelu(x=gate, mode="EXACT" if activation == "gelu" else "TANH_APPROXIMATION")
+    return conv(mb, mb.mul(x=active, y=up), expert.down, expert.down_bias, name)
 
 
 def save_ffn(
@@ -213,7 +200,6 @@ def save_program(
 ) -> Path:
     """Save a MIL program as a package, without coremltools' passes: they are slow and find nothing
     in our graphs."""
-    require("weights", weights, WEIGHTS)
     ct = coremltools()
     path = Path(path).absolute()
     import coremltools.optimize.coreml as cto

@@ -15,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.ane.coreml.package import Function, Op, Package, Value, read_package
-from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_BYTES
+from moelab.ane.coreml.package import constant, dtype, fixed, read_package
+from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_MB
 from moelab.base.table import text_table
 
-#: the file format's limit on one weight file
-WEIGHT_FILE_LIMIT = 2 * 2**30
 TINY_MACS = 500_000  # multiply-adds below which a graph is called tiny; ours
 ROW_BYTES = 64  # a row of the last axis takes a multiple of this
 MAX_PADDING = 4  # padded size over real size from which we warn; ours
@@ -37,7 +35,6 @@ RULES = {
     "dilated": "error",  # [4]
     "dynamic-index": "error",  # [4]
     "fp32-compute": "error",  # [R]
-    "weight-limit": "error",  # [R]
     "channels": "error",  # [R]
     "dynamic-shape": "warning",  # [4]
     "risky-op": "warning",  # [4], [R]
@@ -71,8 +68,6 @@ RISKY = {
     "between fp16 and fp32: a hop to another unit": "cast",
     "copies what a broadcast would not": "tile",
     "needs a mask made by comparison": "select",
-    "not in Fig. 4; usually folded into a convolution": "batch_norm",
-    "not in Fig. 4": "pad",
     "quantised weights can move a convolution to the CPU": "constexpr_blockwise_shift_scale "
     "constexpr_affine_dequantize constexpr_lut_to_dense",
 }
@@ -117,98 +112,88 @@ class Report(NamedTuple):
         return "\n".join(lines)
 
 
-def lint(package: Package | str | Path) -> Report:
+def lint(path: str | Path) -> Report:
     """Judge a saved package by all rules; raises what `read_package` raises."""
-    package = package if isinstance(package, Package) else read_package(package)
-    functions = package.functions.values()
-    found = dict.fromkeys(  # functions that share weights repeat what is said of these
-        one for function in functions for one in (*_of_function(function), *_of_weights(package))
-    )
+    package = read_package(path)
+    values = [*package.function.inputs.values()]
+    found, size = [*_of_kinds(package.function)], package.weight_bytes
+    if size > MAX_GRAPH_MB * 1.01e6:  # the file aligns its entries
+        limit = f"above {MAX_GRAPH_MB / 1e3:.2f} GB it fell back to the CPU on an M2 Ultra"
+        found.append(("weight-size", "weights", f"{size / 1e9:.2f} GB in one graph; {limit}"))
+    for op in package.ops:
+        values += op.outputs
+        found += _of_operation(op)
+    found += [one for value in values if dtype(value) in FLOAT_BYTES for one in _of_value(value)]
+    flexible = [name for name, value in package.function.inputs.items() if None in _shape(value)]
+    for name in flexible:
+        text = "its shape is flexible; the ANE runs static graphs"
+        found.append(("dynamic-shape", name, text))
+    products = [op for op in package.ops if op.op_type in ("conv", "linear", "matmul")]
+    if not flexible and (work := sum(map(_macs, products))) < TINY_MACS:
+        text = f"only {work:,} multiply-adds; tiny graphs are left on the CPU"
+        found.append(("tiny-graph", "function", text))
+    found.sort(key=lambda one: list(RULES).index(one[0]))
     findings = [Finding(rule, RULES[rule], *said) for rule, *said in found]
-    findings.sort(key=lambda finding: list(RULES).index(finding.rule))
-    return Report(str(package.path), package.weight_bytes, findings)
+    return Report(str(path), size, findings)
 
 
 #: (rule, where, what)
 Found = Iterator[tuple[str, str, str]]
 
 
-def _of_weights(package: Package) -> Found:
-    size = package.weight_bytes
-    if size > WEIGHT_FILE_LIMIT:
-        yield "weight-limit", "weights", f"{size / 2**30:.2f} GiB in one file; the limit is 2 GiB"
-    elif size > MAX_GRAPH_BYTES * 1.01:  # the file aligns its entries
-        limit = f"above {MAX_GRAPH_BYTES / 1e9:.2f} GB it fell back to the CPU on an M2 Ultra"
-        yield "weight-size", "weights", f"{size / 1e9:.2f} GB in one graph; {limit}"
-
-
-def _of_function(function: Function) -> Found:
-    for kind in function.counts():
+def _of_kinds(function: Any) -> Found:
+    for kind in {op.op_type: None for op in function.operations if op.op_type != "const"}:
         if kind in FOUND:
             rule, why = FOUND[kind]
             yield rule, kind, why
         elif kind not in SUPPORTED.split():
             yield "unknown-op", kind, f"nothing is known about {kind} on the ANE"
-    for value in function.inputs:
-        if value.name in function.flexible or any(isinstance(n, str) for n in value.shape):
-            yield "dynamic-shape", value.name, "its shape is flexible; the ANE runs static graphs"
-    made = [op for op in function.ops if op.materialise is None]
-    for op in made:
-        yield from _of_operation(function, op)
-    for value in (*function.inputs, *(value for op in made for value in op.outputs)):
-        if value.dtype in FLOAT_BYTES:
-            yield from _of_value(value)
-    products = [op for op in made if op.type in ("conv", "linear", "matmul")]
-    work = sum(_macs(function, op) for op in products)
-    if work < TINY_MACS and not function.flexible:
-        text = f"only {work:,} multiply-adds; tiny graphs are left on the CPU"
-        yield "tiny-graph", "function", text
 
 
-def _of_operation(function: Function, op: Op) -> Found:
-    dilations = function.constant(op, "dilations")
+def _shape(value: Any) -> list[int | None]:
+    """Its sizes, None for those that may vary."""
+    return [int(n) if isinstance(n, (int, np.integer)) else None for n in value.shape or ()]
+
+
+def _of_operation(op: Any) -> Found:
+    dilations = constant(op.inputs.get("dilations"))
     if dilations is not None and np.any(np.asarray(dilations) > 1):
         yield "dilated", op.name, f"dilated ({np.ravel(dilations).tolist()}), it runs on the CPU"
-    if op.type != "cast" and any(value.dtype == "fp32" for value in op.outputs):
-        yield "fp32-compute", op.name, f"{op.type} computes in fp32; the ANE computes in fp16"
-    for parameter in ("begin", "end", "size") if op.type.startswith("slice_") else ():
-        if op.inputs.get(parameter) not in (None, *function.constants):
-            text = f"{op.type} at a place known only at run time ({parameter}) runs on the CPU"
+    if op.op_type != "cast" and any(dtype(value) == "fp32" for value in op.outputs):
+        yield "fp32-compute", op.name, f"{op.op_type} computes in fp32; the ANE computes in fp16"
+    for parameter in ("begin", "end", "size") if op.op_type.startswith("slice_") else ():
+        if (value := op.inputs.get(parameter)) is not None and not fixed(value):
+            text = f"{op.op_type} at a place known only at run time ({parameter}) runs on the CPU"
             yield "dynamic-index", op.name, text
-    given = (op.inputs.get(parameter) for parameter in ("x", "y"))
-    names = [*(name for name in given if isinstance(name, str)), op.outputs[0].name]
-    for name in names if op.type in ("conv", "matmul") else ():
-        shape = function.values[name].shape
-        if name in function.constants or len(shape) < 2:
+    if op.op_type not in ("conv", "matmul"):
+        return
+    axes = (1, -1) if op.op_type == "conv" else (-2, -1)
+    for value in (op.inputs["x"], op.inputs.get("y"), op.outputs[0]):
+        if value is None or fixed(value):
             continue
-        axes = (1, -1) if op.type == "conv" else (-2, -1)
-        odd = [shape[a] for a in axes if isinstance(n := shape[a], int) and n % 16 and n != 1]
+        odd = [n for a in axes if (n := _shape(value)[a]) and n % 16 and n != 1]
         if odd:
-            yield "align-16", op.name, f"{name} has a size of {odd[0]}, no multiple of 16"
+            yield "align-16", op.name, f"{value.name} has a size of {odd[0]}, no multiple of 16"
 
 
-def _of_value(value: Value) -> Found:
-    sizes = [n for n in value.shape if isinstance(n, int)]
+def _of_value(value: Any) -> Found:
+    shape = _shape(value)
+    sizes = list(filter(None, shape))
     if max(sizes, default=0) > MAX_CHANNELS:
         text = f"an axis of {max(sizes):,}; the ANE takes {MAX_CHANNELS:,}"
         yield "channels", value.name, text
-    if len(sizes) > 2 and sizes[-1] == value.shape[-1] and np.prod(sizes) > 1024:
-        row = sizes[-1] * FLOAT_BYTES[value.dtype]
-        factor = -(-row // ROW_BYTES) * ROW_BYTES / max(row, 1)
+    if len(sizes) > 2 and shape[-1] and np.prod(sizes) > 1024:
+        row = shape[-1] * FLOAT_BYTES[dtype(value)]
+        factor = -(-row // ROW_BYTES) * ROW_BYTES / row
         if factor >= MAX_PADDING:
-            text = f"a last axis of {sizes[-1]} is padded to {ROW_BYTES} bytes: {factor:.0f} times"
+            text = f"a last axis of {shape[-1]} is padded to {ROW_BYTES} bytes: {factor:.0f} times"
             yield "row-padding", value.name, f"{text} its size"
 
 
-def _macs(function: Function, op: Op) -> int:
-    """Multiply-adds of a conv, linear or matmul; a flexible axis counts as 1."""
-
-    def size(*shape: int | str) -> int:
-        return int(np.prod([n for n in shape if isinstance(n, int)]))
-
-    out = size(*function.values[op.outputs[0].name].shape)
-    if op.type == "matmul":
-        shape = function.values[op.inputs["x"]].shape
-        return out * size(shape[-2 if function.constant(op, "transpose_x", False) else -1])
-    weight = function.values[op.inputs["weight"]].shape
-    return out * size(*weight[1:])
+def _macs(op: Any) -> int:
+    """Multiply-adds of a conv, linear or matmul of static shapes."""
+    if op.op_type == "matmul":
+        each = _shape(op.inputs["x"])[-2 if constant(op.inputs.get("transpose_x")) else -1]
+    else:
+        each = np.prod(_shape(op.inputs["weight"])[1:])
+    return int(each * np.prod(_shape(op.outputs[0])))

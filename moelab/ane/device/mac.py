@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from moelab.ane.coreml.evaluator import Evaluator
-from moelab.ane.coreml.package import coremltools, read_package
+from moelab.ane.coreml.package import coremltools
 from moelab.base.files import atomic
 from moelab.base.records import Record
 
@@ -116,12 +114,13 @@ def examine(package: Path, checksum: str) -> Record:
     """Load a package and predict once: {"placed": as of `placements`, "difference": the largest
     relative RMS difference of an output from the evaluator's in fp16, None for no number}."""
     rng, runner = np.random.default_rng(0), CoreMLRunner(package, checksum)
+    evaluate = Evaluator(package, "fp16")
     inputs = {
-        value.name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
-        for value in read_package(package).function().inputs
+        name: (0.25 * rng.standard_normal(value.shape)).astype(np.float16).astype(np.float32)
+        for name, value in evaluate.package.function.inputs.items()
     }
     outputs, off = runner(inputs), 0.0
-    for name, wanted in Evaluator(package, mode="fp16")(inputs).items():
+    for name, wanted in evaluate(inputs).items():
         error = (outputs[name].double() - wanted.double()).square().mean()
         off = max(
             off, float((error / wanted.double().square().mean()).sqrt().nan_to_num(torch.inf))
@@ -145,19 +144,15 @@ def probe(
             capture_output=True,
             text=True,
             timeout=timeout,
+            check=True,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         )
     except subprocess.TimeoutExpired:
         return {"error": f"did not load and predict within {timeout:g} s"}
-    if not done.returncode:
-        return json.loads(done.stdout.strip().splitlines()[-1])
-    last = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-    how = (
-        f"was ended by {signal.Signals(-done.returncode).name}"
-        if done.returncode < 0
-        else f"failed with status {done.returncode}"
-    )
-    return {"error": f"{how}: {last}"}
+    except subprocess.CalledProcessError as failed:
+        said = failed.stderr.strip().splitlines() or ["it said nothing"]
+        return {"error": f"ended its process with status {failed.returncode}: {said[-1]}"}
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -175,7 +170,7 @@ class Meter:
     stay empty."""
 
     def __init__(self) -> None:
-        self._monitor, self.why, self._keys = None, "", count()
+        self._monitor, self.why = None, ""
         try:
             from zeus.monitor import ZeusMonitor
         except ImportError:
@@ -194,12 +189,11 @@ class Meter:
         if self._monitor is None:
             yield found
             return
-        key = f"moelab {next(self._keys)}"
-        self._monitor.begin_window(key, sync_execution=False)
+        self._monitor.begin_window("moelab", sync_execution=False)
         try:
             yield found
         finally:
-            soc = self._monitor.end_window(key, sync_execution=False).soc_energy
+            soc = self._monitor.end_window("moelab", sync_execution=False).soc_energy
             found |= {
                 part: float(value)
                 for part, field in FIELDS.items()

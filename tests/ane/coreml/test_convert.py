@@ -16,7 +16,7 @@ pytest.importorskip("coremltools")
 import moelab
 from moelab.ane.coreml import convert as convert_module
 from moelab.ane.coreml.attention_graph import AttentionShape
-from moelab.ane.coreml.convert import ConversionSettings, convert_model
+from moelab.ane.coreml.convert import convert_model
 from moelab.ane.coreml.converted import ConvertedModel, sealed
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.ffn_graph import expert_of, pack, unpack
@@ -26,7 +26,7 @@ from moelab.static.tiers import Tiers
 from tests.ane.coreml.test_graphs import in_chunks
 from tests.models import tiny
 
-SETTINGS = ConversionSettings(context=64)
+SETTINGS = {"context": 64}
 
 
 def make_plan(spec, chunk=16):
@@ -45,7 +45,7 @@ def make_plan(spec, chunk=16):
 @pytest.fixture(scope="module")
 def converted(checkpoint, model, tmp_path_factory):
     return convert_model(
-        checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec), SETTINGS
+        checkpoint, tmp_path_factory.mktemp("converted") / "ane", make_plan(model.spec), **SETTINGS
     )
 
 
@@ -114,9 +114,9 @@ def test_nothing_is_overwritten_and_settings_are_checked(converted, checkpoint, 
     with pytest.raises(FileExistsError):
         convert_model(checkpoint, converted.folder, make_plan(model.spec))
     with pytest.raises(ValueError, match="weights"):
-        ConversionSettings(weights="int4")
+        convert_model(checkpoint, tmp_path / "out", make_plan(model.spec), weights="int4")
     with pytest.raises(ValueError, match="32"):
-        ConversionSettings(context=100)
+        convert_model(checkpoint, tmp_path / "out", make_plan(model.spec), context=100)
     other = tiny.save("mixtral", tmp_path / "other")
     with pytest.raises(ValueError, match="geometry"):
         convert_model(other, tmp_path / "out", make_plan(model.spec))
@@ -170,18 +170,18 @@ def test_an_interrupted_conversion_goes_on(converted, checkpoint, model, tmp_pat
 
     killed_at(2)
     with pytest.raises(KeyboardInterrupt):
-        convert_model(checkpoint, destination, plan, SETTINGS)
+        convert_model(checkpoint, destination, plan, **SETTINGS)
     part = tmp_path / "ane.part"
     assert not destination.exists() and (part / "journal.jsonl").read_text().count("\t") == 3
     with pytest.raises(FileExistsError, match="settings"):
-        convert_model(checkpoint, destination, plan, ConversionSettings(context=96))
+        convert_model(checkpoint, destination, plan, context=96)
     with open(part / "journal.jsonl", "a") as journal:
         journal.write('{"file": "layers/001/gro')  # killed while it wrote
     damaged = next((part / "layers/001/attention.mlpackage").rglob("weight.bin"))
     damaged.write_bytes(damaged.read_bytes()[:-8])
     made.clear()
     killed_at(99)
-    result = convert_model(checkpoint, destination, plan, SETTINGS)
+    result = convert_model(checkpoint, destination, plan, **SETTINGS)
     assert made == ["attention.mlpackage", "group00.mlpackage", "group01.mlpackage"]
     verify(result.folder)
     assert not part.exists() and [e["file"] for e in result.packages] == [
@@ -239,8 +239,8 @@ def test_a_manifest_reads_nothing_outside_its_folder(converted, tmp_path):
 
 
 def test_compressed_weights_are_near(checkpoint, model, tmp_path):
-    settings = ConversionSettings(context=64, weights="int8")
-    result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), settings)
+    how = SETTINGS | {"weights": "int8"}
+    result = convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), **how)
     found = [e["difference"] for e in result.packages if e["difference"] is not None]
     assert len(found) == 2 and all(1e-4 < difference < 0.1 for difference in found)
 
@@ -276,7 +276,7 @@ def test_a_graph_of_other_experts_than_the_models_is_not_kept(
 
     monkeypatch.setattr(convert_module, "expert_of", swapped)
     with pytest.raises(ValueError, match="does not compute what torch does"):
-        convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), SETTINGS)
+        convert_model(checkpoint, tmp_path / "ane", make_plan(model.spec), **SETTINGS)
 
 
 def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
@@ -288,7 +288,7 @@ def test_attention_without_a_graph_stays_on_the_cpu_and_says_so(tmp_path):
         "npumoe",
         (LayerPlan(Tiers((16,), (16,) * 4), (PlannedGroup((0, 1, 2, 3), 16, "ane", 1),), "ane"),),
     )
-    result = convert_model(source, tmp_path / "ane", plan, SETTINGS)
+    result = convert_model(source, tmp_path / "ane", plan, **SETTINGS)
     assert result.layers[0]["attention"] == {"unit": "cpu"} and "gpt_oss" in result.plan.problems[0]
     assert result.plan.layers[0].attention == "cpu"
     assert [entry["difference"] < 1e-3 for entry in result.packages] == [True]

@@ -1,7 +1,7 @@
 """Deliberately bad graphs, each caught by the rule that is about it, and good ones that are
 clean."""
 
-from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from moelab.ane.coreml import linter
 from moelab.ane.coreml.attention_graph import AttentionShape, attention_program
 from moelab.ane.coreml.ffn_graph import Expert, save_ffn, save_program
 from moelab.ane.coreml.linter import RULES, lint
-from moelab.ane.coreml.package import Op, Value, coremltools, quiet, read_package
+from moelab.ane.coreml.package import coremltools, quiet, read_package
 from moelab.checkpoint.opening import open_checkpoint
 from moelab.models import plug
 from notebooks.studies.ane_lint import lint_examples
@@ -105,14 +105,15 @@ def test_a_bad_graph_is_caught_by_its_rule_and_by_no_other(rule, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [*linter.SUPPORTED.split(), *linter.FOUND, "never_heard_of"])
-def test_only_supported_operations_are_clean(kind, clean_graph):
+def test_only_supported_operations_are_clean(kind, clean_graph, monkeypatch):
     """An operation of each kind in a graph that is clean without it."""
-    package, function = clean_graph, clean_graph.function()
-    given = {name: "x" for name in ("x", "y", "scale", "data")} | {
-        "weight": next(iter(function.constants))
-    }
-    op = Op(kind, "odd", given, (Value("odd", ROW, "fp16"),))
-    report = lint(replace(package, functions={"main": replace(function, ops=(*function.ops, op))}))
+    function, (product,) = clean_graph.function, clean_graph.ops
+    (x,) = function.inputs.values()
+    given = dict.fromkeys(("x", "y", "scale", "data"), x) | {"weight": product.inputs["weight"]}
+    op = SimpleNamespace(op_type=kind, name="odd", inputs=given, outputs=product.outputs)
+    other = SimpleNamespace(inputs=function.inputs, operations=[*function.operations, op])
+    monkeypatch.setattr(linter, "read_package", lambda _: clean_graph._replace(function=other))
+    report = lint("odd")
     assert report.clean == (kind in linter.SUPPORTED.split()), report.table()
 
 
@@ -121,9 +122,11 @@ def clean_graph(tmp_path_factory):
     return read_package(build(conv, tmp_path_factory.mktemp("clean") / "p.mlpackage"))
 
 
-def test_what_is_too_large(clean_graph):
-    for size, rules in ((1.2e9, set()), (1.4e9, {"weight-size"}), (2.2e9, {"weight-limit"})):
-        found = lint(replace(clean_graph, weight_bytes=int(size))).findings
+def test_what_is_too_large(clean_graph, monkeypatch):
+    for size, rules in ((1.2e9, set()), (1.4e9, {"weight-size"}), (2.2e9, {"weight-size"})):
+        large = clean_graph._replace(weight_bytes=int(size))
+        monkeypatch.setattr(linter, "read_package", lambda _, large=large: large)
+        found = lint("large").findings
         assert {f.rule for f in found} == rules
 
 
@@ -137,9 +140,9 @@ def test_good_graphs_are_clean_and_every_operation_has_a_verdict(tmp_path):
         save_program(tmp_path / "a.mlpackage", attention_program(shape, weights)),
         save_ffn(tmp_path / "g.mlpackage", make_experts(2), 32),
     ):
-        report, function = lint(path), read_package(path).function()
+        report = lint(path)
         assert report.clean, report.table()
-        assert set(function.counts()) <= {*linter.SUPPORTED.split()}
+        assert {op.op_type for op in read_package(path).ops} <= {*linter.SUPPORTED.split()}
 
 
 EXAMPLES = {
