@@ -21,6 +21,8 @@ from moelab.kernels.compile import kernel
 
 #: the name of the byte layout, recorded in every store
 LAYOUT = "rotated"
+#: weights joined at a time: a copy of their exponents stays in the first-level cache
+_BLOCK = 1 << 14
 
 
 def split(words: np.ndarray) -> list[np.ndarray]:
@@ -30,22 +32,6 @@ def split(words: np.ndarray) -> list[np.ndarray]:
     rotated = (words << 1) | (words >> (8 * width - 1))
     columns = rotated.view(np.uint8).reshape(-1, width)
     return [np.ascontiguousarray(columns[:, i]) for i in reversed(range(width))]
-
-
-def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
-    """Join exponents and sign-mantissa bytes in `out`, which is returned: ZipMoE's recovery.
-
-    exponents, sign_mantissa, out : arrays or CPU tensors, uint8 [N] twice and of any two-byte dtype
-        [N]. ValueError if their sizes differ.
-    """
-    words = as_bytes(out, writable=True).view(np.uint16)
-    exponents = as_bytes(exponents)
-    sign_mantissa = as_bytes(sign_mantissa)
-    sizes = len(exponents), len(sign_mantissa)
-    if sizes != (len(words), len(words)):
-        raise ValueError(f"{len(words)} weights need as many bytes of both kinds, not {sizes}")
-    join_words(exponents, sign_mantissa, words)
-    return out
 
 
 def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
@@ -69,8 +55,22 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
 
 
 @kernel
-def join_words(exponents, sign_mantissa, words):
-    """`join` of flat arrays, for other kernels."""
+def recover(sign_mantissa, words):
+    """Join the exponents uint8 [N], which lie in the upper half of the words' own 2N bytes, with
+    sign-mantissa bytes, in place: ZipMoE's recovery.
+
+    The weight i at bytes 2i, 2i + 1 never reaches an exponent at byte N + j that is still needed,
+    since 2i + 1 < N + i + 1 for every i < N."""
+    n = len(words)
+    exponents = words.view(np.uint8)[n:]
+    for begin in range(0, n, _BLOCK):
+        end = min(begin + _BLOCK, n)
+        join(exponents[begin:end].copy(), sign_mantissa[begin:end], words[begin:end])
+
+
+@kernel
+def join(exponents, sign_mantissa, words):
+    """Weights of exponents and sign-mantissa bytes, all arrays [N]."""
     for i in range(len(words)):
         high = np.uint16(np.uint16(exponents[i]) << np.uint16(8))
         x = high | np.uint16(sign_mantissa[i])

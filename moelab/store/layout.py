@@ -369,8 +369,7 @@ class ExpertStore(ExpertFiles):
     """An expert store; index, sizes, headers and small files are checked when it is opened, weights
     are not read.
 
-    codec, shards : how the experts are compressed; name of the codec, exponent shards a tensor at
-        most.
+    codec : how the experts are compressed, by name.
     quantized : the few-bit format that the weights were rounded to; None where they are the
         source's own.
     identity : of the model that the store was made from, see `moelab.models.identity`, and the
@@ -414,7 +413,6 @@ class ExpertStore(ExpertFiles):
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"
         self.codec = fields["codec"]
-        self.shards = int(fields["K"])
         find_codec(self.codec)
         self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
         self._paths = [self.folder / layer.file for layer in self.layers]
