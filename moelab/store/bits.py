@@ -21,8 +21,6 @@ from moelab.kernels.compile import kernel
 
 #: the name of the byte layout, recorded in every store
 LAYOUT = "rotated"
-#: weights joined at a time: a copy of their exponents stays in the first-level cache
-_BLOCK = 1 << 14
 
 
 def split(words: np.ndarray) -> list[np.ndarray]:
@@ -59,13 +57,15 @@ def recover(sign_mantissa, words):
     """Join the exponents uint8 [N], which lie in the upper half of the words' own 2N bytes, with
     sign-mantissa bytes, in place: ZipMoE's recovery.
 
-    The weight i at bytes 2i, 2i + 1 never reaches an exponent at byte N + j that is still needed,
-    since 2i + 1 < N + i + 1 for every i < N."""
+    By halves of what is left: the words of the first half end where its exponents begin, so that a
+    loop of vectors may join them."""
     n = len(words)
     exponents = words.view(np.uint8)[n:]
-    for begin in range(0, n, _BLOCK):
-        end = min(begin + _BLOCK, n)
-        join(exponents[begin:end].copy(), sign_mantissa[begin:end], words[begin:end])
+    begin = 0
+    while begin < n:
+        end = begin + max(1, (n - begin) // 2)
+        join(exponents[begin:end], sign_mantissa[begin:end], words[begin:end])
+        begin = end
 
 
 @kernel

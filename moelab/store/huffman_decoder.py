@@ -32,20 +32,6 @@ def segment(n, i):
 
 
 @kernel
-def canonical(lengths, longest):
-    """The words that have a code in the order of their codes, by length and then number, and how
-    many they are."""
-    order = np.empty(len(lengths), np.int64)
-    n = 0
-    for length in range(1, longest + 1):
-        for s in range(len(lengths)):
-            if lengths[s] == length:
-                order[n] = s
-                n += 1
-    return order, n
-
-
-@kernel
 def _decoding_table(lengths, leads, longest):
     """Tables for windows of 0 … `longest` bits, that of w bits at [2^w : 2^(w+1)]: uint64
     [2^(longest+1)].
@@ -55,16 +41,17 @@ def _decoding_table(lengths, leads, longest):
     shorter ones: after a word of b bits comes the table of w − b bits. Where that is too full, the
     entry stops at its first word."""
     table = np.zeros(2 << longest, np.uint64)
-    order, n = canonical(lengths, longest)
+    coded = np.flatnonzero(lengths)
+    order = coded[np.argsort(lengths[coded], kind="mergesort")]
     for width in range(1, longest + 1):
         at = 1 << width
-        for j in range(n):
-            if lengths[order[j]] > width:
+        for word in order:
+            if lengths[word] > width:
                 break
-            alone = _entry(order[j], lengths, leads)
+            alone = _entry(word, lengths, leads)
             size = alone >> _U(8) & _U(255)
             full = (_U(7) - size) << _U(8)
-            rest = 1 << (width - lengths[order[j]])
+            rest = 1 << (width - lengths[word])
             shorter, entries = (
                 table[rest : 2 * rest],
                 table[at : at + rest],

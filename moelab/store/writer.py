@@ -136,9 +136,8 @@ class StoreWriter:
         differ = {key for key in begun | head if begun.get(key) != head.get(key)}
         there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
         if there and differ - {"content"}:
-            names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {names}; "
+                f"{self.folder} is an unfinished store with another {', '.join(sorted(differ))}; "
                 f"finish it with the source and the options that it was begun with, or remove it"
             )
         if not differ:
