@@ -40,8 +40,9 @@ from moelab.store.huffman_decoder import (
     STREAMS,
     WORDS,
     decode,
+    load_byte,
+    store,
 )
-from moelab.store.memory import load_byte, store
 
 RAW = 0
 CONSTANT = 1

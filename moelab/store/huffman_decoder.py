@@ -9,11 +9,12 @@ bits are used; the position of a sentinel 1 below the last bit tells how many we
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from moelab.kernels.compile import kernel
-from moelab.kernels.emit import I64, Value, address, emitted, kept
-from moelab.store.memory import load, load_byte, store_byte, trailing_zeros
+from moelab.kernels.emit import I8, I64, Value, address, emitted, kept
 
 STREAMS = 6
 LEADS = 3
@@ -23,6 +24,35 @@ HEADER = 16
 CODED_HEADER = 24 + 8 * STREAMS
 _WINDOW, _AT, _OUT = 0, 1, 2  # what is held of a stream, see `_opened`
 _U = np.uint64
+
+
+# Loads and stores at addresses: words are little-endian, of any alignment; bounds are unchecked.
+
+
+@emitted(types.uint64)
+def load(address):
+    return address.load(I64)
+
+
+@emitted(types.uint64)
+def load_byte(address):
+    return address.load(I8).to(I64, "zext")
+
+
+@emitted()
+def store(address, value):
+    address.store(value)
+
+
+@emitted()
+def store_byte(address, value):
+    address.store(value.to(I8, "trunc"))
+
+
+@emitted(types.int64)
+def trailing_zeros(value):
+    """Zeros below the lowest 1 of a u64 that has one."""
+    return value.made("cttz", value.of(1, ir.IntType(1)))
 
 
 @kernel
