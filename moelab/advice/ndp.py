@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
     print("{model} on {machine}: prompt of {prompt}, answer of {answer} tokens".format(**about))
     print(f"Routing {words}. Modelled: as chosen (least to most of {len(found)} readings)\n")
     print(text_table(HEAD, [_row(found, system) for system in SHOWN]))
-    first = ", ".join(f"{system} by {n}" for system, n in fastest(found).items())
+    first = ", ".join(f"{system} by {n} readings" for system, n in fastest(found).items())
     unsure = about["not published"] or ["nothing"]
     print(f"\nFastest of the paper's: {first}.")
     print("\n  ".join(["Of the cards, not published:", *unsure]))

@@ -278,10 +278,10 @@ class LoadQueue:
         return load, piece, stage
 
     def _split(self, load: Load, piece: Piece, ready: Iterator[tuple[Load, Piece]]) -> Piece:
-        """A tensor or, where fewer than one for each worker can be decoded, the first of its
+        """A tensor or, where fewer than one for each worker are left to decode now, the first of its
         shards, which take its place."""
         shards = self._shards(load, piece.tensor)
-        others = (1 for _, other in ready if other.shard is None)
+        others = (1 for of, one in ready if one.shard is None and of.todo[one] == "decode")
         if shards < 2 or sum(islice(others, self._workers)) >= self._workers - 1:
             return piece
         del load.todo[piece]

@@ -6,6 +6,10 @@ type-I tasks are inserted until the workers lag so far behind the disk that the 
 E-chunks arrive before a worker runs dry. Within a block all E-chunks are read before all SM-chunks;
 disk and workers always take the first operation of this order that is ready.
 
+A tensor's exponents lie on disk as K compressed shards (E-chunks), its signs and mantissas as one
+SM-chunk (§3.2, Fig. 6); what is in memory already need not be read. The letters K, u, v, c, p are the
+paper's; its clock, chunk by chunk, is a study (`notebooks/studies/optimal_schedule.py`).
+
 Where the listing has gaps:
 - All chunks of a layer have the same delays, so "a position that introduces no additional idle
   period" (line 13) exists everywhere in a block or nowhere. The earliest would be the block's head,
@@ -21,13 +25,52 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from heapq import heapreplace
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.base.registry import Entry
 from moelab.base.specs import State
 from moelab.offloading.load_queue import Order, given_order
 from moelab.simulation.costs import Delays
-from moelab.zipmoe.tasks import Block, Task, whole
+
+
+class Task(NamedTuple):
+    """One tensor to recover, or a whole expert as one, which is tensor 0."""
+
+    expert: int
+    tensor: int
+    state: State  # what of it is in memory; never FULL in a schedule
+    u: float  # seconds to read its SM-chunk
+    v: float  # seconds to read one of its K E-chunks; the paper's ρu/K
+    c: float  # seconds to decompress one E-chunk
+    K: int
+    p: float  # seconds that its expert computes, once all tensors are there
+
+    @property
+    def type_1(self) -> bool:
+        """Whether the SM-chunk must be read (§3.3)."""
+        return self.state is State.MISSED or self.state is State.E
+
+    @property
+    def reads_e(self) -> bool:
+        return self.state is State.MISSED or self.state is State.SM
+
+
+Block = list[Task]
+
+
+def whole(request: Any, delays: Delays) -> Task:
+    """A request, which has `.key.expert`, `.tokens` and `.state`, as one task of one chunk, which is
+    what the engine's threads handle; recovery is a worker's."""
+    return Task(
+        request.key.expert,
+        0,
+        request.state,
+        delays.sm_read,
+        delays.e_read,
+        delays.decode,
+        1,
+        delays.expert(request.tokens),
+    )
 
 
 def order(requests: Iterable[Any], delays: Delays, workers: int) -> Order:

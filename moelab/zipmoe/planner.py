@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -34,21 +34,12 @@ from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.simulation.traced import forwards_of
 from moelab.trace import DECODE, RoutingTrace
 from moelab.zipmoe.affinity import default_order
-from moelab.zipmoe.planning import plans
+from moelab.zipmoe.planning import CachePlan, plans
 from moelab.zipmoe.selection import sample, selection_probabilities
 
 #: tokens that are played to fill the cache, and then to be timed
 WARM = 64
 TIMED = 16
-
-
-class Tried(NamedTuple):
-    """A division of the budget, mean seconds of a decode step with it, and share of experts found
-    in any state."""
-
-    pools: Pools
-    tpot: float
-    hit_rate: float
 
 
 def drawn(shares: np.ndarray, tokens: int, seed: int = 0) -> list[list[tuple[int, dict[int, int]]]]:
@@ -129,8 +120,9 @@ def best_pools(
     scope: str = "model",
     warm: int = WARM,
     most: int = 10,
-) -> list[Tried]:
-    """The `most` best plans and the caches of one state on the same tokens, fastest first.
+) -> list[CachePlan]:
+    """The `most` best plans and the caches of one state on the same tokens, fastest first, with the
+    mean seconds of a decode step.
 
     shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
     room : bytes for the pools.    policy, scope : of the `Residency`.
@@ -140,7 +132,7 @@ def best_pools(
     L, E = shares.shape
     pools = _candidates(shares, room, sizes, machine, scope, most)
 
-    def tried(one: Pools) -> Tried:
+    def tried(one: Pools) -> CachePlan:
         residency = Residency(L, E, one, deepcopy(policy), scope)
         for step in flat(steps[:warm]):
             residency.begin(*step)
@@ -152,11 +144,10 @@ def best_pools(
             staging=staging,
             order=ordered(default_order, machine),
         )
-        took = fmean(end - start for start, end, *_ in run.forwards)
-        return Tried(one, took, run.counters.hit_rate())
+        return CachePlan(one, fmean(end - start for start, end, *_ in run.forwards))
 
     shown = progress(pools, "choosing pools") if len(pools) > 1 else pools
-    return sorted(map(tried, shown), key=lambda one: one.tpot)
+    return sorted(map(tried, shown), key=lambda one: one.seconds)
 
 
 def _candidates(

@@ -61,7 +61,8 @@ def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.nd
 
 
 class CachePlan(NamedTuple):
-    """A division of the budget: its pools, and the expected seconds of a layer's step."""
+    """A division of the budget: its pools, and the expected seconds of a layer's step, or the
+    simulated ones of a token."""
 
     pools: Pools
     seconds: float

@@ -79,7 +79,7 @@ OPTIONS = {
     "model": (None, "a checkpoint's folder, a store or a hub id; else the small model"),
     "modes": (several(one_of(MODES)), "of executing predictions"),
     "tasks": (several(one_of(accuracy.TASKS)), "moelab's own"),
-    "ruler": (several(), "lm-eval's; what it has not here, needs a network"),
+    "ruler": (several(one_of(RULER)), "of lm-eval, that need no network"),
     "questions": (whole(2), "of each of moelab's tasks"),
     "limit": (whole(2), "questions of each of lm-eval's"),
     "windows": (whole(2), "of library text, for the loss"),

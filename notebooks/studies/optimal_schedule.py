@@ -23,8 +23,7 @@ from moelab.cache.residency import Step
 from moelab.offloading.load_queue import KINDS, Order
 from moelab.simulation.costs import Delays, Machine
 from moelab.simulation.machine import SimulatedMachine
-from moelab.zipmoe.affinity import schedule
-from moelab.zipmoe.tasks import Block, Task
+from moelab.zipmoe.affinity import Block, Task, schedule
 
 
 class Operation(NamedTuple):

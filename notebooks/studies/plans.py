@@ -404,7 +404,7 @@ def arms_of(bench: Bench, share: float, ablation: bool) -> dict[str, Arm]:
     how = {"staging": bench.staging, "policy": POLICY, "warm": len(decoded) // 2}
     room, machine = bench.room(share), bench.machine
     tried = best_pools(bench.by_layer, decoded, room, bench.sizes, machine, **how)
-    took = {of.pools: of.tpot for of in tried}
+    took = dict(tried)
     least = min(took[of] for of in alone.values())
     return {"plan": Arm(planned), "auto": Arm(tried[0].pools)} | {
         state: Arm(of) for state, of in alone.items() if took[of] <= WITHIN * least

@@ -23,7 +23,6 @@ from moelab.ane.systems import (
     why_no_graph,
 )
 from moelab.base.specs import MoESpec
-from moelab.simulation.routing import routing_of
 from notebooks.studies.ane_counts import by_layer, count
 from notebooks.studies.ane_popularity import assumed_counts, assumed_loads
 from notebooks.studies.ane_published import ABLATION

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.base.specs import State
-from moelab.zipmoe.affinity import order, schedule
-from moelab.zipmoe.tasks import Task, whole
+from moelab.zipmoe.affinity import Task, order, schedule, whole
 from notebooks.studies.optimal_schedule import (
     RESOURCES,
     execute,

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
 from moelab.simulation.costs import Delays
-from moelab.zipmoe.tasks import Task
+from moelab.zipmoe.affinity import Task
 
 LOADING = [State.MISSED, State.E, State.SM, State.COMPRESSED]
 
