@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from moelab.base import registry
-from moelab.base.arguments import whole
 from moelab.base.files import cache_folder, cache_root, vacant
 from moelab.base.forks import in_children
 from moelab.base.progress import progress
@@ -42,7 +41,6 @@ def convert(
     destination: str | Path,
     codec: str = codecs.DEFAULT,
     *,
-    shards: int = codecs.SHARDS,
     quantize: str | None = None,
     seconds: float = math.inf,
 ) -> ExpertStore:
@@ -51,8 +49,7 @@ def convert(
     source : as of `Checkpoint.at`: a checkpoint folder or a hub id; None for the shipped small
         model.
     destination : the store's folder; until it is whole and verified, `destination.part`.
-    codec, shards : how exponents are compressed and into how many shards; see
-        `moelab.store.codecs`.
+    codec : how exponents are compressed; see `moelab.store.codecs`.
     quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded; what
         does not fit keeps its bits. The store's model is then another one than the source, which
         cannot be restored.
@@ -81,7 +78,6 @@ def convert(
         checkpoint.identity,
         store_layers(plan.layers),
         codec,
-        shards,
         quantize,
         checkpoint.content,
     )
@@ -237,19 +233,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=registry.names("format"),
         help="round the experts to a few-bit format",
     )
-    parser.add_argument(
-        "--shards",
-        type=whole(1),
-        default=codecs.SHARDS,
-        metavar="N",
-        help="exponent shards a tensor (default: %(default)s)",
-    )
 
 
 def main(args: argparse.Namespace) -> int:
-    store = convert(
-        args.source, args.destination, args.codec, shards=args.shards, quantize=args.quantize
-    )
+    store = convert(args.source, args.destination, args.codec, quantize=args.quantize)
     everything = store.table()[-1]
     rounded = f", rounded to {store.quantized}" if store.quantized else ""
     print(

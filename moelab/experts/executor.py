@@ -48,11 +48,6 @@ class Tally:
     def padded_fraction(self) -> float:
         return 1 - self.executed / self.slots if self.slots else 0.0
 
-    def add(self, routed: int, executed: int, slots: int) -> None:
-        self.routed += routed
-        self.executed += executed
-        self.slots += slots
-
 
 class Executor(ABC):
     """Runs the routed experts of one layer; `tally` counts. Subclasses write `run`."""
@@ -70,7 +65,9 @@ class Executor(ABC):
         """[T, H]; must `count` what it did."""
 
     def count(self, routed: int, executed: int, slots: int) -> None:
-        self.tally.add(routed, executed, slots)
+        self.tally.routed += routed
+        self.tally.executed += executed
+        self.tally.slots += slots
 
 
 class Exact(Executor):

@@ -32,22 +32,6 @@ def split(words: np.ndarray) -> list[np.ndarray]:
     return [np.ascontiguousarray(columns[:, i]) for i in reversed(range(width))]
 
 
-def join(exponents: Any, sign_mantissa: Any, out: Any) -> Any:
-    """Join exponents and sign-mantissa bytes in `out`, which is returned: ZipMoE's recovery.
-
-    exponents, sign_mantissa, out : arrays or CPU tensors, uint8 [N] twice and of any two-byte dtype
-        [N]. ValueError if their sizes differ.
-    """
-    words = as_bytes(out, writable=True).view(np.uint16)
-    exponents = as_bytes(exponents)
-    sign_mantissa = as_bytes(sign_mantissa)
-    sizes = len(exponents), len(sign_mantissa)
-    if sizes != (len(words), len(words)):
-        raise ValueError(f"{len(words)} weights need as many bytes of both kinds, not {sizes}")
-    join_words(exponents, sign_mantissa, words)
-    return out
-
-
 def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
     """A uint8 [n] view, without a copy, of a contiguous array, CPU tensor or any other bytes-like
     object.
@@ -69,8 +53,24 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
 
 
 @kernel
-def join_words(exponents, sign_mantissa, words):
-    """`join` of flat arrays, for other kernels."""
+def recover(sign_mantissa, words):
+    """Join the exponents uint8 [N], which lie in the upper half of the words' own 2N bytes, with
+    sign-mantissa bytes, in place: ZipMoE's recovery.
+
+    By halves of what is left: the words of the first half end where its exponents begin, so that a
+    loop of vectors may join them."""
+    n = len(words)
+    exponents = words.view(np.uint8)[n:]
+    begin = 0
+    while begin < n:
+        end = begin + max(1, (n - begin) // 2)
+        join(exponents[begin:end], sign_mantissa[begin:end], words[begin:end])
+        begin = end
+
+
+@kernel
+def join(exponents, sign_mantissa, words):
+    """Weights of exponents and sign-mantissa bytes, all arrays [N]."""
     for i in range(len(words)):
         high = np.uint16(np.uint16(exponents[i]) << np.uint16(8))
         x = high | np.uint16(sign_mantissa[i])

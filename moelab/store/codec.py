@@ -9,7 +9,6 @@ Adding one is a subclass, and a line with an object of it in `CODECS` or
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,7 +20,6 @@ from moelab.store.headers import Shape, nbytes
 
 #: what is compressed is kept so if that leaves at most this fraction of it
 WORTH = 0.98
-_kept = threading.local()
 
 
 @dataclass(frozen=True)
@@ -100,14 +98,6 @@ class Raw(Codec):
 
 
 RAW = Raw("raw")
-
-
-def room(name: str, n: int) -> np.ndarray:
-    """`n` bytes of this thread's own, kept from call to call: touching new memory costs as much as
-    coding it."""
-    if len(getattr(_kept, name, ())) < max(n, 1):
-        setattr(_kept, name, np.empty(max(n, 1), np.uint8))
-    return getattr(_kept, name)[:n]
 
 
 def in_blocks(shape: Shape) -> bool:

@@ -21,7 +21,7 @@ import torch
 from moelab.base.registry import Entry, find
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
-from moelab.store.codec import RAW, WORTH, Codec, room
+from moelab.store.codec import RAW, WORTH, Codec
 
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
@@ -82,10 +82,10 @@ class PackedTensor(tuple[Plane, ...]):
         return sum(len(shard) for plane in self for shard in plane.shards)
 
 
-def shard_count(n_bytes: int, most: int = SHARDS) -> int:
-    """How many shards a plane of `n_bytes` is split into: at most `most`, and none smaller than
+def shard_count(n_bytes: int) -> int:
+    """How many shards a plane of `n_bytes` is split into: at most `SHARDS`, and none smaller than
     `MIN_SHARD`."""
-    return max(1, min(most, n_bytes // MIN_SHARD))
+    return max(1, min(SHARDS, n_bytes // MIN_SHARD))
 
 
 def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
@@ -96,20 +96,17 @@ def shard_bounds(n_bytes: int, shards: int) -> list[tuple[int, int]]:
     return list(zip(cuts, cuts[1:]))
 
 
-def compress_tensor(
-    weights: torch.Tensor, codec: str = DEFAULT, shards: int = SHARDS
-) -> PackedTensor:
+def compress_tensor(weights: torch.Tensor, codec: str = DEFAULT) -> PackedTensor:
     """Compress a tensor of any dtype and shape; lossless for every bit pattern.
 
     weights : contiguous, on the CPU. Floats are split into byte planes unless the codec is
         `in_place`; anything else is one plane of bytes.
     codec : a key of `CODECS`.
-    shards : of the exponents; fewer if they would become smaller than `MIN_SHARD`.
     """
     found = find_codec(codec)
     if not found.in_place:
         planes = enumerate(_planes(weights))
-        return PackedTensor(_pack(plane, found, shards, exponents=not i) for i, plane in planes)
+        return PackedTensor(_pack(plane, found, exponents=not i) for i, plane in planes)
     if (blob := found.compress(weights)) is None:
         found = RAW
         blob = RAW.compress(weights)
@@ -134,9 +131,9 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
         words = target.view(np.uint16)
         sign_mantissa = plane_bytes(packed[1], n)
         for (begin, end), blob in zip(shard_bounds(n, len(first.shards)), first.shards):
-            exponents = room("exponents", end - begin)
-            first.codec.decompress(blob, exponents)
-            bits.join(exponents, sign_mantissa[begin:end], words[begin:end])
+            part = words[begin:end]
+            first.codec.decompress(blob, part.view(np.uint8)[len(part) :])
+            bits.recover(sign_mantissa[begin:end], part)
     else:
         columns = target.reshape(n, width)
         for i, plane in enumerate(reversed(packed)):
@@ -152,11 +149,11 @@ def _planes(weights: torch.Tensor) -> list[np.ndarray]:
     return [data] if width == 1 else bits.split(data.view(f"u{width}"))
 
 
-def _pack(plane: np.ndarray, codec: Codec, shards: int, exponents: bool) -> Plane:
+def _pack(plane: np.ndarray, codec: Codec, exponents: bool) -> Plane:
     """The plane compressed, or raw where that does not pay; a sample is looked at first unless it
     is the exponents."""
     if len(plane) and (exponents or _sampled_entropy(plane) < 8 * WORTH):
-        bounds = shard_bounds(len(plane), shard_count(len(plane), shards))
+        bounds = shard_bounds(len(plane), shard_count(len(plane)))
         blobs = tuple(codec.compress(plane[begin:end]) for begin, end in bounds)
         if sum(map(len, blobs)) <= WORTH * len(plane):
             return Plane(codec, blobs)

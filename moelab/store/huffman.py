@@ -31,7 +31,7 @@ import numpy as np
 
 from moelab.kernels.compile import kernel
 from moelab.store.bits import as_bytes, count
-from moelab.store.codec import Codec, room
+from moelab.store.codec import Codec
 from moelab.store.huffman_decoder import (
     CODED_HEADER,
     HEADER,
@@ -40,8 +40,9 @@ from moelab.store.huffman_decoder import (
     STREAMS,
     WORDS,
     decode,
+    load_byte,
+    store,
 )
-from moelab.store.memory import load_byte, store
 
 RAW = 0
 CONSTANT = 1
@@ -199,7 +200,7 @@ def _write(
     nibbles = lengths.reshape(-1, 256)[: k + 1, first : last + 1].astype(np.uint8).ravel()
     nibbles = np.append(nibbles, np.zeros(len(nibbles) % 2, np.uint8))
     table = nibbles[::2] | nibbles[1::2] << 4
-    blob = room("blob", 2 * n + 1024)
+    blob = np.empty(2 * n + 1024, np.uint8)
     at = CODED_HEADER + len(table)
     streams = []
     for i in range(STREAMS):

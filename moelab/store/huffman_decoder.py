@@ -9,11 +9,12 @@ bits are used; the position of a sentinel 1 below the last bit tells how many we
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from moelab.kernels.compile import kernel
-from moelab.kernels.emit import I64, Value, address, emitted, kept
-from moelab.store.memory import load, load_byte, store_byte, trailing_zeros
+from moelab.kernels.emit import I8, I64, Value, address, emitted, kept
 
 STREAMS = 6
 LEADS = 3
@@ -25,24 +26,39 @@ _WINDOW, _AT, _OUT = 0, 1, 2  # what is held of a stream, see `_opened`
 _U = np.uint64
 
 
+# Loads and stores at addresses: words are little-endian, of any alignment; bounds are unchecked.
+
+
+@emitted(types.uint64)
+def load(address):
+    return address.load(I64)
+
+
+@emitted(types.uint64)
+def load_byte(address):
+    return address.load(I8).to(I64, "zext")
+
+
+@emitted()
+def store(address, value):
+    address.store(value)
+
+
+@emitted()
+def store_byte(address, value):
+    address.store(value.to(I8, "trunc"))
+
+
+@emitted(types.int64)
+def trailing_zeros(value):
+    """Zeros below the lowest 1 of a u64 that has one."""
+    return value.made("cttz", value.of(1, ir.IntType(1)))
+
+
 @kernel
 def segment(n, i):
     """Where the bytes of stream i begin."""
     return n * i // STREAMS
-
-
-@kernel
-def canonical(lengths, longest):
-    """The words that have a code in the order of their codes, by length and then number, and how
-    many they are."""
-    order = np.empty(len(lengths), np.int64)
-    n = 0
-    for length in range(1, longest + 1):
-        for s in range(len(lengths)):
-            if lengths[s] == length:
-                order[n] = s
-                n += 1
-    return order, n
 
 
 @kernel
@@ -55,16 +71,17 @@ def _decoding_table(lengths, leads, longest):
     shorter ones: after a word of b bits comes the table of w − b bits. Where that is too full, the
     entry stops at its first word."""
     table = np.zeros(2 << longest, np.uint64)
-    order, n = canonical(lengths, longest)
+    coded = np.flatnonzero(lengths)
+    order = coded[np.argsort(lengths[coded], kind="mergesort")]
     for width in range(1, longest + 1):
         at = 1 << width
-        for j in range(n):
-            if lengths[order[j]] > width:
+        for word in order:
+            if lengths[word] > width:
                 break
-            alone = _entry(order[j], lengths, leads)
+            alone = _entry(word, lengths, leads)
             size = alone >> _U(8) & _U(255)
             full = (_U(7) - size) << _U(8)
-            rest = 1 << (width - lengths[order[j]])
+            rest = 1 << (width - lengths[word])
             shorter, entries = (
                 table[rest : 2 * rest],
                 table[at : at + rest],

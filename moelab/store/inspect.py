@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.base.table import percent, text_table
+from moelab.base.table import head_and_rows, text_table
 from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore
 
 
@@ -15,8 +15,7 @@ def describe(store: ExpertStore) -> str:
     padded = sum(layer.size for layer in store.layers)
     lines = [
         f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
-        f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, up to {store.shards} "
-        f"exponent shards a tensor, checksums {CHECKSUM}",
+        f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, checksums {CHECKSUM}",
         f"rounded to {store.quantized}, so its source cannot be restored"
         if store.quantized
         else "restored, it is the files that it was made from"
@@ -24,21 +23,8 @@ def describe(store: ExpertStore) -> str:
         else "without the bytes of its source, which cannot be restored",
         "",
     ]
-    head = ["tensor", "dtype", "shape", "experts", "MB", "E MB", "SM MB", "stored", "codec"]
-    rows = [
-        [
-            row["tensor"],
-            row["dtype"],
-            "×".join(map(str, row["shape"])),
-            row["count"],
-            *(f"{row[part] / 1e6:,.2f}" for part in ("bytes", "E_bytes", "SM_bytes")),
-            percent(row["fraction"], 2),
-            row["codec"],
-        ]
-        for row in store.table()
-    ]
     lines += [
-        text_table(head, rows),
+        text_table(*head_and_rows(store.table())),
         "",
         f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
         f"{store.weights_size / 1e6:,.2f} MB",

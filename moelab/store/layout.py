@@ -29,6 +29,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
@@ -369,8 +370,7 @@ class ExpertStore(ExpertFiles):
     """An expert store; index, sizes, headers and small files are checked when it is opened, weights
     are not read.
 
-    codec, shards : how the experts are compressed; name of the codec, exponent shards a tensor at
-        most.
+    codec : how the experts are compressed, by name.
     quantized : the few-bit format that the weights were rounded to; None where they are the
         source's own.
     identity : of the model that the store was made from, see `moelab.models.identity`, and the
@@ -414,7 +414,6 @@ class ExpertStore(ExpertFiles):
             fewbit.find_format(self.quantized)
             self.identity += f"-{self.quantized}"
         self.codec = fields["codec"]
-        self.shards = int(fields["K"])
         find_codec(self.codec)
         self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
         self._paths = [self.folder / layer.file for layer in self.layers]
@@ -475,13 +474,13 @@ class ExpertStore(ExpertFiles):
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes
         and fractions."""
-        sizes: dict[tuple, np.ndarray] = {}
+        sizes: dict[tuple, Any] = defaultdict(int)
         for entries in (entries for layer in self.layers for entries in layer.experts):
             for name, entry in entries.items():
                 codec = "+".join(codec.name for codec, _ in entry.planes)
                 key = name, entry.dtype, entry.shape, codec
                 of = np.array([1, entry.nbytes, entry.stored("E"), entry.stored("SM")])
-                sizes[key] = sizes.get(key, 0) + of
+                sizes[key] += of
         total = sum(sizes.values())
         total[0] = self.spec.L * self.spec.E
         sizes["all experts", "", (), self.quantized or self.codec] = total

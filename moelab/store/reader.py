@@ -80,14 +80,6 @@ def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
     }
 
 
-@dataclass
-class ReadCounters:
-    """What was read: bytes, and the seconds that took, throttling included."""
-
-    bytes: int = 0
-    seconds: float = 0.0
-
-
 @dataclass(frozen=True)
 class Chunks:
     """A part of an expert in memory: `data` holds the file's bytes from `offset` on; `nbytes` of
@@ -114,7 +106,7 @@ class Chunks:
         return Plane(codec, blobs)
 
 
-class Reader:
+class Reader(contextlib.AbstractContextManager):
     """Reads parts of experts into buffers; each read is one blocking call, from any number of
     threads.
 
@@ -145,7 +137,7 @@ class Reader:
         self.store = store
         self.bandwidth = bandwidth
         self.verify = verify and store.checksum is not None
-        self.counters = ReadCounters()
+        self.bytes_read = 0
         #: (mode, file) → descriptor, opened when it is first read
         self._files: dict[tuple[str, Path], int] = {}
         #: part of an expert → offset, length, bytes to be read
@@ -197,7 +189,7 @@ class Reader:
         for path, offset, views in self.store.extents(filled) if filled else ():
             total += sum(map(len, views))
             self._read_extent(path, offset, views, filled[0])
-        self._count(total, start)
+        self._throttle(total, start)
         return found
 
     def _chunks(self, layer: int, expert: int, part: str, buffer: np.ndarray | None) -> Chunks:
@@ -215,16 +207,13 @@ class Reader:
             )
         return Chunks(layer, expert, part, entries, buffer[:length], offset, nbytes)
 
-    def _count(self, total: int, start: float) -> None:
-        """Count, and wait as long as throttling says."""
+    def _throttle(self, total: int, start: float) -> None:
         with self._lock:
-            now = time.perf_counter()
+            self.bytes_read += total
             if self.bandwidth:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
-            wait = max(0.0, self._free_at - now)
-            self.counters.bytes += total
-            self.counters.seconds += now - start + wait
-        time.sleep(wait)
+            wait = self._free_at - time.perf_counter()
+        time.sleep(max(0.0, wait))
 
     def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> None:
         """Fill the views with a file's bytes from `begin` on."""
@@ -295,9 +284,6 @@ class Reader:
     def close(self) -> None:
         """Close the files; a later read opens them again."""
         _close(self._files)
-
-    def __enter__(self) -> Reader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,7 @@ Source: ZipMoE §3.1, offline initialization. Everything is written to `DESTINAT
 are appended to their layer's file; once their bytes are on the disk (fsync), a line for each goes
 to the journal `DESTINATION.part.jsonl`. To resume, what the journal lists is read again; from the
 first expert on that is damaged or missing they are written anew. What is written depends on the
-tensors, codec and shards alone, so a resumed store has the same bytes. Room for a safetensors
+tensors and the codec alone, so a resumed store has the same bytes. Room for a safetensors
 header is reserved at the beginning of a layer's file and filled at the end; then come the other
 weights and the index, and the folder is renamed."""
 
@@ -62,7 +62,7 @@ class StoreWriter:
     spec, identity : of the source.
     layers : for each MoE layer its experts module's name, its number of experts and whether the
         model stacks them.
-    codec, shards : see `moelab.store.codecs.compress_tensor`.
+    codec : see `moelab.store.codecs.compress_tensor`.
     quantized : the few-bit format that experts are rounded to, as the index then says; None for the
         source's weights.
     content : a digest of the source's files; an unfinished store of other ones is begun anew.
@@ -83,7 +83,6 @@ class StoreWriter:
         identity: str,
         layers: list[tuple[str, int, bool]],
         codec: str = codecs.DEFAULT,
-        shards: int = codecs.SHARDS,
         quantized: str | None = None,
         content: str = "",
     ) -> None:
@@ -92,7 +91,6 @@ class StoreWriter:
         codecs.find_codec(codec)
         self.layers = layers
         self.codec = codec
-        self.shards = shards
         self._keys = [(layer, expert) for layer in range(spec.L) for expert in range(spec.E)]
         head = {
             "format": FORMAT,
@@ -100,7 +98,7 @@ class StoreWriter:
             "spec": asdict(spec),
             "identity": identity,
             "codec": codec,
-            "K": shards,
+            "K": codecs.SHARDS,
             "layout": LAYOUT,
             "checksum": CHECKSUM,
             "layers": layers,
@@ -138,9 +136,8 @@ class StoreWriter:
         differ = {key for key in begun | head if begun.get(key) != head.get(key)}
         there = begun.get("format") == FORMAT and any(self.folder.glob("experts-*"))
         if there and differ - {"content"}:
-            names = ", ".join(sorted("shards" if key == "K" else key for key in differ))
             raise ValueError(
-                f"{self.folder} is an unfinished store with another {names}; "
+                f"{self.folder} is an unfinished store with another {', '.join(sorted(differ))}; "
                 f"finish it with the source and the options that it was begun with, or remove it"
             )
         if not differ:
@@ -217,7 +214,7 @@ class StoreWriter:
                 form, blob = blobs[name]
                 packed[name] = codecs.PackedTensor([codecs.Plane(form, (blob,))])
             else:
-                packed[name] = codecs.compress_tensor(tensor, codec, self.shards)
+                packed[name] = codecs.compress_tensor(tensor, codec)
             size += tensor.nbytes
             del tensor
         self._wait()
@@ -240,7 +237,7 @@ class StoreWriter:
         self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
     ) -> int:
         """Bytes that are enough for the header of a layer's file, from its first expert."""
-        n_chunks = sum(len(plane.shards) + self.shards for p in packed.values() for plane in p)
+        n_chunks = sum(len(plane.shards) + codecs.SHARDS for p in packed.values() for plane in p)
         longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
         about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
         return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)

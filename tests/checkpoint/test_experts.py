@@ -50,7 +50,7 @@ def test_experts_are_those_that_are_converted(name, dtype, tmp_path):
             assert all(
                 read[key].dtype == dtype and torch.equal(read[key], wanted[key]) for key in read
             )
-    assert experts.reader.counters.bytes == sum(
+    assert experts.reader.bytes_read == sum(
         store.stored_bytes(layer, expert, "both")
         for layer in range(len(store.layers))
         for expert in range(store.spec.E)
@@ -150,7 +150,7 @@ with open_model(folder, memory=budget) as model:
     offloading = model.moelab
     logits = model(torch.arange(3, 20)[None]).logits
     print(json.dumps({"used": memory("VmHWM") - before, "others": offloading.store.weights_bytes,
-                      "read": offloading.engine.loader.reader.counters.bytes, "experts": offloading.metrics().misses,
+                      "read": offloading.engine.loader.reader.bytes_read, "experts": offloading.metrics().misses,
                       "bytes": offloading.store.stored_bytes(0, 0, "both"), "budget": offloading.budget,
                       "logits": logits.double().sum(1).flatten().tolist()}))
 """

@@ -18,7 +18,10 @@ from moelab.store.reader import Chunks, decode_tensor
 def chunks_of(tensor, codec, K):
     """(E-chunks, SM-chunks) of a tensor as a reader would give them, by concatenation."""
     parts, planes = {"E": b"", "SM": b""}, []
-    for i, plane in enumerate(compress_tensor(tensor, codec, K)):
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(codecs, "SHARDS", K)
+        packed = compress_tensor(tensor, codec)
+    for i, plane in enumerate(packed):
         part, found = "SM" if i else "E", []
         for shard in plane.shards:
             found.append(Chunk(len(parts[part]), len(shard), ""))

@@ -51,7 +51,6 @@ def begin(folder, **changes):
         "identity": "a" * 16,
         "layers": LAYERS,
         "codec": "zstd-huffman",
-        "shards": 4,
     } | changes
     return StoreWriter(folder / "store", **options)
 
@@ -168,12 +167,7 @@ def test_another_content_of_the_source_begins_anew(tmp_path, monkeypatch, truth)
 
 
 @pytest.mark.parametrize(
-    "change, named",
-    [
-        ({"identity": "b" * 16}, "identity"),
-        ({"codec": "raw"}, "codec"),
-        ({"shards": 2}, "shards"),
-    ],
+    "change, named", [({"identity": "b" * 16}, "identity"), ({"codec": "raw"}, "codec")]
 )
 def test_no_resuming_from_another_source_or_codec(tmp_path, change, named):
     write(tmp_path, stop_after=2)
