@@ -131,7 +131,7 @@ def _text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise argparse.ArgumentTypeError(f"{path} cannot be read as text: {error}") from None
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be read as text: {error}") from None
 
 
 def _drafts(text: str) -> int | str:

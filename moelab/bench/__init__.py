@@ -91,7 +91,7 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         if option not in known:
             raise ValueError(f"{module.__file__}: OPTIONS has {option}, but not run()")
         default = known[option].default
-        shown = str(default)
+        shown = str(default).replace("%", "%%")  # argparse fills it in
         if default is Parameter.empty:  # run() cannot do without it
             how, default, shown = how | {"required": True}, None, ""
         if isinstance(default, tuple):
