@@ -25,6 +25,7 @@ experts, only the decoder's are in a decode step; its encoder reads the prompt."
 from __future__ import annotations
 
 import math
+from argparse import ArgumentTypeError
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -399,6 +400,14 @@ class Prompts:
         return self.path.name
 
 
+def lengths_in(path: str) -> Prompts:
+    """Reads `Prompts` on a command line."""
+    try:
+        return Prompts(path)
+    except (OSError, ValueError) as error:
+        raise ArgumentTypeError(f"{path!r} has no lengths of prompts: {error}") from None
+
+
 def ipf(f: np.ndarray, k: int, most: int = 3000) -> tuple[int, float]:
     """(rounds, error that is left) of the paper's iteration w ← w · f / f(w), with its misprint put
     right, until inclusion probabilities are right to 1e-9."""
@@ -529,7 +538,7 @@ def run(
 
 OPTIONS = {
     "prompt": (whole(1), "tokens of a prompt"),
-    "prompts": (Prompts, "file of the lengths of prompts, one a line, or a routing trace"),
+    "prompts": (lengths_in, "file of the lengths of prompts, one a line, or a routing trace"),
     "workers": (whole(1), "decompression threads"),
     "decompress_gbs": (number(above=0), "GB/s of exponents of a thread"),
     "seed": (whole(), "of the first routing"),
