@@ -12,9 +12,9 @@ A map of the package, lower rooms first; no room imports one above it.
     offloading, cache               the engine: steps, loads in flight, memory, eviction
     simulation                      the engine's decisions in simulated time
     zipmoe, static, parallel        what belongs to one source: planning; static shapes; ranks
-    ane, ndp, neuron                Apple Neural Engine; memory that computes; AWS Neuron
+    ane, ndp                        Apple Neural Engine; memory that computes
     api                             open_model, using
-    evaluation, bench, advice       accuracy; measurements; what to do on a machine
+    evaluation, bench, advice       accuracy; measurements; what to do on a machine, or on AWS Neuron
     viz, lab                        figures and views; notebooks
 
 docs/how_a_checkpoint_is_opened.md and docs/how_a_token_flows.md walk the two paths that matter.

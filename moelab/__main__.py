@@ -52,7 +52,7 @@ COMMANDS = {
         "",
     ),
     "neuron": (
-        "moelab.neuron.commands",
+        "moelab.advice.neuron_command",
         "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
         "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
     ),

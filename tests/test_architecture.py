@@ -89,7 +89,6 @@ DIRECTIONS["evaluation"] = TECHNIQUES - {"ndp", "generate"}
 DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
 DIRECTIONS["claims"] = {"comparison", "bench"}
 DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
-DIRECTIONS["neuron"] = {"advice", "static", "offloading"}
 DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims"}
 DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims", "viz"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)

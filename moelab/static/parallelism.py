@@ -7,7 +7,7 @@ are spread. A part of an expert should keep I ≥ 128, or the matrix unit idles.
 combined, with TP of 2 to 8. Where the guide leaves it open, our reading: "very large EP" suffers from
 uneven loads, and the largest that it shows is 16, so experts are spread over 16 groups and further
 devices cut them, which gives its third example, TP = 4 and EP = 16 on 64. Left out: skewed routing,
-and the speed of links; `moelab.neuron` adds memory, phases and bounds."""
+and the speed of links; `moelab.advice.neuron` adds memory, phases and bounds."""
 
 from __future__ import annotations
 

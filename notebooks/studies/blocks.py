@@ -15,7 +15,7 @@ Where the guide's worked numbers do not follow from its own inputs, or need care
 - "One expert gets 1750 tokens" of 1000 cannot be: with distinct top-2 experts it gets 1000 at most.
 - AIF counts padded rows as work. A weight that is read once serves T·K/E rows, whatever B is; B
   sets the work for each *load* where weights are reloaded for every block, which is what
-  `moelab.neuron.plan` goes by.
+  `moelab.advice.neuron` goes by.
 - "400–500 FLOPs/byte" on TRN2 fits its published FP8 rate over its bandwidth (448); in bf16 that is
 230."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from moelab.advice.neuron import Bound, plan
 from moelab.base.table import duration, markdown_table, size
-from moelab.neuron.plan import Bound, plan
 
 #: model card → logical cores, sequences that decode together
 MODELS = {

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 
+from moelab.advice.neuron import CONTEXT, KIND, PHASES, SIZES, WEIGHTS, NeuronPlan, plan
 from moelab.base.arguments import number, output, whole
 from moelab.base.files import write_json, write_text
 from moelab.base.records import Record
 from moelab.base.table import duration, filled, percent, size, text_table
-from moelab.neuron.plan import CONTEXT, KIND, PHASES, SIZES, WEIGHTS, NeuronPlan, plan
 
 OPTIONS: dict[str, Record] = {
     "device": {"default": "trn2", "help": "a device card (default: trn2)"},

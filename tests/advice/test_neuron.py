@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moelab import cards
 from moelab.__main__ import main
 from moelab.advice.model import Model, find_model
+from moelab.advice.neuron import SIZES, WEIGHTS, NeuronPlan, plan
 from moelab.base.specs import MoESpec
-from moelab.neuron.plan import SIZES, WEIGHTS, NeuronPlan, plan
 from moelab.static.parallelism import blocks_by_code
 
 TRN2 = cards.load_device("trn2")

@@ -9,9 +9,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from moelab.__main__ import main
+from moelab.advice.neuron import plan
+from moelab.advice.neuron_command import ROUTERS, python
 from moelab.cards import MODELS, load_model
-from moelab.neuron.commands import ROUTERS, python
-from moelab.neuron.plan import plan
 
 
 class Taken:
