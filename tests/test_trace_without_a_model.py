@@ -79,10 +79,14 @@ def test_three_views_are_of_it(bare, trace, monkeypatch):
     player = views.scrubber(bare, memory="50%", cache="lru")
     assert player.data[0].states.shape == (2 + 9, 3, 64) and not player.data[0].seconds
     assert "times measured" not in player.words[0] and "scrubber" in player.html()
-    assert player.commands[0].startswith("moelab view scrubber TRACE --memory 50% --cache lru")
+    assert player.command(**player.values).startswith(
+        "moelab view scrubber TRACE --memory 50% --cache lru"
+    )
     explorer = views.budget(trace, tokens=4)
     assert explorer.data.at["belady"].hit_rate >= explorer.data.at["lru"].hit_rate
-    assert {*explorer.controls} >= {"share", "machine"} and "tokens=4" in explorer.commands[1]
+    assert {*explorer.controls} >= {"share", "machine"} and "--tokens 4" in explorer.command(
+        **explorer.values
+    )
     stage = views.theatre(trace, memory="25%")
     assert "followers" in stage.words[0] and "loss" not in stage.words[0]
     assert len(stage.rows()) == 9

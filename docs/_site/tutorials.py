@@ -12,7 +12,7 @@ from _site import ROOT, keep, keep_only
 from _site.links import rewritten
 from moelab.base.files import read_json
 from moelab.comparison import MetricsFile, finished_runs
-from moelab.viz.theme import PLOTLY, in_script
+from moelab.viz.theme import PLOTLY
 
 #: what a reader is shown of an output, the first that there is
 SHOWN = ("text/html", "image/svg+xml", "image/png", "text/markdown", "text/plain")
@@ -33,7 +33,8 @@ def figure(output: dict[str, Any]) -> dict[str, Any]:
     alt = text_of(output["data"].get("text/plain", "")).strip("[]").removeprefix("Figure: ")
     data, layout = (output["data"][PLOTLY][key] for key in ("data", "layout"))
     height = layout.get("height") or 420  # without one, a page of no fixed height shows a strip
-    drawn = in_script({"data": data, "layout": layout | {"height": height}})
+    drawn = json.dumps({"data": data, "layout": layout | {"height": height}})
+    drawn = drawn.replace("<", "\\u003c")  # nothing in it ends the script
     html = (
         f'<div class="plot" role="img" aria-label="{escape(alt)}" style="min-height: {height}px">'
         f'<script type="application/json">{drawn}</script>'

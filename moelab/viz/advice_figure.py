@@ -10,7 +10,7 @@ from moelab.advice.model import AS_IS, FORMS
 from moelab.advice.ways import Way
 from moelab.base.table import duration, size, unit_of
 from moelab.viz import theme
-from moelab.viz.charts import ROUND, finish, hover, point_look
+from moelab.viz.charts import ROUND, add_points, finish
 from moelab.viz.notebook import say, show, table
 
 #: forms in the order of their colours and symbols
@@ -31,16 +31,15 @@ def pareto(advice: Advice) -> Figure:
     figure = Figure()
     for name, group in groups.items():
         first = group[0]
-        size_of = 16 if first.kind == "measured" else 11
-        figure.add_scatter(
-            x=[way.memory / B for way in group],
-            y=[way.tpot / s for way in group],
-            name=name,
-            mode="markers",
+        add_points(
+            figure,
+            [(way.memory / B, way.tpot / s) for way in group],
+            name,
+            SERIES.index(first.form),
+            "%{text}",
             opacity=0.7,  # some lie on each other
-            marker=point_look(SERIES.index(first.form), size_of),
+            marker_size=16 if first.kind == "measured" else 11,
             text=[f"{way.name}, {size(way.memory)}: {duration(way.tpot)}" for way in group],
-            hovertemplate=hover("%{text}", name),
         )
     lossless = sorted((way.memory / B, way.tpot / s) for way in every if way.lossless)
     front = np.minimum.accumulate([tpot for _, tpot in lossless])

@@ -179,7 +179,6 @@ def lines(
     *,
     columns: int = 2,
     log: str = "",
-    at: float | None = None,
     across: Values | None = None,
     dots: Mapping[str, Points] | None = None,
     top: float | None = None,
@@ -190,7 +189,7 @@ def lines(
 
     groups : {series: [(x, y), …]} or {panel: that}; (x, y, low, high) has an interval, NaN is a
         gap, values alone are over 0, 1, 2, … A series looks alike in all panels.
-    log : the axes with a logarithmic scale: "x", "y" or "xy". at : where a vertical line is drawn.
+    log : the axes with a logarithmic scale: "x", "y" or "xy".
     across : {what: value}, horizontal lines. dots : {series: [(x, y), …]}, points beside the first
         panel's lines. top : the upper end of the vertical axes. kind : the legend's title.
     """
@@ -202,7 +201,10 @@ def lines(
     names = list(dict.fromkeys(name for of in groups.values() for name in of))
     for place, of in zip(places, groups.values()):
         for name, points in of.items():
-            x_of, y_of, *ends = zip(*_pairs(points)) if len(points) else ((), ())
+            values = np.array(points, float)
+            if values.ndim == 1:
+                values = np.stack([np.arange(len(values)), values], 1)
+            x_of, y_of, *ends = values.T
             figure.add_scatter(
                 x=x_of,
                 y=y_of,
@@ -212,12 +214,17 @@ def lines(
                 hovertemplate=hover("%{x:g}: %{y:.3g}", name),
                 **place,
             )
-        if at is not None:
-            figure.add_vline(x=at, line=DASHED, **place)
     for name, found in (dots or {}).items():
         i = names.index(name)
         add_points(figure, found, name, i, "%{x:g}: %{y:.3g}", showlegend=False, **places[0])
-    _add_across(figure, across or {})
+    for i, (name, value) in enumerate(sorted((across or {}).items(), key=lambda item: item[1])):
+        figure.add_hline(
+            y=value,
+            line=DASHED,
+            annotation_text=name,
+            annotation_position="top right" if i else "bottom right",  # of the lowest
+            annotation_font=NOTE,
+        )
     xs = {float(point) for trace in figure.data for point in trace["x"]}
     _scale_axes(figure, log)
     if "x" in log and len(xs) < 9:  # a tick at each
@@ -225,11 +232,6 @@ def lines(
     if top is not None:
         figure.update_yaxes(range=[0, top])
     return finish(figure, legend=kind, height=310 * rows + 80).update_layout(**layout)
-
-
-def _pairs(points: Any) -> Any:
-    """Values alone are over 0, 1, 2, …"""
-    return list(enumerate(np.asarray(points, float))) if np.ndim(points) == 1 else points
 
 
 def _panelled(groups: Mapping[str, Any], deep: int) -> Mapping[str, Any]:
@@ -240,18 +242,6 @@ def _panelled(groups: Mapping[str, Any], deep: int) -> Mapping[str, Any]:
             return {"": groups}
         found = next(iter(found.values()), None)
     return groups
-
-
-def _add_across(figure: Figure, across: Values) -> None:
-    """Dashed horizontal lines, the lowest with its name below and the others above."""
-    for i, (name, value) in enumerate(sorted(across.items(), key=lambda item: item[1])):
-        figure.add_hline(
-            y=value,
-            line=DASHED,
-            annotation_text=name,
-            annotation_position="top right" if i else "bottom right",
-            annotation_font=NOTE,
-        )
 
 
 def _scale_axes(figure: Figure, log: str) -> None:
@@ -493,11 +483,7 @@ def _add_work(
         edge = "#bbbbbb" if name == "wait" else "white"
         # a white one would hide it
         edges = [colour if e.end - e.start < brief else edge for e in of]
-        # a number on less than a digit's width would be measured and then hidden
-        shown = [
-            -1 if e.end - e.start < 6 * brief else e.layer if numbers == "layers" else e.expert
-            for e in of
-        ]
+        shown = [e.layer if numbers == "layers" else e.expert for e in of]
         figure.add_bar(
             y=[e.resource for e in of],
             base=[1e3 * (e.start - start) for e in of],

@@ -1,16 +1,16 @@
 """Figures that are more than one chart of `moelab.viz.charts`: what memory buys, what takes it,
-the load of a chunk, the bits of a tensor, one token's timeline.
+the timeline of a token.
 
-Sizes come in bytes and are drawn in GB of 10⁹ bytes, or in MB."""
+Sizes come in bytes and are drawn in the largest unit of which there is one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
-import numpy as np
 from plotly.graph_objects import Figure
 
 from moelab.base.specs import Event
+from moelab.base.table import unit_of
 from moelab.viz import theme
 from moelab.viz.charts import (
     AHEAD,
@@ -22,10 +22,8 @@ from moelab.viz.charts import (
     finish,
     hover,
     lines,
-    panels,
     pattern,
 )
-from moelab.zipmoe.entropy import FORMATS, entropy, marginals
 
 BELADY = "Belady, whole experts"
 READS = "disk", "link"  # resources that experts are read from, or sent over
@@ -41,7 +39,7 @@ def budget_curve(
     curves : {policy: [(bytes, TPOT in seconds, hit rate from 0 to 1, …), …]}. optimum : the same of
         Belady's rule. marks : {name: bytes}, vertical lines.
     """
-    scale, unit = _unit(point[0] for points in curves.values() for point in points)
+    unit, scale = unit_of(max(point[0] for points in curves.values() for point in points), "B")
     every = {name: sorted(of) for name, of in {**curves, BELADY: optimum}.items() if of}
     figure = lines(
         {
@@ -76,7 +74,7 @@ def budget_curve(
 def memory_bar(parts: Values, on_disk: str) -> Figure:
     """What takes memory, {part: bytes}, stacked; the part `on_disk`, which is not in memory, is
     hatched."""
-    scale, unit = _unit([sum(parts.values())])
+    unit, scale = unit_of(sum(parts.values()), "B")
     grey = {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
     figure = Figure()
     for i, (name, nbytes) in enumerate(parts.items()):
@@ -93,33 +91,6 @@ def memory_bar(parts: Values, on_disk: str) -> Figure:
     return figure.update_layout(legend_traceorder="normal")
 
 
-def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:
-    """The bits of a tensor, from its joint histogram [65536]: signs, exponents and mantissas with
-    their entropy."""
-    fields = marginals(counts, dtype)
-    _, e, m = FORMATS[dtype]
-    titles = [
-        f"{name}: {entropy(values):.3f} of {bits} bit{'s' * (bits > 1)}"
-        for name, values, bits in zip(("sign", "exponent", "mantissa"), fields, (1, e, m))
-    ]
-    used = np.flatnonzero(fields[1])
-    first, end = (used[0], used[-1] + 1) if len(used) else (0, len(fields[1]))
-    exponents = np.arange(first, end) - len(fields[1]) // 2 + 1
-    shown = (("+", "−"), fields[0]), (exponents, fields[1][first:end]), (None, fields[2])
-    figure, places = panels(titles, y="share of weights (%)", column_widths=(0.2, 0.4, 0.4))
-    names = "sign of the weight", "exponent (power of two)", "mantissa bits"
-    for at, (x, values), name in zip(places, shown, names):
-        figure.add_bar(
-            x=np.arange(len(values)) if x is None else x,
-            y=100 * values / max(counts.sum(), 1),
-            marker=bar_look(0),
-            hovertemplate="%{x}: %{y:.2f} %<extra></extra>",
-            **at,
-        )
-        figure.update_xaxes(title=name, showgrid=False, **at)
-    return finish(figure, showlegend=False, bargap=0.05, height=320)
-
-
 def kind_of(event: Event, events: Sequence[Event]) -> str:
     """The kind of an event; a read that begins before its layer's router ends is a prefetch."""
     if event.resource not in READS:
@@ -128,8 +99,3 @@ def kind_of(event: Event, events: Sequence[Event]) -> str:
         (e.end for e in events if e.kind == "other" and e.layer == event.layer), default=event.start
     )
     return AHEAD if event.start < routed else "read"
-
-
-def _unit(sizes: Iterable[float]) -> tuple[float, str]:
-    """Bytes of the unit in which the largest size reads well, and its name."""
-    return (1e9, "GB") if max(sizes, default=0) >= 0.5e9 else (1e6, "MB")

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
-from functools import partial
-from html import escape
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -45,11 +42,7 @@ FAILED = (
 def show(fig: Figure, caption: str, alt: str, name: str | None = None) -> None:
     """Show a figure with its caption below; `alt` describes it in words, `name` is that under which
     a run keeps it."""
-    drawn = theme.to_json(fig)
-    drawn |= {
-        "data": theme.packed(drawn["data"]),
-        "config": theme.CONFIG,
-    }
+    drawn = theme.to_json(fig) | {"config": theme.CONFIG}
     display(
         {theme.PLOTLY: drawn, "text/plain": f"[Figure: {alt}]"},
         raw=True,
@@ -87,34 +80,20 @@ def interact(
     """
     if not shown:
         function(**{name: control.value for name, control in controls.items()})
-    _turn(function, controls, shown_again=True)
+    _live(controls, function)
 
 
-def _turn(
-    function: Callable[..., Any], controls: Mapping[str, Any], shown_again: bool = False
-) -> None:
-    """Show controls, and below them what `function` shows when one is turned; shown_again : and
-    at once, in the place of what the cell has shown."""
+def _live(controls: Mapping[str, Any], function: Callable[..., Any]) -> None:
+    """Show controls, and below them what `function` shows for their values, in the place of what
+    the cell has shown; headless, what they are of."""
     text = f"[To be turned in JupyterLab: {', '.join(of.description for of in controls.values())}]"
     if os.environ.get("MOELAB_HEADLESS"):
         return display({"text/plain": text}, raw=True)
-    shown = ipywidgets.Output()
-
-    def turned(_: Any = None) -> None:
-        shown.clear_output(wait=True)
-        with shown:
-            function(**{name: control.value for name, control in controls.items()})
-
     for control in controls.values():
         control.style.description_width, control.layout.width = LABEL, "auto"
-        control.observe(turned, "value")
-    box = ipywidgets.VBox([*controls.values(), shown])
-    if shown_again:
-        turned()
-        box.add_class("moelab-turned")
-    live(box, text)
-    if shown_again:
-        display({"text/html": FAILED, "text/plain": ""}, raw=True)
+    shown = ipywidgets.interactive_output(function, controls)
+    live(ipywidgets.VBox([*controls.values(), shown]).add_class("moelab-turned"), text)
+    display({"text/html": FAILED, "text/plain": ""}, raw=True)
 
 
 def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
@@ -137,7 +116,11 @@ def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
             options=values, value=space[name], description=name, continuous_update=False
         )
 
+    own = {name: space[name] for name in choices}
+
     def again(**given: Any) -> None:
+        if given == own:
+            return
         with TemporaryDirectory() as folder:
             print("running", ", ".join(f"{name} = {value}" for name, value in given.items()), "…")
             kept = {of: copy(getattr(space["run"], of)) for of in ("metrics", "figures", "tables")}
@@ -146,7 +129,7 @@ def knobs(space: dict[str, Any], since: str, **choices: Sequence[Any]) -> None:
             for cell in cells[first[-1] :]:
                 exec(compile(cell, "<cell>", "exec"), names)
 
-    _turn(again, controls)
+    _live(controls, again)
 
 
 def follow_the_theme() -> None:
@@ -157,39 +140,3 @@ def follow_the_theme() -> None:
 def live(widget: ipywidgets.Widget, text: str) -> None:
     """Show a widget; `text` is what a reader sees where nothing is live."""
     display(widget._repr_mimebundle_() | {"text/plain": text}, raw=True)
-
-
-class Still:
-    """What a reader of the saved notebook sees in the place of a view: the last picture that the
-    browser drew of each of its parts, which send a message {"png"}, and its words.
-
-    tools : the view's toolbar, which hides this where it is itself shown. words : () → (caption, the
-        picture in words).
-    """
-
-    def __init__(
-        self,
-        tools: Any,
-        pictures: Iterable[ipywidgets.Widget],
-        words: Callable[[], tuple[str, str]],
-    ) -> None:
-        self._name, self._words = f"moelab-still-{tools.model_id}", words
-        self._pngs: dict[int, str] = {}
-        self._handle = display(self._bundle(), raw=True, display_id=True)
-        tools.still = self._name
-        for i, picture in enumerate(pictures):
-            picture.on_msg(partial(self._keep, i))
-
-    def _bundle(self) -> dict[str, str]:
-        caption, alt = map(escape, self._words())
-        shown = "".join(
-            f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{png}">'
-            for _, png in sorted(self._pngs.items())
-        )
-        told = f"{FAILED}<div class={self._name}>{shown}<p><em>{caption}</em></p></div>"
-        return {"text/html": told, "text/plain": ""}
-
-    def _keep(self, i: int, _: Any, message: Mapping[str, Any], buffers: Sequence[Any]) -> None:
-        if "png" in message:
-            self._pngs[i] = b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()
-            self._handle.update(self._bundle(), raw=True)

@@ -13,7 +13,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from moelab.store.fewbit import find_format
@@ -87,12 +86,8 @@ def bound(part: Part) -> float | None:
     integers."""
     if part.stored.dtype not in FORMATS or not part.stored.nbytes:
         return None
-    return describe(histogram(part), part.stored.dtype).bound
-
-
-def histogram(part: Part) -> np.ndarray:
-    """Of the bit patterns, int64 [65536]."""
-    return joint_counts(sample(part.stored), part.stored.dtype)
+    dtype = part.stored.dtype
+    return describe(joint_counts(sample(part.stored), dtype), dtype).bound
 
 
 def error(part: Part, form: str) -> float | None:

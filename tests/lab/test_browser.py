@@ -85,7 +85,7 @@ INTERACTIVE = ".widget-vbox:not(.moelab-view):has(> .widget-output)"
 #: what a view's picture looks like now, as a short text, without the names that plotly makes up for
 #: each
 LOOK = """(view) => {
-  const told = [...view.querySelectorAll(".main-svg, .moelab-details, p")].map((part) => part.innerHTML).join("")
+  const told = [...view.querySelectorAll(".main-svg, p")].map((part) => part.innerHTML).join("")
     .replace(/url\\([^)]*\\)|id="[^"]*"/g, "");
   const drawn = [...view.querySelectorAll("canvas")].map((canvas) => canvas.toDataURL()).join("");
   let hash = 0;
@@ -265,19 +265,9 @@ def check_view(page, name, view, times):
         with page.expect_download(timeout=60_000) as download:
             view.get_by_role("button", name=title, exact=True).click()
         assert Path(download.value.path()).stat().st_size > 20
-    for title in ("copy command", "copy Python"):
-        view.get_by_role("button", name=title).click()
-        view.get_by_role("status").filter(has_text="copied").wait_for(timeout=10_000)
+    view.get_by_role("button", name="copy command").click()
+    view.get_by_role("status").filter(has_text="copied").wait_for(timeout=10_000)
     move(page, name, view, times)
-    details = view.locator("input[list]")
-    if details.count() and (
-        choice := details.first.evaluate("input => [...input.list.options].at(-1)?.value")
-    ):
-        details.first.fill(choice)
-        details.first.press("Enter")
-        view.locator(
-            ".moelab-details table, .moelab-details p, .moelab-details pre"
-        ).first.wait_for(timeout=10_000)
 
 
 def stills(cell):

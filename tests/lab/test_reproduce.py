@@ -118,7 +118,7 @@ def test_no_element_of_a_view_comes_from_a_name(word):
     from plotly.graph_objects import Figure
 
     from moelab.viz.views.base import View
-    from moelab.viz.views.detailed import html_rows
+    from moelab.viz.views.page import html_rows
 
     pages = {}
     for said in ("word", word):
@@ -126,9 +126,9 @@ def test_no_element_of_a_view_comes_from_a_name(word):
             said,
             {},
             lambda: said,
-            lambda data: Figure().add_bar(x=[data], y=[1], name=data),
+            lambda data: [Figure().add_bar(x=[data], y=[1], name=data)],
             lambda data: [],
-            lambda: ("", ""),
+            lambda: "",
             lambda data: (data, data),
         )
         html = re.sub(r"(?s)<script[^>]*>/\*\*.*?</script>", "", view.html())

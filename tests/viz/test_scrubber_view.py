@@ -88,7 +88,7 @@ def test_of_a_real_run_and_of_a_model_in_memory(folder):
     (player,) = view.pictures
     assert view.set(token=3) is view and player.token == 3
     player.token = 2  # as when a person moves it in the browser
-    assert view.values["token"] == 2 and "token=2" in view.commands[0]
+    assert view.values["token"] == 2 and "token=2" in view.command(**view.values)
     with open_model(folder) as lm:
         found = scrubber.scrub(recorded(lm, [5, 6, 7, 8], 6))
     assert {*np.unique(found.states).tolist()} == {scrubber.RESIDENT, scrubber.HIT}

@@ -24,7 +24,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"moelab.viz.views has no view {name!r}; it has {', '.join(_HOMES)}")
     return getattr(import_module(f"moelab.viz.views.{_HOMES[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -7,7 +7,7 @@ A view is made of plain functions, so all that it shows can be had, and tested, 
                                                  reproduces them
 
 Nothing is a widget before a view is displayed in Jupyter, whose notebook keeps the last picture that
-the browser drew (`moelab.viz.notebook.Still`); executed headlessly, it shows the figure alone, which
+the browser drew; executed headlessly, it shows the figure alone, which
 the runner gives its PNG. `html` is a page whose controls turn without a kernel
 (`moelab.viz.views.page`)."""
 
@@ -17,13 +17,14 @@ import csv
 import io
 import math
 import os
-import threading
 import traceback
+from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from html import escape
 from typing import Any, NamedTuple
 
+from IPython.display import display
 from plotly.graph_objects import Figure
 
 from moelab.base.registry import require
@@ -31,11 +32,13 @@ from moelab.base.schema import Must
 from moelab.base.table import head_and_rows
 from moelab.comparison import are_numbers
 from moelab.viz import theme
-from moelab.viz.notebook import LABEL, Still, live, show
+from moelab.viz.notebook import FAILED, LABEL, live, show
 from moelab.viz.views import page
 
 #: places of a slider in a page
 STEPS = 20
+#: a slider tells its value when it is let go, not while it moves
+LET_GO = {"continuous_update": False}
 
 
 class Control(NamedTuple):
@@ -51,12 +54,9 @@ class Control(NamedTuple):
 
 
 def _wide(kind: str, label: str, **how: Any) -> Any:
-    """An ipywidget over the full width; it tells its value when it is let go, not while it
-    moves."""
+    """An ipywidget over the full width."""
     import ipywidgets
 
-    if "continuous_update" in getattr(ipywidgets, kind).class_trait_names():
-        how["continuous_update"] = False
     return getattr(ipywidgets, kind)(
         description=label, style={"description_width": LABEL}, layout={"width": "auto"}, **how
     )
@@ -78,11 +78,11 @@ def slider(
     if log:
         must = Must(lambda value: are_numbers(value) and 0 < value < math.inf, "above 0")
         ends = [math.log10(low), math.log10(high)]
-        scale = {"min": ends[0], "max": ends[1], "readout_format": ".3g"}
+        scale = LET_GO | {"min": ends[0], "max": ends[1], "readout_format": ".3g"}
         build = partial(
             _wide, "FloatLogSlider", label, step=(ends[1] - ends[0]) / 100 or 0.01, **scale
         )
-        return Control(label, rounded(value), build, must, {})
+        return Control(label, value, build, must, {})
     must = Must(lambda value: are_numbers(value) and low <= value <= high, f"{low:g} to {high:g}")
     kind = "IntSlider" if isinstance(value, int) else "FloatSlider"
     every = max(1, round((high - low) / STEPS))
@@ -90,24 +90,22 @@ def slider(
     return Control(
         label,
         value,
-        partial(_wide, kind, label, min=low, max=high, step=1),
+        partial(_wide, kind, label, min=low, max=high, step=1, **LET_GO),
         must,
         {f"{step:g}": step for step in steps},
         True,
     )
 
 
-def menu(label: str, value: Any, options: Iterable[Any] | Mapping[str, Any]) -> Control:
-    """One of several; a mapping is label → value."""
-    if not isinstance(options, Mapping):
-        options = {str(option): option for option in options}
-    known = [*options.values()]
+def menu(label: str, value: Any, options: Iterable[Any]) -> Control:
+    """One of several."""
+    known = [*options]
     return Control(
         label,
         value,
-        partial(_wide, "Dropdown", label, options=[*options.items()]),
+        partial(_wide, "Dropdown", label, options=known),
         Must(lambda value: value in known, f"one of {', '.join(map(repr, known))}"),
-        options,
+        {str(option): option for option in known},
     )
 
 
@@ -122,23 +120,16 @@ def several(label: str, values: Sequence[str], options: Sequence[str]) -> Contro
     )
 
 
-def rounded(value: Any) -> Any:
-    """A number with the four digits that a command is to carry."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
-
-
 class View:
     """A picture that one plays with.
 
     name : of files that are saved.
     controls : argument of `compute` → its `Control`.
-    compute : values → data.   draw : data → a plotly figure, or several, one below the other.
+    compute : values → data.   draw : data → plotly figures, one below the other.
     rows : data → dictionaries, one a row of the CSV.
-    command : values → (a line for a shell, Python) that give the same data.
+    command : values → the line for a shell that gives the same data.
     words : data → (caption, the picture in words).
     plays : controls that a page has, too: all that their values show is computed for it.
-    below : what makes further widgets of the view, below the picture; it may call `set` and
-        `refresh`.
 
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
     """
@@ -151,78 +142,46 @@ class View:
         name: str,
         controls: Mapping[str, Control],
         compute: Callable[..., Any],
-        draw: Callable[[Any], Figure | Iterable[Figure]],
+        draw: Callable[[Any], Iterable[Figure]],
         rows: Callable[[Any], list[Mapping[str, Any]]],
-        command: Callable[..., tuple[str, str]],
+        command: Callable[..., str],
         words: Callable[[Any], tuple[str, str]],
         plays: Sequence[str] = (),
-        below: Callable[[View], Sequence[Any]] = lambda view: (),
     ) -> None:
-        self.name, self.controls, self.plays, self._below = name, dict(controls), plays, below
-        self.compute, self.command, self.words_of = compute, command, words
-        self._draw = draw
+        self.name, self.controls, self.plays = name, dict(controls), plays
+        self.compute, self.draw, self.command, self.words_of = compute, draw, command, words
         self._rows = rows
-        self._turn, self._quiet = threading.RLock(), False
+        self._quiet = False
         self.values: dict[str, Any] = {}
-        self._put({name: control.value for name, control in controls.items()})
-        self.refresh()
+        self.set(**{name: control.value for name, control in controls.items()})
 
-    def _put(self, values: Mapping[str, Any]) -> None:
-        values = {name: rounded(value) for name, value in values.items()}
+    def set(self, **values: Any) -> View:
+        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
+        is displayed changes in place; the browser draws a figure while the next one is made."""
         for name, value in values.items():
             require("control", name, self.controls)
+            if isinstance(value, float):
+                values[name] = value = float(f"{value:.4g}")  # as a command is to carry it
             if not (must := self.controls[name].must).test(value):
                 raise ValueError(
                     f"the view {self.name} has {name}={value!r}; it must be {must.words}"
                 )
         self.values |= values
-
-    def set(self, **values: Any) -> View:
-        """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
-        is displayed changes in place."""
-        self._put(values)
-        if "widget" in self.__dict__:
+        shown = "widget" in self.__dict__
+        if shown:
             self._quiet = True
-            try:
-                for name in values.keys() & self._built.keys():
-                    self._built[name].value = self.values[name]
-            finally:
-                self._quiet = False
-        self.refresh()
+            for name in values.keys() & self._built.keys():
+                self._built[name].value = values[name]
+            self._quiet = False
+        data, figures = self.compute(**self.values), []
+        for i, figure in enumerate(self.draw(data)):
+            figures.append(figure)
+            if shown:
+                self._show(i, figure)
+        self.data, self.figures = data, figures
+        if shown:
+            self._tell()
         return self
-
-    def refresh(self) -> None:
-        """Compute and draw again, with the same values; the browser draws a figure while the next
-        one is made."""
-        with self._turn:
-            data = self.compute(**self.values)
-            figures = []
-            live = "widget" in self.__dict__
-            for i, figure in enumerate(self.drawn(data)):
-                figures.append(figure)
-                if live:
-                    self._show(i, figure)
-            self.data = data
-            self.figures = figures
-            if live:
-                self._tell()
-
-    def drawn(self, data: Any) -> Iterable[Figure]:
-        """The figures of some data."""
-        found = self._draw(data)
-        return [found] if isinstance(found, Figure) else found
-
-    @property
-    def figure(self) -> Figure:
-        """The first, or only, figure."""
-        return self.figures[0]
-
-    picture = property(lambda self: self.pictures[0])
-
-    @property
-    def commands(self) -> tuple[str, str]:
-        """(a line for a shell, Python) that reproduce what is seen."""
-        return self.command(**self.values)
 
     @property
     def words(self) -> tuple[str, str]:
@@ -251,9 +210,35 @@ class View:
             show(self.figures[-1], caption, alt)
         else:
             live(self.widget, f"[To be played with in JupyterLab. {alt}] {caption}")
-            Still(self._tools, self.pictures, lambda: self.words)
+            self._pngs: dict[int, str] = {}
+            self._still = display(self._pictures_kept(), raw=True, display_id=True)
+            self._tools.still = self._kept
+            for i, picture in enumerate(self.pictures):
+                picture.on_msg(partial(self._keep, i))
 
     # ---- in Jupyter
+
+    @property
+    def _kept(self) -> str:
+        """The class of what the toolbar hides where it is itself shown."""
+        return f"moelab-still-{self._tools.model_id}"
+
+    def _pictures_kept(self) -> dict[str, str]:
+        """What a reader of the saved notebook sees in the place of the view: its last pictures and
+        its words."""
+        caption, alt = map(escape, self.words)
+        shown = "".join(
+            f'<img alt="{alt}" style="max-width:100%" src="data:image/png;base64,{png}">'
+            for _, png in sorted(self._pngs.items())
+        )
+        told = f"{FAILED}<div class={self._kept}>{shown}<p><em>{caption}</em></p></div>"
+        return {"text/html": told, "text/plain": ""}
+
+    def _keep(self, i: int, _: Any, message: Mapping[str, Any], buffers: Sequence[Any]) -> None:
+        """Keep the i-th picture, which the browser has drawn."""
+        if "png" in message:
+            self._pngs[i] = b64encode(theme.in_few_colours(bytes(buffers[0]))).decode()
+            self._still.update(self._pictures_kept(), raw=True)
 
     @cached_property
     def widget(self) -> Any:
@@ -272,7 +257,7 @@ class View:
         self.errors, self._caption = ipywidgets.Output(), ipywidgets.HTML()
         self._tools = toolbar(self)
         parts = [*self._built.values(), self._caption, *self.pictures, self._tools, self.errors]
-        box = ipywidgets.VBox([*parts, *self._below(self)], layout={"width": "100%"})
+        box = ipywidgets.VBox(parts, layout={"width": "100%"})
         box.add_class("moelab-view")
         self._tell()
         return box
@@ -283,31 +268,25 @@ class View:
         return [chart(theme.to_json(figure)) for figure in self.figures]
 
     def _turned(self, name: str, change: Mapping[str, Any]) -> None:
-        def turn() -> None:
-            self._put({name: change["new"]})
-            self.refresh()
-
         if not self._quiet:
-            self.guarded(turn)
+            self.guarded(lambda: self.set(**{name: change["new"]}))
 
     def guarded(self, function: Callable[[], Any]) -> None:
         """Call a function; what it raises is shown below the picture, where the notebook runner
-        finds it too. Works in any thread, and what was shown before stays."""
-        with self._turn:
-            try:
-                function()
-                told = ()
-            except Exception as error:
-                told = (
-                    {
-                        "output_type": "error",
-                        "ename": type(error).__name__,
-                        "evalue": str(error),
-                        "traceback": traceback.format_exception(error),
-                    },
-                )
-            if self.errors.outputs != told:
-                self.errors.outputs = told
+        finds it too, and what was shown before stays."""
+        told = ()
+        try:
+            function()
+        except Exception as error:
+            told = (
+                {
+                    "output_type": "error",
+                    "ename": type(error).__name__,
+                    "evalue": str(error),
+                    "traceback": traceback.format_exception(error),
+                },
+            )
+        self.errors.outputs = told
 
     def _show(self, i: int, figure: Figure) -> None:
         self.pictures[i].figure = theme.to_json(figure)
@@ -317,5 +296,4 @@ class View:
         self._caption.value = (
             f'<p role="note" aria-label="{escape(alt)}"><em>{escape(caption)}</em></p>'
         )
-        with self._tools.hold_sync():
-            self._tools.shell, self._tools.python = self.commands
+        self._tools.shell = self.command(**self.values)

@@ -1,7 +1,6 @@
 """The budget explorer: what so much memory for experts gives, simulated.
 
-TPOT here is the mean of the decode steps. The first third of a run only fills the cache, of one
-that is drawn for a card all but the last steps. Every
+TPOT here is the mean of the decode steps. The first third of a run only fills the cache. Every
 budget that was simulated is kept, and is a point of the curves; no rule that evicts whole experts
 misses less than Belady's. Another machine has the rates of its card and this machine's software:
 what moelab itself takes a token is as measured here. Left out: prefetching, and pools of chunks
@@ -33,7 +32,6 @@ from moelab.viz.figures import budget_curve, memory_bar
 from moelab.viz.views.base import View, menu, several, slider
 from moelab.viz.views.command import command
 from moelab.viz.views.recorded import (
-    TIMED,
     Recorded,
     recorded,
     replay,
@@ -76,8 +74,7 @@ class Explorer:
         self.sizes = (
             Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(aligned(e or full), 0, 0, True)
         )
-        n = len(run.forwards)
-        self.warm = n - TIMED if found.context else max(1, n // 3)
+        self.warm = max(1, len(run.forwards) // 3)
         self.points: dict[str, dict[int, Point]] = {}
         self._play = cache(self._played)
 
@@ -120,7 +117,7 @@ class Explorer:
     def parts(self, memory: int) -> dict[str, int]:
         """What memory there is for: bytes by what takes them, in this order."""
         pools, staging = self.divide(memory)
-        tokens = self.found.context or sum(forward.tokens for forward in self.found.run.forwards)
+        tokens = sum(forward.tokens for forward in self.found.run.forwards)
         return {
             "other weights": self.settings.dense_bytes,
             f"KV cache, {tokens:,} tokens": kv_bytes(self.spec, tokens),
@@ -138,12 +135,6 @@ class Budgets(NamedTuple):
     memory: int
     at: dict[str, Point]
     curves: dict[str, list[Point]]
-
-    @property
-    def best(self) -> str:
-        """The fastest policy that can be had; Belady's rule where none is chosen."""
-        known = [policy for policy in self.at if policy != BELADY] or [BELADY]
-        return min(known, key=lambda policy: self.at[policy].tpot)
 
 
 def budgets(explorer: Explorer, device: str, share: float, policies: Sequence[str]) -> Budgets:
@@ -180,7 +171,8 @@ def rows(found: Budgets) -> Rows:
 
 
 def words(found: Budgets) -> tuple[str, str]:
-    best, source = found.best, found.explorer.found
+    source = found.explorer.found
+    best = min(found.at, key=lambda policy: (policy == BELADY, found.at[policy].tpot))
     return (
         f"{source.name} on {found.device}, {size(found.memory)} for experts: with {best}, "
         f"{duration(found.at[best].tpot)} a token and {found.at[best].hit_rate:.0%} of the experts "

@@ -31,52 +31,22 @@ from moelab.trace.reading import READERS
 from moelab.viz import theme, views
 from moelab.viz.views.recorded import TOKENS, TRACED, Recorded
 
-#: the views that take an opened model
-OF_A_MODEL = ("budget", "scrubber", "theatre")
 
+def command(name: str, found: Recorded) -> Callable[..., str]:
+    """What reproduces a view of a recorded run: values → a line for a shell."""
+    words = ["moelab view", name, _word(found.source)]
+    if Path(found.source).resolve() == small_model().resolve():
+        words.pop()  # it needs no name
+    words += [f"--{key} {_word(value)}" for key, value in found.flags.items()]
 
-def command(name: str, found: Recorded) -> Callable[..., tuple[str, str]]:
-    """What reproduces a view of a recorded run: values → (a line for a shell, Python)."""
-    opened = {} if found.memory is None else {"memory": found.memory} | found.options
-    flags = [f"--{key} {_word(value)}" for key, value in (opened | found.asked).items()]
-    source = found.source
-    if source and Path(source).resolve() == small_model().resolve():
-        source = None  # the small model needs no name
-    if found.source is None:  # a card, or a run or trace of which nobody knows where it is
-        source = "TRACE" if found.trace and not found.context else found.name
-        of = "run" if found.trace is None else "trace"
-        given = [repr(source) if found.context else of, *_arguments(found.asked)]
-        made = f"views.{name}({', '.join(given)})"
-    else:
-        given = [repr(source)] * bool(source) + _arguments(opened)
-        asked = ", ".join(["lm", *_arguments(found.asked)])
-        made = (
-            f"with moelab.open_model({', '.join(given)}) as lm:\n    view = views.{name}({asked})"
-        )
-
-    def told(**values: Any) -> tuple[str, str]:
-        words = [f"-p {key}={_word(value)}" for key, value in values.items()]
-        shell = ["moelab view", name, *([_word(source)] if source else []), *flags, *words]
-        python = f"import moelab\nfrom moelab.viz import views\n{made}"
-        python += f".set({', '.join(_arguments(values))})"
-        return " ".join(shell), python + "\nview" * ("view =" in made)
+    def told(**values: Any) -> str:
+        return " ".join(words + [f"-p {key}={_word(value)}" for key, value in values.items()])
 
     return told
 
 
-def _arguments(values: dict[str, Any]) -> list[str]:
-    return [f"{key}={value!r}" for key, value in values.items()]
-
-
 def _word(value: Any) -> str:
     return quote(",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
-
-
-def read(value: Any, text: str) -> Any:
-    """Text from a command line as a value like the one that a control has."""
-    if isinstance(value, tuple):
-        return tuple(text.split(","))
-    return type(value)(text) if isinstance(value, (int, float)) else text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -147,15 +117,14 @@ def _view(args: argparse.Namespace) -> Any:
     """The view, its controls turned."""
     make = getattr(views, args.view)
     what = args.what[0] if args.what else None
-    card = registry.like("model", what)
     how = {"tokens": args.tokens, "prompt": args.prompt}
     if args.view == "arena":
         traces = [load(path, args.model) for path in args.what[1:]]
         return turned(make(_class(what), *traces), args.parameter)
-    if args.view not in OF_A_MODEL:
-        return turned(make(*args.what), args.parameter)
-    if args.view == "budget" and card:
+    if args.view == "budget" and (card := registry.like("model", what)):
         return turned(make(card), args.parameter)
+    if args.view == "model_map":
+        return turned(make(*args.what), args.parameter)
     if what and Path(what).is_file() and Path(what).suffix in READERS:
         if args.prefetch:
             raise ValueError("--prefetch is of a model: a trace has no weights that predict")
@@ -165,32 +134,21 @@ def _view(args: argparse.Namespace) -> Any:
         return turned(make(lm, **how), args.parameter)
 
 
-def _picture(view: Any) -> bytes:
-    """The view's first figure as a PNG; RuntimeError where nothing can draw it."""
-    if drawn := theme.render_png([theme.to_json(view.figure)]):
-        return drawn[0]
-    raise RuntimeError("a .png needs kaleido and Chrome or Chromium; write an .html page instead")
-
-
 #: end of a file's name → what is written there
 WRITERS: dict[str, Callable[[Any], bytes]] = {
     ".html": lambda view: view.html().encode(),
     ".csv": lambda view: view.csv().encode(),
-    ".png": _picture,
+    ".png": lambda view: theme.render_png(view.figures[0]),
 }
 
 
 def _class(text: str | None) -> type:
     """The class of "module:name", of a module in this folder, where no other is imported.
-    ValueError: there is none, or it is nothing that the arena ranks."""
+    ValueError: there is none, or it is no cache policy."""
     module, _, name = (text or "").partition(":")
     sys.path.insert(0, "")
     try:
-        if not Path(f"{module}.py").is_file():
-            raise ValueError(f"there is no {module}.py in this folder")
         found = run_path(f"{module}.py", run_name=module)[name]
-        if not isinstance(found, type):
-            raise ValueError(f"{name} is no class")
         contests.require_policy(found)
         return found
     except Exception as error:  # whatever the file itself raises, too
@@ -210,8 +168,11 @@ def turned(view: Any, assignments: list[str]) -> Any:
         registry.require("control", name, view.values)
         if not given:
             raise ValueError(f"-p {assignment}: write -p {name}=value")
+        is_now = view.values[name]
         try:
-            values[name] = read(view.values[name], text)
+            values[name] = (
+                tuple(text.split(",")) if isinstance(is_now, tuple) else type(is_now)(text)
+            )
         except ValueError:
             raise ValueError(
                 f"-p {assignment}: it must be like {name}={_word(view.values[name])}"

@@ -98,11 +98,11 @@ def _frame(view: Any, values: dict[str, Any], parts: dict[str, int]) -> dict[str
     figures = [
         [
             parts.setdefault(json.dumps(part), len(parts))
-            for part in (found["layout"], *theme.packed(found["data"]))
+            for part in (found["layout"], *found["data"])
         ]
-        for found in map(theme.to_json, view.drawn(data))
+        for found in map(theme.to_json, view.draw(data))
     ]
-    command, _ = view.command(**values)
+    command = view.command(**values)
     return {"caption": caption, "alt": alt, "command": command, "figures": figures}
 
 
@@ -114,7 +114,7 @@ def whole(view: Any, packed: dict[str, str], script: str) -> str:
     return PAGE.format(
         title=escape(view.name.replace("_", " ").capitalize()),
         caption=escape(caption),
-        command=escape(view.commands[0]),
+        command=escape(view.command(**view.values)),
         made=escape(
             f"{on['date'][:16].replace('T', ' ')} UTC, on {on['cpu']}, {on['cores']} cores"
         ),
@@ -130,8 +130,8 @@ def _packed(text: str) -> str:
     return b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def html_rows(head: Sequence[str], rows: Iterable[Sequence[Any]], summary: str = "") -> str:
-    """A table as HTML, folded under a summary if there is one."""
+def html_rows(head: Sequence[str], rows: Iterable[Sequence[Any]], summary: str) -> str:
+    """A table as HTML, folded under a summary."""
 
     def line(kind: str, cells: Sequence[Any]) -> str:
         look = "style='text-align:left;vertical-align:top'"
@@ -140,4 +140,4 @@ def html_rows(head: Sequence[str], rows: Iterable[Sequence[Any]], summary: str =
 
     body = "".join(line("td", row) for row in rows)
     table = f"<table style='line-height:1.4'><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
-    return f"<details><summary>{escape(summary)}</summary>{table}</details>" if summary else table
+    return f"<details><summary>{escape(summary)}</summary>{table}</details>"

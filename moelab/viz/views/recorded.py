@@ -1,9 +1,9 @@
-"""What the views look at: one generation of an opened model, a run that was recorded elsewhere, a
-routing trace of whatever program, or one that is drawn."""
+"""What the views look at: one generation of an opened model, a run, a routing trace of whatever
+program, or one that is drawn for a card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -29,11 +29,6 @@ from moelab.trace import DECODE, RoutingTrace
 TOKENS = 16
 #: decode steps of a trace that are looked at
 TRACED = 64
-#: decode steps of a run that is drawn for a card: to fill the cache, and those that are timed
-TIMED = 12
-DRAWN = 60 + TIMED
-#: tokens whose keys and values it is said to have
-CONTEXT = 4096
 
 
 @dataclass
@@ -42,13 +37,11 @@ class Recorded:
 
     before : the residency as it was when the run began.
     ids, new : token ids of the prompt and generated ones, [] where they are not known.
-    source, memory : what opens the model again, and its bytes for experts; None if that is not
-        known, or all are there.
-    options, asked : how it was opened besides, and what was asked of it, as arguments; {} if as by
-        default.
+    source, flags : what a command says of it: what it was of, and how it was opened and what was
+        asked of it, {} if as by default.
+    memory : bytes for experts of an opened model; None if all are there.
     trace : that it was made from.
     how : words for whose routing this is.
-    context : tokens that a run that is drawn is said to go on from; 0 of one that was recorded.
     """
 
     name: str
@@ -56,38 +49,36 @@ class Recorded:
     before: Residency
     ids: list[int] = field(default_factory=list)
     new: list[int] = field(default_factory=list)
-    source: str | None = None
+    source: str = "TRACE"
+    flags: dict[str, Any] = field(default_factory=dict)
     memory: int | None = None
-    options: dict[str, str] = field(default_factory=dict)
-    asked: dict[str, Any] = field(default_factory=dict)
     model: Any = field(default=None, repr=False)
     trace: RoutingTrace | None = None
     how: str = "of this text"
-    context: int = 0
 
     @classmethod
     def of(
         cls,
         lm: Any,
-        run: EngineRun,
-        before: Residency,
-        ids: list[int],
-        new: list[int],
         prompt: str | Sequence[int] | None,
         tokens: int,
+        generate: Callable[[list[int]], list[int]],
     ) -> Recorded:
-        """A generation of an opened model."""
+        """What an opened model does in `generate`, of a prompt's token ids to so many new ones."""
         session = lm.moelab
-        policy, options = run.settings.policy, {}
-        if isinstance(policy, str) and policy != DEFAULT_POLICY:
-            options["cache"] = policy
+        ids = prompt_ids(lm, prompt)
+        before, first = deepcopy(session.residency), len(session.forwards)
+        new = generate(ids)
+        run = session.run.since(first)
+        policy = run.settings.policy
+        flags = {"memory": session.budget, "cache": policy if isinstance(policy, str) else None}
         if session.speculation is not None:
-            used = type(session.speculation.predictor)
             known = {find("predictor", name): name for name in names("predictor")}
-            options |= {"prefetch": known[used]} if used in known else {}
-        asked = {} if prompt is None else {"prompt": prompt}
-        asked |= {} if tokens == TOKENS else {"tokens": tokens}
-        opened = lm.name_or_path, session.budget, options, asked
+            flags["prefetch"] = known.get(type(session.speculation.predictor))
+        flags |= {"prompt": prompt, "tokens": tokens}
+        usual = None, DEFAULT_POLICY, TOKENS
+        flags = {name: value for name, value in flags.items() if value not in usual}
+        opened = lm.name_or_path, flags, session.budget
         return cls(run.settings.spec.name, run, before, ids, new, *opened, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
@@ -138,9 +129,8 @@ def recorded(
     """What is looked at.
 
     source : a model that `moelab.open_model` has opened, which then generates greedily, and
-        prefetches in every token if it was opened to prefetch; an `EngineRun`, such as
-        `lm.moelab.run`; a `RoutingTrace`; or the name of a model card, whose routing is then drawn
-        as `routing_of` says.
+        prefetches in every token if it was opened to prefetch; its run, `lm.moelab.run`; a
+        `RoutingTrace`; or a card's name, whose routing is drawn as `routing_of` says.
     prompt : a text or token ids; by default a few words of a library.
     tokens : that are generated, by default `TOKENS`; of a trace, the first so many that are decoded,
         by default `TRACED`.
@@ -155,18 +145,18 @@ def recorded(
             "moelab.open_model"
         )
     if isinstance(source, str) and source in names("model"):
-        return _drawn(source)
-    if traced:
+        routing, how = routing_of(spec := load_model(source))
+        found = replace(_of_trace(routing.trace(spec, [TRACED])), source=source, how=how)
+    elif traced:
         found = _of_trace(source, tokens, **kept)
     elif isinstance(source, EngineRun):
-        run = source.since()
-        found = Recorded(run.settings.spec.name, run, as_opened(run.settings))
+        found = Recorded(source.settings.spec.name, source.since(), as_opened(source.settings))
     elif hasattr(source, "moelab"):
         found = _generate(source, prompt, tokens or TOKENS)
     else:
         raise TypeError(
             f"this is a {type(source).__name__}; a view is of a model that moelab.open_model "
-            "has opened, of its run (lm.moelab.run), of a moelab.RoutingTrace, or of a card: "
+            "has opened, of its run, of a moelab.RoutingTrace, or of a card: "
             f"{', '.join(names('model'))}"
         )
     if sum(forward.phase == "decode" for forward in found.run.forwards) < 2:
@@ -190,21 +180,17 @@ def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:
-    session = lm.moelab
-    ids = torch.tensor([prompt_ids(lm, prompt)])
-    before = deepcopy(session.residency)
-    first = len(session.forwards)
-    with torch.inference_mode(), ungated(session.engine) if session.engine else nullcontext():
-        out = lm.generate(
-            ids.to(lm.device),
-            attention_mask=torch.ones_like(ids).to(lm.device),
-            **greedy(lm),
-            max_new_tokens=tokens,
-            min_new_tokens=tokens,
-        )
-    run = session.run.since(first)
-    new = out[0, 0 if lm.config.is_encoder_decoder else ids.shape[1] :].tolist()
-    return Recorded.of(lm, run, before, ids[0].tolist(), new, prompt, tokens)
+    engine = lm.moelab.engine
+
+    def generate(ids: list[int]) -> list[int]:
+        given = torch.tensor([ids], device=lm.device)
+        count = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        with torch.inference_mode(), ungated(engine) if engine else nullcontext():
+            mask = torch.ones_like(given)
+            out = lm.generate(given, attention_mask=mask, **greedy(lm), **count)
+        return out[0, 0 if lm.config.is_encoder_decoder else len(ids) :].tolist()
+
+    return Recorded.of(lm, prompt, tokens, generate)
 
 
 def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Recorded:
@@ -212,18 +198,11 @@ def _of_trace(trace: RoutingTrace, tokens: int | None = None, **kept: Any) -> Re
     decode, prompts are taken token by token."""
     decoded = trace.in_phase(DECODE)
     how = "recorded" if decoded is trace else "recorded, prompts taken token by token"
-    trace, asked = decoded, kept | ({} if tokens is None else {"tokens": tokens})
+    trace, flags = decoded, kept | ({} if tokens is None else {"tokens": tokens})
     order = trace.sequence.long().argsort(stable=True)
     seen = torch.empty(len(trace), dtype=torch.long)
     seen[order] = (trace.phase[order] == DECODE).cumsum(0)
     trace = trace.select(seen <= (tokens or TRACED))
     run = run_of(trace, **{"memory": "50%"} | kept)
     before = as_opened(run.settings)
-    return Recorded(trace.spec.name, run, before, asked=asked, trace=trace, how=how)
-
-
-def _drawn(name: str) -> Recorded:
-    spec = load_model(name)
-    routing, how = routing_of(spec)
-    found = _of_trace(routing.trace(spec, [DRAWN]), DRAWN)
-    return replace(found, asked={}, how=how, context=CONTEXT)
+    return Recorded(trace.spec.name, run, before, flags=flags, trace=trace, how=how)

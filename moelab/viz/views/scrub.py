@@ -6,6 +6,7 @@ player moves through them in the browser, so it needs no kernel, and a saved pag
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from moelab.base.records import Rows
 from moelab.base.specs import Event, State
 from moelab.offloading.metrics import Forward
 from moelab.viz import theme
-from moelab.viz.charts import EDGE, finish, hover, whole_steps
+from moelab.viz.charts import EDGE, add_points, finish, whole_steps
 from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
 from moelab.viz.views.command import command
@@ -126,14 +127,8 @@ def draw(found: Scrub, token: int) -> Figure:
         size = 8 if place > RESIDENT else 5
         look = {"symbol": symbol, "size": size, "color": colour, "line": EDGE | {"width": 0.5}}
         if symbol:
-            figure.add_scatter(
-                x=experts,
-                y=layers,
-                mode="markers",
-                name=what,
-                hovertemplate=hover("layer %{y}, expert %{x}", what),
-                marker=look,
-            )
+            points = [*zip(experts, layers)]
+            add_points(figure, points, what, 0, "layer %{y}, expert %{x}", marker=look)
     figure.update_yaxes(range=[len(states) - 0.4, -0.6], dtick=whole_steps(len(states)))
     height = 120 + 26 * len(states)
     return finish(figure, "expert", "MoE layer", legend=f"step {token}", height=height)
@@ -170,15 +165,11 @@ class Scrubber(View):
     controls_shown = False
 
     def _pictures(self) -> list[Any]:
-        from moelab.viz.views.widgets import player
+        from moelab.viz.views.widgets import Player
 
-        return [
-            player(
-                content(self.data[0]),
-                self.values["token"],
-                lambda token: self.values.update(token=token),
-            )
-        ]
+        player = Player(data=content(self.data[0]), token=self.values["token"])
+        player.observe(lambda change: self.values.update(token=change["new"]), "token")
+        return [player]
 
     def _show(self, i: int, figure: Figure) -> None:
         self.pictures[0].token = self.values["token"]
@@ -191,8 +182,9 @@ def _script(view: Scrubber) -> str:
     """The player, of what it is given by a page instead of a kernel."""
     player = Path(__file__).with_name("player.js").read_text(encoding="utf-8")
     values = {"data": content(view.data[0]), "token": view.values["token"]}
+    told = json.dumps(values).replace("<", "\\u003c")  # nothing in it ends the script
     return f"""{player.replace("export default", "const widget =")}
-const values = {theme.in_script(values)};
+const values = {told};
 widget.render({{el: document.getElementById("view"), model: {{
   get: (name) => values[name], set: (name, value) => {{ values[name] = value; }}, save_changes() {{}}, on() {{}},
   off() {{}} }} }});"""
@@ -227,7 +219,7 @@ def scrubber(source: Any, prompt: Any = None, tokens: int | None = None, **kept:
         "scrubber",
         {"token": slider("forward pass", 1, 0, len(scrubbed.words) - 1)},
         lambda token: (scrubbed, token),
-        lambda data: draw(*data),
+        lambda data: [draw(*data)],
         lambda data: rows(data[0]),
         command("scrubber", found),
         lambda data: words(data[0]),

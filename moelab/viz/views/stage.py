@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
@@ -39,7 +40,6 @@ from moelab.viz.views.recorded import (
     TOKENS,
     Recorded,
     decode_steps,
-    prompt_ids,
     recorded,
     replay,
     seconds_of,
@@ -59,15 +59,15 @@ class Stage:
 
     predictions : (predictor, distance) → (for each forward pass, layer → experts, the likeliest
         first; seconds of a prediction).
-    losses : (predictor, distance) → nats a token when it is executed, and None → as the model is;
-        {} without a tokenizer.
+    losses : (predictor, distance) → by how many per cent the loss changes when it is executed; {}
+        without a tokenizer.
     """
 
     def __init__(
         self,
         found: Recorded,
         predictions: Mapping[tuple[str, int], tuple[Predicted, float]],
-        losses: Mapping[tuple[str, int] | None, float],
+        losses: Mapping[tuple[str, int], float],
         machine: Machine,
     ) -> None:
         self.found, self.predictions, self.losses = found, predictions, losses
@@ -114,12 +114,6 @@ class Stage:
         residency, staging = deepcopy(self.found.before), self.settings.staging + ahead
         how = {"steps": steps, "staging": staging, "prefetching": prefetching}
         return replay(self.found, residency, self.warm, machine, **how)
-
-    def loss(self, way: str, predictor: str, distance: int) -> float | None:
-        """By how many per cent the loss changes; None if nobody knows."""
-        base = self.losses.get(None)
-        changed = self.losses.get((predictor, distance)) if way == "speculative" else base
-        return base and changed and 100 * (changed / base - 1)
 
 
 class Scene(NamedTuple):
@@ -231,7 +225,7 @@ def rows(found: Scene) -> Rows:
 def words(found: Scene) -> tuple[str, str]:
     change = "" if found.way == "none" else "; no bit of the output changes"
     if found.way == "speculative":
-        loss = found.stage.loss(found.way, *found.of)
+        loss = found.stage.losses.get(found.of)
         change = "" if loss is None else f"; the loss changes by {loss:+.2f} % (measured)"
     took, none = (fmean(seconds_of(run)) for run in (found.simulation, found.none))
     return (
@@ -265,7 +259,10 @@ def theatre(
     Raises ValueError: a model without delays.
     """
     if isinstance(source, RoutingTrace):
-        return view_of(of_trace(recorded(source, prompt, tokens, **kept)))
+        found = recorded(source, prompt, tokens, **kept)
+        every = product(GUESSES, DISTANCES)  # they predict in no time
+        guessed = {of: (guesses(found.trace, *of), 0.0) for of in every}
+        return view_of(Stage(found, guessed, {}, machine_of(found.run, here())))
     return view_of(stage(source, prompt, tokens or TOKENS))
 
 
@@ -285,28 +282,16 @@ def view_of(staged: Stage) -> View:
         "token": slider("decode step", min(1, staged.last), 0, staged.last),
     }
     said = command("theatre", staged.found)
-    return View("theatre", controls, compute, draw, rows, said, words, ("way", "token"), _clicks)
+    return Theatre("theatre", controls, compute, draw, rows, said, words, ("way", "token"))
 
 
-def _clicks(view: View) -> list[Any]:
-    """A click on a bar of the strip selects its token."""
+class Theatre(View):
+    """A view in which a click on a bar of the strip selects its token."""
 
-    def clicked(what: Mapping[str, Any]) -> None:
-        view.guarded(lambda: view.set(token=what["point"]))
-
-    view.pictures[1].on_click(clicked)
-    return []
-
-
-def of_trace(found: Recorded) -> Stage:
-    """A trace on this machine; what predicts, predicts in no time, and nobody knows the loss of
-    executing it."""
-    predictions = {
-        (name, distance): (guesses(found.trace, name, distance), 0.0)
-        for name in GUESSES
-        for distance in DISTANCES
-    }
-    return Stage(found, predictions, {}, machine_of(found.run, here()))
+    def _pictures(self) -> list[Any]:
+        pictures = super()._pictures()
+        pictures[1].on_click(lambda what: self.guarded(lambda: self.set(token=what["point"])))
+        return pictures
 
 
 def stage(lm: Any, prompt: Any, tokens: int) -> Stage:
@@ -318,28 +303,28 @@ def stage(lm: Any, prompt: Any, tokens: int) -> Stage:
     from moelab.recording import record
     from moelab.speculate import Speculation
 
-    session = lm.moelab
-    ids = prompt_ids(lm, prompt)
-    before = deepcopy(session.residency)
-    first = len(session.forwards)
-    trace = record(lm, [ids], tokens, hidden=True, batch_size=1, min_new_tokens=tokens)
-    run = session.run.since(first)
-    new = trace.tokens[len(ids) :].tolist()
-    found = Recorded.of(lm, run, before, ids, new, prompt, tokens)
+    traces = []
+
+    def generate(ids: list[int]) -> list[int]:
+        how = {"hidden": True, "batch_size": 1, "min_new_tokens": tokens}
+        traces.append(record(lm, [ids], tokens, **how))
+        return traces[0].tokens[len(ids) :].tolist()
+
+    found = Recorded.of(lm, prompt, tokens, generate)
     predictions = {}
     losses = {}
     text = lm.tokenizer and text_windows(lm.tokenizer, "test", WINDOWS, WINDOW)
     with torch.inference_mode():
-        if text is not None:
-            losses[None] = float(language_loss(lm, text).mean())
+        base = None if text is None else language_loss(lm, text).mean()
         for name in progress(PREDICTORS, "predicting", unit="predictor"):
             for distance in DISTANCES:
                 made = make_predictor(lm, name, ahead=distance)
-                predictions[name, distance] = predict(trace, made, len(run.forwards))
+                predictions[name, distance] = predict(traces[0], made, len(found.run.forwards))
                 if text is not None:
                     with Speculation(lm, made, "speculative", prefill=True):
-                        losses[name, distance] = float(language_loss(lm, text).mean())
-    return Stage(found, predictions, losses, machine_of(run))
+                        changed = language_loss(lm, text).mean()
+                    losses[name, distance] = 100 * float(changed / base - 1)
+    return Stage(found, predictions, losses, machine_of(found.run))
 
 
 def predict(trace: Any, predictor: Any, forwards: int) -> tuple[Predicted, float]:

@@ -73,24 +73,16 @@ def arena(mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each
     if contest.own.error:
         print(contest.own.error, file=sys.stderr)
 
-    def command() -> tuple[str, str]:
+    def command() -> str:
         made = mine if isinstance(mine, type) else type(mine)
         home = made.__module__ if made.__module__ != "__main__" else "your_file"
         given = contest.own.name if of is None else f"{contest.own.name}, of"
         call = f"moelab.lab.arena({given}, share={share:g}, tokens={tokens}, each={each})"
-        lines = [f"from {home} import {contest.own.name}", "import moelab.lab"]
-        printed = "; ".join([*lines, f"print({call}.csv())"])
-        return f'python -c "{printed}"', "\n".join([*lines, call])
+        imports = f"from {home} import {contest.own.name}; import moelab.lab"
+        return f'python -c "{imports}; print({call}.csv())"'
 
-    return View(
-        "arena",
-        {},
-        lambda: contest,
-        draw,
-        _rows,
-        command,
-        words,
-    )
+    compute, figures = lambda: contest, lambda contest: [draw(contest)]
+    return View("arena", {}, compute, figures, _rows, command, words)
 
 
 def _rows(contest: Contest) -> Rows:

@@ -94,13 +94,11 @@ function render({ model, el }) {
   button("HTML", "save a page that works without a network", () => void model.send({ file: "html" }));
   button("copy command", "the line for a shell that gives these numbers",
     () => copy(model.get("shell")).then(() => `copied: ${model.get("shell")}`));
-  button("copy Python", "the Python that gives this view",
-    () => copy(model.get("python")).then(() => "copied"));
   bar.append(told);
   el.append(bar);
 
   const receive = (message, buffers) => {
-    save(new Blob([buffers[0]], { type: message.type }), message.name);
+    save(new Blob([buffers[0]]), message.name);
     tell(`saved ${message.name}`);
   };
   model.on("msg:custom", receive);

@@ -3,13 +3,12 @@ would do.
 
     views.model_map("Qwen/Qwen3-30B-A3B")
 
-Layers, their experts, their tensors; a click opens one, and its bits under the microscope. The
-checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
+Layers, their experts, their tensors; a click opens one. The checkpoint is read as it is, a sample of a tensor at a time (`moelab.viz.survey`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
@@ -24,10 +23,8 @@ from moelab.base.table import format_value
 from moelab.checkpoint.checkpoint import locate
 from moelab.viz import survey
 from moelab.viz.charts import finish
-from moelab.viz.figures import microscope
 from moelab.viz.theme import SCALE
-from moelab.viz.views.base import menu
-from moelab.viz.views.detailed import Detail, Detailed, html_rows
+from moelab.viz.views.base import View, menu
 
 BOUND = "entropy bound"
 ERROR = "error of "
@@ -124,7 +121,7 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
     return finish(figure, height=560, showlegend=False, margin=margin)
 
 
-def model_map(model: str | Path | None = None) -> Detailed:
+def model_map(model: str | Path | None = None) -> View:
     """The checkpoint of a model as a map.
 
     model : a folder, a .safetensors file or a hub id, unconverted; None: the shipped small model.
@@ -150,27 +147,20 @@ def model_map(model: str | Path | None = None) -> Detailed:
         return _words(data, len(parts), kind)
 
     small = sum(min(part.stored.nbytes, survey.SAMPLE) for part in parts) <= SOON
-    return Detailed(
+
+    def command(colour: str) -> str:
+        words = ["moelab view model_map", *([quote(str(model))] if model is not None else [])]
+        return " ".join([*words, f"-p colour={quote(colour)}"])
+
+    return View(
         "model_map",
         {"colour": menu("colour", BOUND, colours)},
         lambda colour: (nodes(parts, values(colour), path.name), colour),
-        lambda data: draw(*data),
+        lambda data: [draw(*data)],
         _rows,
-        partial(_command, model),
+        command,
         words,
-        plays=("colour",) if small else (),
-        label="tensor",
-        tell=_tell,
-        names=lambda data: [node.name for node in data[0]][:MOST],
-    )
-
-
-def _command(model: str | Path | None, colour: str) -> tuple[str, str]:
-    said = [quote(str(model))] if model is not None else []
-    given = repr(str(model)) if model is not None else ""
-    return (
-        " ".join(["moelab view model_map", *said, f"-p colour={quote(colour)}"]),
-        f"from moelab.viz import views\nviews.model_map({given}).set(colour={colour!r})",
+        ("colour",) if small else (),
     )
 
 
@@ -190,16 +180,3 @@ def _rows(data: Shown) -> Rows:
         {"name": node.name, "part of": node.parent, "bytes": node.bytes, colour: node.value}
         for node in tree
     ]
-
-
-def _tell(data: Shown, name: str) -> Detail:
-    tree, colour = data
-    node = next(node for node in tree if node.name == name)
-    about = [("MB", node.bytes / 1e6), (colour, node.value)]
-    if node.part is None or survey.bound(node.part) is None:
-        return Detail(html_rows(["", name], about))
-    stored = node.part.stored
-    about += [("shape", " × ".join(map(str, stored.shape))), ("type", stored.dtype)]
-    about.append(("read (MB)", min(stored.nbytes, survey.SAMPLE) / 1e6))
-    bits = microscope(survey.histogram(node.part), stored.dtype)
-    return Detail(html_rows(["", name], about), bits)

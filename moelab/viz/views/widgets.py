@@ -52,7 +52,6 @@ class Toolbar(anywidget.AnyWidget):
     _esm = Path(__file__).with_name("toolbar.js")
     name = traitlets.Unicode().tag(sync=True)
     shell = traitlets.Unicode().tag(sync=True)
-    python = traitlets.Unicode().tag(sync=True)
     #: class of what is hidden where the toolbar is shown
     still = traitlets.Unicode().tag(sync=True)
 
@@ -60,15 +59,12 @@ class Toolbar(anywidget.AnyWidget):
 def toolbar(view: Any) -> Toolbar:
     """The toolbar of a `moelab.viz.views.base.View`."""
     made = Toolbar(name=view.name)
-    contents = {"csv": (view.csv, "text/csv"), "html": (view.html, "text/html")}
+    contents = {"csv": view.csv, "html": view.html}
 
     def asked(_: Any, message: Mapping[str, str], __: Any) -> None:
         def answer() -> None:
-            content, kind = contents[message["file"]]
-            made.send(
-                {"name": f"{view.name}.{message['file']}", "type": kind},
-                buffers=[content().encode()],
-            )
+            kind = message["file"]
+            made.send({"name": f"{view.name}.{kind}"}, buffers=[contents[kind]().encode()])
 
         view.guarded(answer)
 
@@ -82,11 +78,3 @@ class Player(anywidget.AnyWidget):
     _esm = Path(__file__).with_name("player.js")
     data = traitlets.Dict().tag(sync=True)
     token = traitlets.Int().tag(sync=True)
-
-
-def player(content: dict[str, Any], token: int, moved: Callable[[int], None]) -> Player:
-    """The player of what `moelab.viz.views.scrub.content` returned; `moved` is told where it
-    stopped."""
-    made = Player(data=content, token=token)
-    made.observe(lambda change: moved(change["new"]), "token")
-    return made
