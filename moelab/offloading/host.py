@@ -62,7 +62,7 @@ class Host(PinnedReader):
         start = time.perf_counter()
         chunks = self._chunks(layer, expert, "both", parts["both"])
         chunks.data[:] = self.held(layer, expert).data
-        self._count(len(chunks.data), start)
+        self._throttle(len(chunks.data), start)
         return [chunks]
 
     def tensors(self, layer: int, expert: int) -> Tensors:
