@@ -252,9 +252,8 @@ def make_plan(
     tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)
     size = group_size if how.grouped else 1
-    limit = 1e6 * max_graph_mb
-    fit = max(int(limit // expert_bytes), 1)
-    experts, attention, problems = _units(spec, how, size, expert_bytes, limit)
+    fit = max(int(1e6 * max_graph_mb // expert_bytes), 1)
+    experts, attention, problems = _units(spec, how, size, expert_bytes, 1e6 * max_graph_mb)
     least = np.inf if experts == "cpu" else min_rows if how.placement else 0.0
 
     def planned(of: Tiers, row: np.ndarray) -> LayerPlan:
