@@ -50,7 +50,8 @@ def c_function(function: Callable) -> int:
 
 def c_library(name: str) -> int:
     """The address of a C function of a library that this process has loaded; 0 if there is none."""
-    return ctypes.cast(getattr(ctypes.CDLL(None), name, None), ctypes.c_void_p).value or 0
+    own = None if sys.platform == "win32" else ctypes.CDLL(None)
+    return ctypes.cast(getattr(own, name, None), ctypes.c_void_p).value or 0
 
 
 class _Cache(caching.FunctionCache):

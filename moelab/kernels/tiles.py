@@ -241,6 +241,9 @@ def _fetch(address: Value) -> None:
     Value(address.builder, address.at(I8)).call("prefetch.p0", *args, of=VOID)
 
 
+prefetch = emitted()(_fetch)
+
+
 def _from_bf16(address: Value, i: Value) -> Value:
     return (address.load(I16, i).to(I32, "zext") << 16).to(F32)
 
