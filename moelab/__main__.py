@@ -54,7 +54,7 @@ COMMANDS = {
     "neuron": (
         "moelab.advice.neuron_command",
         "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
-        "plan DeepSeek-V3 --cores 64 --context 8192 --python plan.py",
+        "plan DeepSeek-V3 --cores 64 --batch 32",
     ),
     "generate": (
         "moelab.generate",

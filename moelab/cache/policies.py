@@ -44,6 +44,30 @@ class CachePolicy(Protocol):
         """One of `resident`, to be evicted; experts that the step uses are not in it."""
 
 
+class FIFO:
+    """First in, first out."""
+
+    def __init__(self) -> None:
+        self._order: dict[ExpertKey, None] = {}
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self._order.setdefault(key)
+
+    def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
+        return next(key for key in self._order if key in resident)
+
+    def forget(self, key: ExpertKey) -> None:
+        self._order.pop(key, None)
+
+
+class LRU(FIFO):
+    """Least recently used."""
+
+    def touch(self, key: ExpertKey, step: int) -> None:
+        self._order.pop(key, None)
+        self._order[key] = None
+
+
 class _ByPriority:
     """Evicts the key of the smallest priority, ties by key: a heap whose outdated entries are
     skipped when met."""
@@ -75,21 +99,6 @@ class _ByPriority:
 
     def forget(self, key: ExpertKey) -> None:
         self._priority.pop(key, None)
-
-
-class FIFO(_ByPriority):
-    """First in, first out."""
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        if key not in self._priority:
-            self.put(key, step)
-
-
-class LRU(_ByPriority):
-    """Least recently used."""
-
-    def touch(self, key: ExpertKey, step: int) -> None:
-        self.put(key, step)
 
 
 class LFU(_ByPriority):

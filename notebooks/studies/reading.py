@@ -47,7 +47,7 @@ def write_store(folder: str | Path, experts: Sequence[torch.Tensor], codec: str)
     else."""
     rows, columns = experts[0].shape
     spec = MoESpec("synthetic", "synthetic", 1, (0,), len(experts), 1, columns, rows)
-    writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec, 4)
+    writer = StoreWriter(folder, spec, "0" * 16, [("experts", len(experts), False)], codec)
     for layer, expert in writer.missing():
         writer.add(layer, expert, {"weight": experts[expert]})
     writer.finish({}, [])
