@@ -19,6 +19,7 @@ Unit = Literal[UNITS]
 ATTENTION_GRAPHS = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
 #: architectures whose experts no graph here can stand for → why
 NO_EXPERT_GRAPHS = {
+    "dbrx": "DBRX computes its experts by code of its own, of the rows of one matrix",
     "llama4_text": "in Llama 4 the routing weights scale the experts' input, and a graph's output "
     "is what is weighted",
     "switch_transformers": "Switch Transformers are encoder-decoders, and prefill in chunks is for "
