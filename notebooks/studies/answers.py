@@ -27,7 +27,8 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.simulation.traced import forwards_of
 from moelab.trace import DECODE, PREFILL, RoutingTrace
-from notebooks.studies.policies import Traces, part
+
+from .policies import Traces, part
 
 KIND = "exact"
 MEASURES = ("moelab/cache",)

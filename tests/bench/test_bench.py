@@ -6,6 +6,7 @@ import pytest
 
 from moelab import bench
 from moelab.__main__ import main
+from moelab.bench import STUDIES
 
 OWN = '''"""Counts to n. Slowly."""
 
@@ -52,3 +53,9 @@ def test_what_a_bench_lacks_is_told(name, source, said, tmp_path, monkeypatch, c
 def test_studies_are_benches_by_name():
     assert {"plans", "store", "experts"} < set(bench.names()) and "ane" not in bench.names()
     assert bench.path_of("plans") == bench.STUDIES / "plans.py" and not bench.path_of("nothing")
+
+
+def test_studies_import_one_another_as_their_package():
+    """`moelab bench` finds them beside the notebooks, where nothing is called `notebooks`."""
+    lines = [line for path in STUDIES.glob("*.py") for line in path.read_text("utf-8").splitlines()]
+    assert not [line for line in lines if line.startswith(("from notebooks", "import notebooks"))]
