@@ -12,6 +12,10 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():  # before Triton is loaded: its kernels run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.modules.setdefault(
     "rfc3987_syntax", None
 )  # optional, and seconds of work where nbformat is imported
@@ -49,8 +53,6 @@ def pytest_unconfigure():
 def threads_stay_as_they_were():
     """How many threads torch uses is the process's: a test that leaves another number changes the
     next one."""
-    import torch
-
     get = torch.get_num_threads  # as it is before a test puts its own there
     before = get()
     yield
@@ -83,16 +85,8 @@ def results(every_result, monkeypatch):
 
 
 @pytest.fixture
-def triton_device(monkeypatch):
+def triton_device():
     """Where Triton's kernels run: on a GPU if there is one, else on the CPU in Triton's
-    interpreter.
-
-    A kernel is made for one of both when its module is imported, so every test of a process must
-    mean the same."""
+    interpreter."""
     pytest.importorskip("triton")
-    import torch
-
-    if torch.cuda.is_available():
-        return "cuda"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    return "cpu"
+    return "cuda" if torch.cuda.is_available() else "cpu"
