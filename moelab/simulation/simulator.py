@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,14 +19,14 @@ from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
-from moelab.offloading.hybrid import Balance
+from moelab.offloading.hybrid import Balance, Rates
 from moelab.offloading.load_queue import Order, PrefetchCounts, order_of, plain_order
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, Recorded
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
-from moelab.simulation.costs import Machine, delays_in_place, delays_of
+from moelab.simulation.costs import Machine, MachineRates, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
 from moelab.simulation.traced import as_opened, run_of
@@ -203,6 +204,9 @@ def replay(
     residency = as_opened(replace(settings, pools=pools or settings.pools, policy=policy))
     machine = machine_of(run, device, reads=not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
+    rates = run.rates
+    if device is not None and any(rates):
+        rates = repeat(_beside(_card(device), run))
     return simulate(
         run.steps,
         [forward[2:] for forward in run.forwards],
@@ -211,7 +215,7 @@ def replay(
         staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
-        balance=Balance(settings.experts_bytes, run.rates) if any(run.rates) else None,
+        balance=Balance(settings.experts_bytes, rates) if any(run.rates) else None,
     )
 
 
@@ -233,13 +237,7 @@ def machine_of(
             "run.since(1), what came after it; `moelab ane plan` models prompts"
         )
     if device is not None:
-        if any(run.rates):
-            raise ValueError(
-                "this run computed experts where they lie, at rates of its own machine, which a card "
-                "does not say: leave out device="
-            )
-        device = device if isinstance(device, DeviceSpec) else load_device(device)
-        return _on_device(device, run)
+        return _on_device(_card(device), run)
     where = run.settings.device if run.settings.experts_bytes else "a model in memory"
     if where != "cpu" or not len(run.timeline):
         raise ValueError(
@@ -265,7 +263,25 @@ def _on_device(device: DeviceSpec, run: EngineRun) -> Machine:
         delays, other = delays_in_place(
             device, spec, stored, spec.expert_bytes, settings.dense_bytes
         )
-    return Machine(replace(delays, experts_bytes=settings.experts_bytes), other=other)
+    delays = replace(delays, experts_bytes=settings.experts_bytes)
+    far = _beside(device, run).far if any(run.rates) else (0.0, 0.0)
+    return Machine(delays, other=other, far=far)
+
+
+def _beside(device: DeviceSpec, run: EngineRun) -> Rates:
+    """By what a run that computes experts where they lie decides on a card. ValueError: nothing
+    computes there."""
+    rates = MachineRates.of(device)
+    if not rates.host:
+        raise ValueError(
+            f"this run computed experts where they lie, and {device.name} has no memory beside it in "
+            "which that could be done (host_memory_bandwidth_gbs): give another card"
+        )
+    return rates.beside(sum(run.settings.mean_bytes))
+
+
+def _card(device: str | Path | DeviceSpec) -> DeviceSpec:
+    return device if isinstance(device, DeviceSpec) else load_device(device)
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:

@@ -278,8 +278,11 @@ def test_threads_and_the_simulator_decide_alike_and_the_output_is_the_models(
         assert sent[0] == sent[1] != []
         assert check(session.timeline) == check(played.events) == []
         assert {*session.metrics().busy} == {"compute", "host", "link"}
-        with pytest.raises(ValueError, match="device="):
-            replay(session.run, device="rtx-5080")
+        there = replay(session.run, device="rtx-5080")  # at the card's rates, which never change
+        assert check(there.events) == [] and there.tpot > 0
+        assert there.counters.requests == played.counters.requests
+        with pytest.raises(ValueError, match="no memory beside it"):
+            replay(session.run, device="m2-max")
 
 
 def test_what_cannot_be_hybrid_says_so(models, bf16, tmp_path):
