@@ -32,6 +32,7 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
+from moelab.offloading.device import DeviceTables
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
@@ -94,12 +95,19 @@ class Engine:
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks)
         self._banks: dict[int, tuple[Any, Any]] = {}
+        #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
+        self._tables: tuple[Any, DeviceTables | None] = (None, None)
+        self._current = False
+        #: whether a forward pass may be a token that the GPU runs alone; whether one does now, and is
+        #: to be heard of
+        self._alone = self._launched = False
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
         renew_in_children(self)
 
     def _restart(self) -> None:
         """After an error, or in a forked process: nothing is in memory, and threads are new."""
+        self._hand_back()
         self.loader.stop()
         self.residency.clear()
         self.loader.start()
@@ -117,6 +125,7 @@ class Engine:
         self.closed = True
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
+            self._hand_back()
             self.loader.end()
             self._at_end.detach()
 
@@ -150,6 +159,8 @@ class Engine:
             self._restart()
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+        if self._current:
+            self._hand_back()
         layer = experts.layer
         E = experts.num_experts
         controller = self.controller
@@ -279,11 +290,13 @@ class Engine:
 
     @contextmanager
     def token(self, modules: list[SeamExperts], dtype: torch.dtype) -> Iterator[tuple]:
-        """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`), as far as their
-        experts are resident for good."""
-        with self._one:
-            self._require_sound()
-            yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
+        """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`): on a CPU as far as their
+        experts are resident for good, on a GPU all of them, wherever their experts are."""
+        with self._one, self._sound():
+            if self._far:
+                yield self._begin_token(modules, dtype), partial(self._token_launched, modules)
+            else:
+                yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
 
     def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
         chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
@@ -312,15 +325,73 @@ class Engine:
             self._banks[layers[0]] = state, banks
         return banks
 
+    # a whole token on a GPU, see `moelab.offloading.device`
+
+    def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> list | None:
+        """What computes the experts of each layer of the token that begins; None where the GPU
+        cannot do that alone."""
+        loader = self.loader
+        executor = modules[0].executor
+        if len(modules) != self.residency.L or any(of.executor is not executor for of in modules):
+            return None
+        state = loader.slots, executor, dtype
+        if self._tables[0] != state:
+            K = self.run.settings.spec.K
+            made = DeviceTables.of(loader.slots, loader.reader, modules, dtype, K)
+            self._tables = state, made
+        tables = self._tables[1]
+        alone = self._alone
+        self._alone = tables is not None and self.decoding and not self._drafts
+        if not (self._alone and (alone or self.residency.holds_all)):
+            return None
+        with loader.changing() as queue:
+            if not self._current:
+                tables.read(queue)
+            self._current = tables.begin(queue, self.residency.free or 0, None)
+        return tables.calls if self._current else None
+
+    def _token_launched(self, modules: list[SeamExperts], found: Any) -> None:
+        self._tables[1].end()
+        self._launched = True
+        modules[0].executor.count_layers(found)
+
+    def _token_done(self) -> None:
+        """Take over what the GPU has done alone: by the rule that it has followed."""
+        tables = self._tables[1]
+        self._launched = False
+        for layer, did in enumerate(tables.layers() if self._current else ()):
+            fetching, computing, end = did.times
+            self._report_other(fetching, layer)
+            step = self.controller.decide(layer, counts(did.experts, self.residency.E))
+            with self.loader.changing() as queue:
+                came = tables.apply(queue, step, did)
+            if came:
+                nbytes = sum(tables.nbytes(key) for key in came)
+                copied = layer, -1, fetching, computing
+                self.timeline.add(Event("link", "read", *copied, nbytes))
+                self.timeline.add(Event("compute", "wait", *copied))
+            self.idle_since = end
+            self.timeline.add(Event("compute", "expert", layer, -1, computing, end))
+
+    def _hand_back(self) -> None:
+        """From here on the host decides again, and its copies wait for what the GPU has done alone;
+        of a token that was interrupted nothing is left."""
+        self._current = self._launched = False
+        if (tables := self._tables[1]) is not None and self.loader.slots is not None:
+            tables.rest()
+
     # a forward pass
 
     def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
         with self._one, self._sound():
+            if self._launched:
+                self._hand_back()
             self._events = len(self.timeline)
+            self._alone = self._alone and info.phase == "decode" and info.tokens == 1 and not exact
             with self.loader.changing():
-                steps = self.controller.begin_forward(info.phase)
+                steps = self.controller.begin_forward(info.phase, self._alone)
             for step in steps:  # what shall be there before
                 with self.loader.changing():
                     self.controller.load(step, self.loader.ready.put)
@@ -336,6 +407,9 @@ class Engine:
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
+        if self._launched:
+            with self._one, self._sound():
+                self._token_done()
         now = clock()
         self.loader.settle()
         self._report_other(now, -1)
@@ -347,9 +421,13 @@ class Engine:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
-        with self.loader.changing():
+        with self.loader.changing() as queue:
             took = None if self._drafts else now - self._began
-            self.controller.end_forward(took, self.timeline.since(self._events))
+            evicted = self.controller.end_forward(took, self.timeline.since(self._events))
+            for key in evicted:
+                queue.leave(key)
+            if self._current:
+                self._tables[1].remove(evicted)
         return now
 
     def _narrow(self) -> None:
@@ -436,9 +514,9 @@ class EngineSource:
         return loader.slots.matrices(slots, layer, experts)
 
 
-def counts(ids: Tensor, E: int) -> dict[int, int]:
+def counts(ids: Tensor | list[int], E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
-    found = Counter(ids.flatten().tolist())
+    found = Counter(ids if isinstance(ids, list) else ids.flatten().tolist())
     found.pop(E, None)
     return dict(found)
 

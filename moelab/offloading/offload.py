@@ -46,6 +46,9 @@ from moelab.offloading.step import StepController
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
+#: of how many experts in a GPU's memory one leaves between tokens for those that the next one fetches
+SPARE = 8
+
 
 def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
     """A field of options.
@@ -269,6 +272,10 @@ class Memory:
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         if how.executes:  # all that a layer will execute is loaded while the one before computes
             workers = max(workers, store.spec.K)
+        if how.mode == "pinned" and room - scratch >= (store.spec.K + 2) * sizes.full:
+            ahead = max(
+                ahead, store.spec.K - 1
+            )  # a token that runs alone has so many scratch slots
         pools, staging = divide(
             room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )
@@ -277,7 +284,12 @@ class Memory:
 
     def residency(self) -> Residency:
         how = self.how
-        return Residency(self.L, self.E, self.pools, how.cache, how.scope)
+        # A GPU that runs a token alone keeps what it fetches in slots that are free before.
+        alone = (
+            how.mode == "pinned" and how.scope == "model" and self.pools.capacity == self.pools.F
+        )
+        spare = -(-self.pools.F // SPARE) if alone else 0
+        return Residency(self.L, self.E, self.pools, how.cache, how.scope, spare=spare)
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how

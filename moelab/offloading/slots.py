@@ -106,6 +106,14 @@ class Slots:
     def _full_slot(self, slot: int) -> torch.Tensor:
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
 
+    def address(self, slot: int) -> int:
+        """Where a slot of joined tensors begins, on its device."""
+        return self._full.data_ptr() + slot * self.sizes.full
+
+    def at(self, address: int) -> int:
+        """The slot that begins there."""
+        return (address - self._full.data_ptr()) // self.sizes.full
+
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
         memory."""
