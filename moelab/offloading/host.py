@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,9 +42,10 @@ from moelab.store.reader import Chunks, cast, decode
 
 
 class Lying(NamedTuple):
-    """Experts of layers that lie in the CPU's memory as they are stored.
+    """Experts of L layers that lie in the CPU's memory as they are stored.
 
     up, down : their matrices; rows [L, E, 4] are as if each expert's bytes began at address 0.
+    rows : int64 [2, L, E, 4], those of both.
     moves : int64 [2, 4], by how much a row of up and one of down move with where an expert begins.
     home : int64 [L, E], where it begins; 0 where it is not there. May change between tokens.
     """
@@ -51,15 +53,15 @@ class Lying(NamedTuple):
     up: Matrices
     down: Matrices
     gate: Gate
+    rows: np.ndarray
     moves: np.ndarray
     home: np.ndarray
 
     def given(self, dtype: torch.dtype) -> tuple[tuple, tuple]:
         """(plan, experts) of `moelab.kernels.serve`, for hidden states of a dtype."""
         kind = KINDS[dtype]
-        rows = np.stack([self.up.rows, self.down.rows])
         plan = kind.tag, plans(self.up, self.down, kind, self.gate)
-        return plan, (rows, self.moves, self.home)
+        return plan, (self.rows, self.moves, self.home)
 
 
 def lying(
@@ -79,10 +81,11 @@ def lying(
     gates, *both = zip(*found)
     if len({(g, *(m[1::2] for m in of)) for g, *of in zip(gates, *both)}) > 1:
         return None
-    up, down = (of[0]._replace(rows=np.stack([one.rows for one in of])) for of in both)
+    rows = np.array([[one.rows for one in of] for of in both])
+    up, down = (of[0]._replace(rows=table) for of, table in zip(both, rows))
     bias = modules[0].has_bias
     moves = np.array([(1, of.kind.other > 0, bias, 0) for of in (up, down)], np.int64)
-    return Lying(up, down, gates[0], moves, home)
+    return Lying(up, down, gates[0], rows, moves, home)
 
 
 class _FromZero:
@@ -104,46 +107,48 @@ class _FromZero:
 
 
 class Worker:
-    """A thread that computes, with a team of `threads`; it sleeps until there is something to do.
-
-    Of a token that a GPU computes: `begin`, then all that the GPU is told, then, when it has ended
-    that, `end`.
-    """
+    """A thread that computes, with a team of `threads`; it sleeps until there is something to do."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._token: tuple[Mailbox, int, Future] | None = None
+        self._box: Mailbox | None = None  # of the token that is computed
         self.forked()
         renew_in_children(self)
 
     def forked(self) -> None:
         """A thread of its own, also in a child process."""
-        self._token = None
         thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
         self.submit, self._end = thread.submit, thread.shutdown
 
     def close(self) -> None:
-        """End the thread when it has done what it is at; a token ends without it."""
-        if self._token is not None:
-            self._token[0].stop()
+        """End the thread when it has done what it is at; a GPU does not wait for it any more."""
+        if self._box is not None:
+            self._box.stop()
         self._end()
 
-    def begin(self, box: Mailbox, experts: Lying, number: int) -> None:
-        """Answer what is posted of token `number`, one more than the last, or more."""
-        if self._token is not None:
-            raise RuntimeError(f"token {self._token[1]} has not ended")
-        self._token = box, number, self.submit(_serve, box, experts, number)
+    @contextmanager
+    def token(self, box: Mailbox, experts: Lying, number: int) -> Iterator[list[Event]]:
+        """Answer what is posted of a token, the `number` larger than that of the last, within the
+        block, at whose end the GPU must have ended it.
 
-    def end(self) -> list[Event]:
-        """When the layers' experts were computed, those of a layer together: its time, in equal
-        parts. Raises what was raised there, and RuntimeError if the GPU has gone on without an
-        answer: then the token is worth nothing, and the mailbox neither."""
-        box, number, token = self._token
-        self._token = None
-        box.over(number)
-        events = token.result()
-        box.check()
-        return events
+        The list then has when its experts were computed; those of a layer are computed together, so
+        each has an equal part of their time. Raises at the end what was raised there, and RuntimeError
+        if the GPU has gone on without an answer: then the token is worth nothing, and the mailbox
+        neither, as after an error in the block."""
+        box.begin(number)
+        self._box = box
+        events: list[Event] = []
+        serving = self.submit(_serve, box, experts, number)
+        try:
+            yield events
+            box.end(number)
+            events += serving.result()
+            box.check()
+        except BaseException:
+            box.stop()
+            raise
+        finally:
+            self._box = None
 
 
 def _serve(box: Mailbox, experts: Lying, number: int) -> list[Event]:

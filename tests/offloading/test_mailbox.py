@@ -1,10 +1,6 @@
 """The mailbox between a GPU and the CPU: the GPU's kernels (in Triton's interpreter where there is
 no GPU) and the thread that answers, against a naive loop."""
 
-import threading
-import time
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -30,7 +26,7 @@ def experts(dtype=torch.float32, seed=0, missing=()):
     kind = KINDS[dtype]
     moves = np.array([[1, 0, 0, 0]] * 2)
     return memory, Lying(
-        Matrices(kind, rows[0], 2 * I), Matrices(kind, rows[1], H), SILU, moves, home
+        Matrices(kind, rows[0], 2 * I), Matrices(kind, rows[1], H), SILU, rows, moves, home
     )
 
 
@@ -58,18 +54,17 @@ def test_smoke(triton_device, worker):
     box = Mailbox(L, K, H, torch.float32, triton_device)
     for number in range(1, 6):
         count = torch.tensor([number], device=triton_device)
-        worker.begin(box, lying, number)
-        for layer in range(L):
-            x = torch.randn(1, H, device=triton_device)
-            away = torch.tensor(
-                [(number + layer) % E, -1 if number % 2 else 0], device=triton_device
-            )
-            w = torch.rand(K, device=triton_device)
-            out = torch.randn(1, H, device=triton_device)
-            before = out.double().cpu()
-            post(box, count, layer, x, away, w)
-            take(box, count, layer, away, out)
-            wanted = before + naive(memory, layer, x.cpu(), away.cpu(), w.cpu())
-            torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
-        events = worker.end()
+        with worker.token(box, lying, number) as events:
+            for layer in range(L):
+                x = torch.randn(1, H, device=triton_device)
+                away = torch.tensor(
+                    [(number + layer) % E, -1 if number % 2 else 0], device=triton_device
+                )
+                w = torch.rand(K, device=triton_device)
+                out = torch.randn(1, H, device=triton_device)
+                before = out.double().cpu()
+                post(box, count, layer, x, away, w)
+                take(box, count, layer, away, out)
+                wanted = before + naive(memory, layer, x.cpu(), away.cpu(), w.cpu())
+                torch.testing.assert_close(out.cpu().double(), wanted, rtol=1e-4, atol=1e-4)
         print(len(events), events[:2])
