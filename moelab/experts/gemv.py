@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, plain, silu_gated
+from moelab.experts.executor import Sorted, gate_of, plain, silu_gated
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
@@ -55,8 +55,8 @@ class GEMV(Sorted):
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
-        if silu_gated(experts):
-            return feed_forward(*found, bounds, x, tokens, rows, weights)
+        if gate := gate_of(experts):
+            return feed_forward(*found, bounds, x, tokens, rows, weights, gate)
         up, down = found
         y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
         return combine(y, rows, weights, x.dtype)

@@ -210,7 +210,7 @@ class Engine:
         away = [request.key.expert for request in step.away]
         if away:
             given = experts, away, x, ids, weights, self.timeline.add
-            aside = self.host.submit(self.host.compute, *given)
+            aside = self.host.worker.submit(self.host.compute, *given)
         out = together(there, not (loads or away)) if there else torch.zeros_like(x)
         if not self._far:
             late = self._as_loaded(loads)
@@ -432,7 +432,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        others = self.host.threads if self.host else 0
+        others = self.host.worker.threads if self.host else 0
         if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
