@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -36,15 +37,13 @@ from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
+from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
-#: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
-#: no guessing (§5.2)
-PREFILL = 2
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.2
 MEMORY = 20  # decode steps that the mean of this share looks back on
@@ -85,7 +84,9 @@ class Engine:
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
+        self.computing: list[int] = []  # the experts that an executor is called for, on a GPU
         self.idle_since: float | None = None
+        self._chunks = PromptChunks(run.settings.spec)
         self._drafts = 0  # in the forward
         self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
@@ -161,7 +162,8 @@ class Engine:
             step = controller.decide(layer, tokens)
             controller.load(step, self.loader.ready.put)
         exact = experts.executor is eager
-        compute = self._with_eager if exact else self._with_executor
+        compute = self._on_gpu if self._far else self._with_executor
+        compute = self._with_eager if exact else compute
         return compute(x, ids, weights, experts, step)
 
     def _with_eager(
@@ -181,42 +183,77 @@ class Engine:
     def _with_executor(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
-        """The layer by an executor: experts in memory together, then each as it is loaded or, on a
-        GPU, as many as are loaded by then; [T, H]. No bit is promised."""
-
-        def together(requests: list[Request], everything: bool) -> Tensor:
-            start = clock()
-            chosen = ids if everything else _only(requests, ids, E)
-            y = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(requests, start)
-            return y
+        """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
+        bit is promised."""
 
         def alone(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
             chosen = torch.full((len(tokens), 1), expert)
             return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
 
-        E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        away = [request.key.expert for request in step.away]
-        if away:
-            given = experts, away, x, ids, weights, self.timeline.add
-            aside = self.host.submit(self.host.compute, *given)
-        out = together(there, not (loads or away)) if there else torch.zeros_like(x)
-        if not self._far:
-            late = self._as_loaded(loads)
-            added = self._one_by_one(late, ids, weights, E, alone) if loads else []
-            for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
-                out.index_add_(0, tokens, y)
-            if away:
-                start = clock()
-                out += aside.result()
-                self.idle_since = end = clock()
-                self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
-            return out
+        E = experts.num_experts
+        aside = self._begin_aside(x, ids, weights, experts, step)
+        there, loads = self._split(step)
+        out = torch.zeros_like(x)
+        if there:
+            start = clock()
+            chosen = _only(there, ids, E) if loads or step.away else ids
+            out = execute(experts.executor, x, chosen, weights, experts)
+            self._executed(there, start)
+        late = self._as_loaded(loads)
+        added = self._one_by_one(late, ids, weights, E, alone) if loads else []
+        for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
+            out.index_add_(0, tokens, y)
+        return self._with_aside(out, aside, experts.layer)
+
+    def _on_gpu(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
+    ) -> Tensor:
+        """As `_with_executor` on a GPU, where a call takes longer to launch than to compute: a token's
+        experts together, and those of several tokens in batches, of half of the staging, so that the
+        link fills one half while the other is computed."""
+        single = len(x) == 1
+        aside = self._begin_aside(x, ids, weights, experts, step)
+        there, loads = self._split(step, single)
+        if single and there and not loads:
+            start = clock()
+            chosen = _only(there, ids, experts.num_experts) if step.away else ids
+            out = execute(experts.executor, x, chosen, weights, experts)
+            self._executed(there, start)
+            return self._with_aside(out, aside, experts.layer)
+        tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+        choices = Choices(x, ids, weights, tokens)
+        for batch in chain([there] if there else [], self._batches(loads)):
+            start = clock()
+            self.computing = [request.key.expert for request in batch]
+            choices.compute(self.computing, experts)
+            self._executed(batch, start)
+        return self._with_aside(choices.sum(), aside, experts.layer)
+
+    def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
+        """What is loaded, as many at once as there are by then, half of the staging at most."""
         while loads:
-            late = [loads.pop(self.loader.wait())]
-            while loads and not self.loader.ready.empty():
-                late.append(loads.pop(self.loader.wait()))
-            out += together(late, False)
+            batch = [loads.pop(self.loader.wait())]
+            while not self.loader.ready.empty() and len(batch) < self.run.settings.staging // 2:
+                batch.append(loads.pop(self.loader.wait()))
+            yield batch
+
+    def _begin_aside(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
+    ) -> Future | None:
+        """Have the host compute what it is to: beside what happens here."""
+        if not step.away:
+            return None
+        away = [request.key.expert for request in step.away]
+        given = (of.cpu() for of in (x, ids, weights))
+        return self.host.submit(self.host.compute, experts, away, *given, self.timeline.add)
+
+    def _with_aside(self, out: Tensor, aside: Future | None, layer: int) -> Tensor:
+        """The sum of what was computed here and what the host has computed."""
+        if aside is not None:
+            start = clock()
+            out += aside.result().to(out.device)
+            self.idle_since = end = clock()
+            self.timeline.add(Event("compute", "wait", layer, -1, start, end))
         return out
 
     def _one_by_one(
@@ -327,6 +364,7 @@ class Engine:
                 for _ in step.loads:
                     self.loader.wait()
         self.decoding = info.phase == "decode"
+        self._chunks.begin(info)
         self._drafts = info.drafts
         if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
@@ -347,6 +385,7 @@ class Engine:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
+        self._chunks.end(self.timeline.since(self._events))
         with self.loader.changing():
             took = None if self._drafts else now - self._began
             self.controller.end_forward(took, self.timeline.since(self._events))
@@ -423,6 +462,15 @@ class EngineSource:
                 f"expert {expert} of layer {layer} is not loaded, as no token was routed to it: use "
                 f"this executor on a model in memory"
             ) from None
+
+    @property
+    def memory(self) -> tuple[Tensor, int]:
+        """Where experts lie: uint8 of `device`, and the bytes of a slot."""
+        return self.engine.loader.slots.memory
+
+    def computing(self, layer: int) -> list[int]:
+        """The experts of which a call computes some: so nothing else is waited for."""
+        return self.engine.computing
 
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype

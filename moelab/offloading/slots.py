@@ -103,6 +103,11 @@ class Slots:
             self._landing[slot] = spare.pop() if spare else host_memory(size, self.device, self)
         return self._landing[slot]
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, int]:
+        """All slots of joined tensors, uint8, and the bytes of one."""
+        return self._full, self.sizes.full
+
     def _full_slot(self, slot: int) -> torch.Tensor:
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
 
