@@ -37,7 +37,7 @@ class Fast(GEMV):
 
     def _grouped(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         if (y := feed_forward(x, ids, weights, experts)) is None:
-            return Sorted.run(self, x, ids, weights, experts)
+            return GEMV.run(self, x, ids, weights, experts)
         self.count_later((ids < experts.num_experts).sum())
         return y
 

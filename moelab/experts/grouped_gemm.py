@@ -11,8 +11,8 @@ this GPU, Triton's kernels do, from addresses. Left out: experts that are not `p
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,106 +32,91 @@ TOKENS = 4096  # at a time, so that what is between the products stays small
 grouped_mm = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped_mm", None))
 
 
-class Stacked(NamedTuple):
-    """Experts at equal distances: up and down [G, rows, columns], biases [G, rows] or None.
-
-    group : int64 [E + 1], of each expert; G of one that is not there. None: its own number."""
-
-    up: Tensor
-    down: Tensor
-    up_bias: Tensor | None
-    down_bias: Tensor | None
-    group: Tensor | None
-
-
 def feed_forward(x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
-    """x [T, H], ids and weights [T, K] → [T, H]; None where no kernel is for these experts.
+    """x [T, H], ids and weights [T, K] → [T, H]; None where torch has no kernel for these experts.
 
     An id that is no expert's, 0 to E, makes its token's result NaN: a GPU cannot raise an error
     without being waited for."""
     source = experts.source
-    hit = range(experts.num_experts)
-    if source is not None:
-        hit = source.computing(experts.layer) if hasattr(source, "computing") else ()
+    hit = range(experts.num_experts) if source is None else getattr(source, "computing", ())
     if not plain(experts) or not len(hit):
         return None
-    chosen = np.array(hit, np.int64)
-    found = locate(experts, chosen, x.dtype, x.device.type)
-    if found is None:
+    found = locate(experts, np.array(hit, np.int64), x.dtype, x.device.type)
+    together = found and _multiplies(found, x) and _together(experts, found, hit, x)
+    if not together:
         return None
     wrong = (ids < 0) | (ids > experts.num_experts)
-    given = ids.masked_fill(wrong, 0), weights.masked_fill(wrong, torch.nan)
-    stacked = _stacked(experts, found, chosen, x)
-    if stacked is None:
-        return None
-    parts = (of.split(TOKENS) for of in (x, *given))
-    return torch.cat([_by_torch(*part, experts, stacked) for part in zip(*parts)])
+    given = x, ids.masked_fill(wrong, 0), weights.masked_fill(wrong, torch.nan)
+    parts = zip(*(of.split(TOKENS) for of in given))
+    return torch.cat([_compute(*part, experts, *together) for part in parts])
 
 
-def _by_torch(x: Tensor, ids: Tensor, weights: Tensor, experts: Any, of: Stacked) -> Tensor:
-    (T, K), G = ids.shape, len(of.up)
-    flat = ids.flatten() if of.group is None else of.group[ids.flatten()]
+def _compute(
+    x: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    experts: Any,
+    banks: list[Tensor],
+    group: Tensor | None,
+) -> Tensor:
+    (T, K), G = ids.shape, len(banks[0])
+    flat = ids.flatten() if group is None else group[ids.flatten()]
     flat, order = torch.sort(flat, stable=True)  # those of no group come last, and are not computed
     groups = torch.arange(G, device=x.device)
     ends = torch.searchsorted(flat, groups, right=True, out_int32=True)
     there, flat = flat < G, flat.clamp(max=G - 1)
 
-    def product(rows: Tensor, bank: Tensor, bias: Tensor | None) -> Tensor:
+    def product(rows: Tensor, bank: Tensor, bias: Tensor | None = None) -> Tensor:
         y = grouped_mm(rows, bank if experts.is_transposed else bank.mT, offs=ends)
         return y if bias is None else y + bias[flat]
 
-    h = product(x[order // K], of.up, of.up_bias)
-    y = product(experts.activate(h).contiguous(), of.down, of.down_bias)
+    h = experts.activate(product(x[order // K], *banks[::2]))
+    y = product(h.contiguous(), *banks[1::2])
     y = torch.where(there[:, None], y * weights.flatten()[order, None], 0)
     return torch.empty_like(y).index_copy_(0, order, y).view(T, K, -1).sum(1).to(x.dtype)
 
 
-def _stacked(
-    experts: Any, found: tuple[Matrices, Matrices], chosen: np.ndarray, x: Tensor
-) -> Stacked | None:
-    """Located experts as torch's kernel takes them; None if it does not."""
-    if grouped_mm is None or any(of.kind is not KINDS.get(x.dtype) for of in found):
-        return None
-    if x.is_cuda and (
-        x.dtype != torch.bfloat16
-        or torch.cuda.get_device_capability(x.device)[0] not in HOPPER_AND_BLACKWELL
-    ):
-        return None
-    suffixes = ("", "_bias") if experts.has_bias else ("",)
-    parts = [name + suffix for suffix in suffixes for name in names(experts)]
-    group = None
+def _multiplies(found: tuple[Matrices, Matrices], x: Tensor) -> bool:
+    """Whether torch has a kernel for matrices of this type on this device."""
+    known = grouped_mm is not None and all(of.kind is KINDS.get(x.dtype) for of in found)
+    if not known or x.is_cpu:
+        return known
+    newer = torch.cuda.get_device_capability(x.device)[0] in HOPPER_AND_BLACKWELL
+    return newer and x.dtype == torch.bfloat16
+
+
+def _together(
+    experts: Any, found: tuple[Matrices, Matrices], hit: Sequence[int], x: Tensor
+) -> tuple[list[Tensor], Tensor | None] | None:
+    """Up, down and their biases [G, …], at equal distances, and each expert's group, int64 [E + 1]: G
+    of one that is not there, None for its own number. None where they lie otherwise, or not as
+    torch's kernel reads them."""
+    parts = [name + suffix for suffix in ("", "_bias") for name in names(experts)]
+    parts, group = parts[: 4 if experts.has_bias else 2], None
     if experts.source is None:
-        views = [banks(experts, part) for part in parts]
+        seen = [banks(experts, part) for part in parts]
     else:
-        addresses = [of.rows[:, column] for column in (0, 2)[: len(suffixes)] for of in found]
-        shapes = [experts.shapes[part] for part in parts]
         memory, step = experts.source.memory
-        seen = [_seen(memory, step, *of, x.dtype) for of in zip(addresses, shapes)]
-        views, places = zip(*seen)
-        if any(one is None or (one != places[0]).any() for one in places):
+        at = np.stack([of.rows[:, column] for column in (0, 2) for of in found])[: len(parts)]
+        first = at[:, at[0].argmin()]
+        groups, off = np.divmod(at - first[:, None], step)
+        G = int(groups.max()) + 1
+        if off.any() or (groups != groups[0]).any() or (first % ALIGN).any() or step % ALIGN:
             return None
-        table = np.full(experts.num_experts + 1, len(views[0]))
-        table[chosen] = places[0]
-        group = torch.from_numpy(table).to(x.device, non_blocking=True)
-    if not all(map(_aligned, views[:2])):
-        return None
-    return Stacked(*views[:2], *(views[2:] or (None, None)), group)
+        table = np.full(experts.num_experts + 1, G)
+        table[list(hit)] = groups[0]
+        group = _sent(torch.from_numpy(table), x.device)
+        seen = []
+        for part, begin in zip(parts, (first - memory.data_ptr()).tolist()):
+            shape = experts.shapes[part]
+            strides = step // x.itemsize, *torch.empty(shape, device="meta").stride()
+            seen.append(memory[begin:].view(x.dtype).as_strided((G, *shape), strides))
+    return (seen, group) if all(map(_aligned, seen[:2])) else None
 
 
-def _seen(
-    memory: Tensor, step: int, addresses: np.ndarray, shape: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Tensor | None, np.ndarray | None]:
-    """Memory, uint8, that has a tensor of this shape every `step` bytes: [G, *shape], from the first
-    of the addresses to the last, and where each of them is; None where they lie otherwise."""
-    first = int(addresses.min())
-    places, off = np.divmod(addresses - first, step)
-    if off.any() or places.max() >= GROUPS or first % ALIGN or step % ALIGN:
-        return None, None
-    begin, n = first - memory.data_ptr(), dtype.itemsize
-    within = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-    reached = memory[begin : begin + int(places.max()) * step + math.prod(shape) * n]
-    strides = step // n, *within
-    return reached.view(dtype).as_strided((int(places.max()) + 1, *shape), strides), places
+def _sent(table: Tensor, device: torch.device) -> Tensor:
+    """On the GPU, in order with what it computes: from pageable memory the copy might wait for it."""
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def _aligned(bank: Tensor) -> bool:

@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -84,7 +83,6 @@ class Engine:
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
-        self.computing: list[int] = []  # the experts that an executor is called for, on a GPU
         self.idle_since: float | None = None
         self._chunks = PromptChunks(run.settings.spec)
         self._drafts = 0  # in the forward
@@ -162,8 +160,7 @@ class Engine:
             step = controller.decide(layer, tokens)
             controller.load(step, self.loader.ready.put)
         exact = experts.executor is eager
-        compute = self._on_gpu if self._far else self._with_executor
-        compute = self._with_eager if exact else compute
+        compute = self._with_eager if exact else self._with_executor
         return compute(x, ids, weights, experts, step)
 
     def _with_eager(
@@ -184,56 +181,40 @@ class Engine:
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
         """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
-        bit is promised."""
-
-        def alone(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
-            chosen = torch.full((len(tokens), 1), expert)
-            return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
-
-        E = experts.num_experts
+        bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
+        experts are all computed together, and those of several tokens in `_batches`."""
         aside = self._begin_aside(x, ids, weights, experts, step)
-        there, loads = self._split(step)
+        there, loads = self._split(step, self._far and len(x) == 1)
         out = torch.zeros_like(x)
-        if there:
+        if there and not (self._far and len(x) > 1):
             start = clock()
-            chosen = _only(there, ids, E) if loads or step.away else ids
+            chosen = _only(there, ids, experts.num_experts) if loads or step.away else ids
             out = execute(experts.executor, x, chosen, weights, experts)
             self._executed(there, start)
-        late = self._as_loaded(loads)
-        added = self._one_by_one(late, ids, weights, E, alone) if loads else []
-        for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
-            out.index_add_(0, tokens, y)
-        return self._with_aside(out, aside, experts.layer)
-
-    def _on_gpu(
-        self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
-    ) -> Tensor:
-        """As `_with_executor` on a GPU, where a call takes longer to launch than to compute: a token's
-        experts together, and those of several tokens in batches, of half of the staging, so that the
-        link fills one half while the other is computed."""
-        single = len(x) == 1
-        aside = self._begin_aside(x, ids, weights, experts, step)
-        there, loads = self._split(step, single)
-        if single and there and not loads:
+            there = []
+        if there or loads:
+            tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+            choices = Choices(x, ids, weights, tokens)
+            for batch in chain([there] if there else [], self._batches(loads)):
+                start = clock()
+                experts.source.computing = [request.key.expert for request in batch]
+                choices.compute(experts.source.computing, experts)
+                self._executed(batch, start)
+            out = out + choices.sum()
+        if aside is not None:
             start = clock()
-            chosen = _only(there, ids, experts.num_experts) if step.away else ids
-            out = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(there, start)
-            return self._with_aside(out, aside, experts.layer)
-        tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
-        choices = Choices(x, ids, weights, tokens)
-        for batch in chain([there] if there else [], self._batches(loads)):
-            start = clock()
-            self.computing = [request.key.expert for request in batch]
-            choices.compute(self.computing, experts)
-            self._executed(batch, start)
-        return self._with_aside(choices.sum(), aside, experts.layer)
+            out += aside.result().to(out.device)
+            self.idle_since = end = clock()
+            self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
+        return out
 
     def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
-        """What is loaded, as many at once as there are by then, half of the staging at most."""
+        """As each is loaded; on a GPU as many as are loaded by then, of half of the staging at most: the
+        link fills one half while the other is computed."""
+        most = self.run.settings.staging // 2 if self._far else 1
         while loads:
             batch = [loads.pop(self.loader.wait())]
-            while not self.loader.ready.empty() and len(batch) < self.run.settings.staging // 2:
+            while not self.loader.ready.empty() and len(batch) < most:
                 batch.append(loads.pop(self.loader.wait()))
             yield batch
 
@@ -246,15 +227,6 @@ class Engine:
         away = [request.key.expert for request in step.away]
         given = (of.cpu() for of in (x, ids, weights))
         return self.host.submit(self.host.compute, experts, away, *given, self.timeline.add)
-
-    def _with_aside(self, out: Tensor, aside: Future | None, layer: int) -> Tensor:
-        """The sum of what was computed here and what the host has computed."""
-        if aside is not None:
-            start = clock()
-            out += aside.result().to(out.device)
-            self.idle_since = end = clock()
-            self.timeline.add(Event("compute", "wait", layer, -1, start, end))
-        return out
 
     def _one_by_one(
         self,
@@ -446,6 +418,8 @@ class EngineSource:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        #: the experts of which a call computes some, so that it waits for no others to land
+        self.computing: list[int] = []
         layers = engine.loader.reader.store.layers
         experts = [entries for layer in layers for entries in layer.experts]
         self._stored = {entry.dtype for entries in experts for entry in entries.values()}
@@ -467,10 +441,6 @@ class EngineSource:
     def memory(self) -> tuple[Tensor, int]:
         """Where experts lie: uint8 of `device`, and the bytes of a slot."""
         return self.engine.loader.slots.memory
-
-    def computing(self, layer: int) -> list[int]:
-        """The experts of which a call computes some: so nothing else is waited for."""
-        return self.engine.computing
 
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype

@@ -1,6 +1,7 @@
 """A GPU's grouped products against naive loops and transformers' eager: with a GPU, and everywhere
 with the CPU taken for one."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,11 +23,7 @@ class InSlots:
 
     def __init__(self, experts, held, device, seed):
         weights = [experts.own(e) for e in range(experts.num_experts)]
-        self.dtype, self.held, self.device = (
-            weights[0]["down_proj"].dtype,
-            held,
-            torch.device(device),
-        )
+        self.computing, self.device = held, torch.device(device)
         random, at, self.begins = torch.Generator().manual_seed(seed), 64, {}
         for name, w in weights[0].items():
             self.begins[name], at = at, at + -(-w.nbytes // 64) * 64
@@ -38,12 +35,7 @@ class InSlots:
                 memory[begin : begin + w.nbytes] = w.contiguous().flatten().view(torch.uint8)
         self.memory = memory.to(device), at
 
-    def computing(self, layer):
-        return self.held
-
     def matrices(self, layer, experts, dtype):
-        import numpy as np
-
         memory, step = self.memory
         rows = {name: np.zeros((len(experts), 4), np.int64) for name in self.begins}
         for name, begin in self.begins.items():
@@ -110,7 +102,7 @@ def test_a_token_of_an_expert_that_is_not_there_is_nan(wrong):
     assert torch.allclose(got[others], y[others], atol=1e-6)
 
 
-def test_what_is_not_grouped_is_sorted(monkeypatch):
+def test_what_is_not_grouped_goes_its_old_way(monkeypatch):
     """Sizes that torch's kernel refuses, experts that are not plain, weights of one's own."""
     monkeypatch.setattr(gemv, "GPUS", ("cpu",))
     for options in ({"I": 25}, {"layout": "gated"}):
@@ -120,7 +112,8 @@ def test_what_is_not_grouped_is_sorted(monkeypatch):
             experts.module.post_expert_norm = torch.nn.LayerNorm(32)
         assert feed_forward(x, ids, weights, experts) is None
         fast, plain = Fast(), Sorted()
-        assert torch.equal(fast(x, ids, weights, experts), plain(x, ids, weights, experts))
+        y, wanted = (run(x, ids, weights, experts) for run in (fast, plain))
+        assert torch.allclose(y, wanted, atol=1e-5)
         assert fast.tally == plain.tally
     experts.has_post_expert_norm, experts.source = False, lambda layer, e: experts.own(e)
     assert feed_forward(x, ids, weights, experts) is None
