@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -167,14 +167,17 @@ class Engine:
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
-
-        def contribution(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
-            tensors = self.weights(experts.layer, expert, reuse=True)
-            return experts.contribution(x, tokens, w, tensors)
-
         there, loads = self._split(step)
-        requests = chain(there, self._as_loaded(loads))
-        found = self._one_by_one(requests, ids, weights, experts.num_experts, contribution)
+        parts = {expert: rows for expert, *rows in assignments(ids, experts.num_experts)}
+        found = []
+        for request in chain(there, self._as_loaded(loads)):
+            start = clock()
+            expert = request.key.expert
+            choice, tokens = parts[expert]
+            tensors = self.weights(experts.layer, expert, reuse=True)
+            y = experts.contribution(x, tokens, weights[tokens, choice], tensors)
+            found.append((expert, tokens, y))
+            self._executed([request], start)
         return experts.accumulate(x, found)
 
     def _with_executor(
@@ -227,26 +230,6 @@ class Engine:
         away = [request.key.expert for request in step.away]
         given = (of.cpu() for of in (x, ids, weights))
         return self.host.submit(self.host.compute, experts, away, *given, self.timeline.add)
-
-    def _one_by_one(
-        self,
-        requests: Iterable[Request],
-        ids: Tensor,
-        weights: Tensor,
-        E: int,
-        compute: Callable[[int, Tensor, Tensor], Tensor],
-    ) -> list[tuple[int, Tensor, Tensor]]:
-        """(expert, its tokens [n], what `compute` makes of (expert, tokens, their weights [n])) of
-        each request."""
-        parts = {expert: rows for expert, *rows in assignments(ids, E)}
-        found = []
-        for request in requests:
-            expert = request.key.expert
-            start = clock()
-            choice, tokens = parts[expert]
-            found.append((expert, tokens, compute(expert, tokens, weights[tokens, choice])))
-            self._executed([request], start)
-        return found
 
     def _as_loaded(self, loads: dict[ExpertKey, Request]) -> Iterator[Request]:
         while loads:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -31,24 +32,29 @@ class Choices:
     tokens : expert → its tokens."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, tokens: Mapping[int, int]) -> None:
-        self.x = x
-        self.ids, self.weights = (of.reshape(-1, 1) for of in (ids, weights))
-        self.T, self.K = ids.shape
-        order = torch.argsort(self.ids[:, 0], stable=True)
-        everyone = range(max(tokens, default=-1) + 1)
-        n = [tokens.get(expert, 0) for expert in everyone]
-        self._rows = dict(zip(everyone, order[: sum(n)].split(n)))
-        self._parts = x.new_zeros(len(order), x.shape[1])
+        self.x, self.shape = x, ids.shape
+        hit = sorted(tokens)
+        ends = accumulate(tokens[expert] for expert in hit)
+        self._at = {expert: slice(end - tokens[expert], end) for expert, end in zip(hit, ends)}
+        self._order = torch.argsort(ids.flatten(), stable=True)
+        sorts = (of.flatten()[self._order, None] for of in (ids, weights))
+        self._sorted = self._order // ids.shape[1], *sorts
+        self._parts = x.new_zeros(ids.numel(), x.shape[1])
 
     def compute(self, chosen: Sequence[int], experts: SeamExperts) -> None:
         """What these experts contribute, by the layer's executor."""
-        rows = torch.cat([self._rows[expert] for expert in chosen])
-        given = self.x[rows // self.K], self.ids[rows], self.weights[rows]
-        self._parts.index_copy_(0, rows, execute(experts.executor, *given, experts))
+
+        def rows(of: Tensor) -> Tensor:
+            parts = [of[self._at[expert]] for expert in chosen]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+        tokens, ids, weights = map(rows, self._sorted)
+        y = execute(experts.executor, self.x[tokens], ids, weights, experts)
+        self._parts.index_copy_(0, rows(self._order), y)
 
     def sum(self) -> Tensor:
         """[T, H]."""
-        return self._parts.view(self.T, self.K, -1).sum(1)
+        return self._parts.view(*self.shape, -1).sum(1)
 
 
 class PromptChunks:
