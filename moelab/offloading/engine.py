@@ -16,11 +16,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,13 @@ from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
+from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
-#: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
-#: no guessing (§5.2)
-PREFILL = 2
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.2
 MEMORY = 20  # decode steps that the mean of this share looks back on
@@ -87,6 +85,7 @@ class Engine:
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
         self.idle_since: float | None = None
+        self._chunks = PromptChunks(run.settings.spec)
         self._drafts = 0  # in the forward
         self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
@@ -179,76 +178,69 @@ class Engine:
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
-
-        def contribution(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
-            tensors = self.weights(experts.layer, expert, reuse=True)
-            return experts.contribution(x, tokens, w, tensors)
-
         there, loads = self._split(step)
-        requests = chain(there, self._as_loaded(loads))
-        found = self._one_by_one(requests, ids, weights, experts.num_experts, contribution)
+        parts = {expert: rows for expert, *rows in assignments(ids, experts.num_experts)}
+        found = []
+        for request in chain(there, self._as_loaded(loads)):
+            start = clock()
+            expert = request.key.expert
+            choice, tokens = parts[expert]
+            tensors = self.weights(experts.layer, expert, reuse=True)
+            y = experts.contribution(x, tokens, weights[tokens, choice], tensors)
+            found.append((expert, tokens, y))
+            self._executed([request], start)
         return experts.accumulate(x, found)
 
     def _with_executor(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
-        """The layer by an executor: experts in memory together, then each as it is loaded or, on a
-        GPU, as many as are loaded by then; [T, H]. No bit is promised."""
-
-        def together(requests: list[Request], everything: bool) -> Tensor:
+        """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
+        bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
+        experts are all computed together, and those of several tokens in `_batches`."""
+        aside = self._begin_aside(x, ids, weights, experts, step)
+        there, loads = self._split(step, self._far and len(x) == 1)
+        out = torch.zeros_like(x)
+        if there and not (self._far and len(x) > 1):
             start = clock()
-            chosen = ids if everything else _only(requests, ids, E)
-            y = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(requests, start)
-            return y
-
-        def alone(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
-            chosen = torch.full((len(tokens), 1), expert)
-            return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
-
-        E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        away = [request.key.expert for request in step.away]
-        if away:
-            given = experts, away, x, ids, weights, self.timeline.add
-            aside = self.host.worker.submit(self.host.compute, *given)
-        out = together(there, not (loads or away)) if there else torch.zeros_like(x)
-        if not self._far:
-            late = self._as_loaded(loads)
-            added = self._one_by_one(late, ids, weights, E, alone) if loads else []
-            for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
-                out.index_add_(0, tokens, y)
-            if away:
+            chosen = _only(there, ids, experts.num_experts) if loads or step.away else ids
+            out = execute(experts.executor, x, chosen, weights, experts)
+            self._executed(there, start)
+            there = []
+        if there or loads:
+            tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+            choices = Choices(x, ids, weights, tokens)
+            for batch in chain([there] if there else [], self._batches(loads)):
                 start = clock()
-                out += aside.result()
-                self.idle_since = end = clock()
-                self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
-            return out
-        while loads:
-            late = [loads.pop(self.loader.wait())]
-            while loads and not self.loader.ready.empty():
-                late.append(loads.pop(self.loader.wait()))
-            out += together(late, False)
+                experts.source.computing = [request.key.expert for request in batch]
+                choices.compute(experts.source.computing, experts)
+                self._executed(batch, start)
+            out = out + choices.sum()
+        if aside is not None:
+            start = clock()
+            out += aside.result().to(out.device)
+            self.idle_since = end = clock()
+            self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
         return out
 
-    def _one_by_one(
-        self,
-        requests: Iterable[Request],
-        ids: Tensor,
-        weights: Tensor,
-        E: int,
-        compute: Callable[[int, Tensor, Tensor], Tensor],
-    ) -> list[tuple[int, Tensor, Tensor]]:
-        """(expert, its tokens [n], what `compute` makes of (expert, tokens, their weights [n])) of
-        each request."""
-        parts = {expert: rows for expert, *rows in assignments(ids, E)}
-        found = []
-        for request in requests:
-            expert = request.key.expert
-            start = clock()
-            choice, tokens = parts[expert]
-            found.append((expert, tokens, compute(expert, tokens, weights[tokens, choice])))
-            self._executed([request], start)
-        return found
+    def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
+        """As each is loaded; on a GPU as many as are loaded by then, of half of the staging at most: the
+        link fills one half while the other is computed."""
+        most = self.run.settings.staging // 2 if self._far else 1
+        while loads:
+            batch = [loads.pop(self.loader.wait())]
+            while not self.loader.ready.empty() and len(batch) < most:
+                batch.append(loads.pop(self.loader.wait()))
+            yield batch
+
+    def _begin_aside(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
+    ) -> Future | None:
+        """Have the host compute what it is to: beside what happens here."""
+        if not step.away:
+            return None
+        away = [request.key.expert for request in step.away]
+        given = (of.cpu() for of in (x, ids, weights))
+        return self.host.worker.submit(self.host.compute, experts, away, *given, self.timeline.add)
 
     def _as_loaded(self, loads: dict[ExpertKey, Request]) -> Iterator[Request]:
         while loads:
@@ -395,6 +387,7 @@ class Engine:
                 for _ in step.loads:
                     self.loader.wait()
         self.decoding = info.phase == "decode"
+        self._chunks.begin(info)
         self._drafts = info.drafts
         if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
@@ -418,6 +411,7 @@ class Engine:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
+        self._chunks.end(self.timeline.since(self._events))
         with self.loader.changing() as queue:
             took = None if self._drafts else now - self._began
             evicted = self.controller.end_forward(took, self.timeline.since(self._events))
@@ -482,6 +476,8 @@ class EngineSource:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        #: the experts of which a call computes some, so that it waits for no others to land
+        self.computing: list[int] = []
         layers = engine.loader.reader.store.layers
         experts = [entries for layer in layers for entries in layer.experts]
         self._stored = {entry.dtype for entries in experts for entry in entries.values()}
@@ -498,6 +494,11 @@ class EngineSource:
                 f"expert {expert} of layer {layer} is not loaded, as no token was routed to it: use "
                 f"this executor on a model in memory"
             ) from None
+
+    @property
+    def memory(self) -> tuple[Tensor, int]:
+        """Where experts lie: uint8 of `device`, and the bytes of a slot."""
+        return self.engine.loader.slots.memory
 
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype

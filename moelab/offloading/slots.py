@@ -95,17 +95,14 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._host[kind][slot * size : (slot + 1) * size]
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, int]:
+        """All slots of joined tensors, uint8, and the bytes of one."""
+        return self._full, self.sizes.full
+
     def full(self, slot: int) -> torch.Tensor:
         """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
-
-    def address(self, slot: int) -> int:
-        """Where a slot of joined tensors begins, on its device."""
-        return self._full.data_ptr() + slot * self.sizes.full
-
-    def at(self, address: int) -> int:
-        """The slot that begins there."""
-        return (address - self._full.data_ptr()) // self.sizes.full
 
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
