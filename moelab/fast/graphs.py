@@ -281,21 +281,23 @@ class GraphStretch(Stretch):
 
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], experts: list[Callable]
-    ) -> tuple[Tensor, Tensor, Computed] | None:
+    ) -> tuple[Tensor, Tensor, Computed]:
         with LOCK:
             in_turn(x.device)
-            if self.of is not experts and not self._capture(experts):
-                return None
             self.layers[0].fill(x, token)
             for layer, memory in zip(self.layers, memories):
                 layer.place(memory)
             y, w, ids = (made.clone() for made in self.graph())
             return y, w, Computed(len(memories), ids, None)
 
+    def prepare(self, experts: list[Callable]) -> bool:
+        """Capture a graph with these experts, if it is not of them."""
+        if self.of is experts or self.refused is experts:
+            return self.of is experts
+        with LOCK:
+            return self._capture(experts)
+
     def _capture(self, experts: list[Callable]) -> bool:
-        """Make a graph with these experts; whether that was possible."""
-        if self.refused is experts:
-            return False
         first = self.layers[0]
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:

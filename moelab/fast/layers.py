@@ -156,7 +156,8 @@ class Stretch:
 
     An executor of experts says where these lie: `token` of `moelab.experts.gemv.GEMV`.
     `compute(x, token, memories, experts)` of a subclass gives x after as many layers as can be
-    computed, weights [L, K] of those with a router, and what was `Computed`; None for nothing."""
+    computed, weights [L, K] of those with a router, and what was `Computed`. Of an engine that is not
+    told what was done, it is prepared only."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
         self.model = model
@@ -177,6 +178,10 @@ class Stretch:
         silent = [module for module in silent if module not in heard]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
 
+    def prepare(self, experts: Any) -> bool:
+        """Make what computes with experts that lie so; whether that is possible."""
+        return True
+
     def has_computed(self, position: int, x: Tensor) -> bool:
         """Whether x is this thread's, after the layer at this position."""
         last = vars(self.last)
@@ -195,9 +200,9 @@ class Stretch:
             memories = [layer.attention.memory(cache) for layer in self.layers]
             if None in memories or (heard := self.parts.listeners()) is None:
                 return None
-            if (computed := self.compute(x, token, memories, experts)) is None:
+            if not self.prepare(experts) or done is None:
                 return None
-            y, w, found = computed
+            y, w, found = self.compute(x, token, memories, experts)
             done(found)
         if not found.layers:
             return None

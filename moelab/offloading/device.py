@@ -3,19 +3,21 @@ asking the host.
 
 Source: issue 52; the rule is `Residency`'s with `spare` slots. Before a token the host uploads its tables
 in one small copy. While the GPU computes, `moelab.offloading.device_triton` reads them, layer by layer:
-hits are multiplied where they lie, and what misses is fetched by the GPU itself, over the link, into free
-slots, where it stays, or into scratch slots. After the token the host reads which experts were chosen and
-where they were put, and takes that over. Until it has, its own tables are the truth: a token that was
-interrupted leaves nothing behind, as what it has fetched lies in slots that are free.
+hits are multiplied where they lie; of what misses some experts are fetched by the GPU itself, over the
+link, into free slots, where they stay, or into scratch slots, and the others are computed by the host,
+where they lie (`moelab.offloading.mailbox`). After the token the host reads which experts were chosen
+and where they were put, and takes that over. Until it has, its own tables are the truth: a token that
+was interrupted leaves nothing behind, as what it has fetched lies in slots that are free.
 
-    table, home   int64 [L, E], addresses in GPU memory and in pinned memory; 0 where an expert is not
-"""
+    table, home   int64 [L, E], addresses in the GPU's slots, and of what is fetched; 0 where an expert is not
+
+What left a slot lies there until it has been taken back to pinned memory: it is fetched from there."""
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -23,13 +25,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.base.specs import ExpertKey, State
+from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Step
-from moelab.experts.located import locate
 from moelab.models.experts import SeamExperts
-from moelab.offloading.link import PinnedReader, host_memory
+from moelab.offloading.host import Lying, Worker, lying
+from moelab.offloading.link import host_memory
 from moelab.offloading.load_queue import LoadQueue
-from moelab.offloading.slots import Slots
+from moelab.offloading.loading import Loader
+from moelab.offloading.mailbox import Mailbox
+from moelab.store.layout import run
 
 #: (x [1, H], ids [K], weights [K]) → [1, H] of one layer
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,84 +63,92 @@ class Layer(NamedTuple):
     times: tuple[float, float, float]
 
 
-class _InSlot:
-    """The source of experts that lie in one slot."""
-
-    def __init__(self, slots: Slots, slot: int) -> None:
-        self.device, self._slots, self._slot = slots.device, slots, slot
-
-    def matrices(self, layer: int, experts: list[int], _: torch.dtype) -> Any:
-        return self._slots.matrices([self._slot] * len(experts), layer, experts)
-
-
 class DeviceTables:
     """All experts' addresses on a GPU, and what computes a token's experts by them.
 
-    calls : one for each MoE layer; the first call of a token is its first layer's.
-    home : int64 [L, E]; what changes it takes effect with the next token.
+    loader : has the GPU's slots, and the pinned memory of the others.
+    where : of all layers' experts, their matrices from their first bytes on.
+    box, worker : by which one computes some of what misses; None: all of it is fetched.
+    calls : one for each MoE layer; a token calls each once, in order.
     """
 
-    def __init__(
-        self, slots: Slots, reader: PinnedReader, modules: list[SeamExperts], K: int
-    ) -> None:
-        from moelab.offloading import device_triton
+    def __init__(self, loader: Loader, where: Lying, box: Mailbox, worker: Worker | None) -> None:
+        from moelab.offloading import device_triton, mailbox_triton
 
-        self.kernels, self.slots, self.K = device_triton, slots, K
-        L, E = len(modules), max(of.num_experts for of in modules)
-        device = slots.device
-        sizes = [L * E, L * E, L * (K + 1), 2, K, slots.count["full"]]
+        self.kernels, self.mail = device_triton, mailbox_triton
+        self.loader, self.where, self.box, self.worker = loader, where, box, worker
+        self.K = K = box.K
+        self._memory, self._slot = loader.slots.memory
+        self.device = device = self._memory.device
+        self.L, E = L, E = where.home.shape
+        sizes = [L * E, L * E, L * (K + 1), 3, K, loader.slots.count["full"]]
         bounds = [0, *accumulate(sizes)]
-        self._host = host_memory(8 * bounds[-1], device, self).view(np.int64)
-        self._state = torch.empty(bounds[-1], dtype=torch.int64, device=device)
         parts = [slice(*of) for of in zip(bounds, bounds[1:])]
-        shapes = Fields((L, E), (L, E), (L, K + 1), (2,), (K,), (-1,))
+        shapes = Fields((L, E), (L, E), (L, K + 1), (3,), (K,), (-1,))
+        self._host = host_memory(8 * bounds[-1], device, self).view(np.int64)
+        self._state = torch.zeros(bounds[-1], dtype=torch.int64, device=device)
         #: as the host has it, and as the GPU
         self.fields = Fields(*(self._host[of].reshape(to) for of, to in zip(parts, shapes)))
         self._there = Fields(*(self._state[of].view(to) for of, to in zip(parts, shapes)))
-        self.home = self.fields.home
-        self._nbytes = np.zeros((L, E), np.int64)
-        for key in ((layer, e) for layer, of in enumerate(modules) for e in range(of.num_experts)):
-            if isinstance(reader, PinnedReader):
-                data = reader.held(*key).data
-                self.home[key], self._nbytes[key] = data.ctypes.data, len(data)
-        self._sizes = torch.from_numpy(-(-self._nbytes // device_triton.BLOCK)).to(device)
-        self._rows = torch.zeros(2, K, 4, dtype=torch.int64, device=device)
-        self._jobs = torch.zeros(3, K, dtype=torch.int64, device=device)
+        entries = loader.reader.store.entries
+        self.nbytes = np.zeros((L, E), np.int64)
+        for key in np.ndindex(L, E):
+            self.nbytes[key] = run(entries(*key), "both")[1]
+        self._given = [
+            torch.from_numpy(of).to(device)
+            for of in (where.rows, where.moves, -(-self.nbytes // device_triton.BLOCK))
+        ]
+        self._rows, self._jobs, self._away = (
+            torch.zeros(of, dtype=torch.int64, device=device) for of in ((2, K, 4), (3, K), (K,))
+        )
         self._order = torch.arange(K, device=device)
         told = L * (2 * K + STAMPS) + 1
         self._told = torch.zeros(told, dtype=torch.int64, device=device)
         self._heard = host_memory(8 * told, device, self).view(np.int64)
-        self._event = torch.cuda.Event() if device.type == "cuda" else None
+        self._number = 0  # of the token
+        self._serving = ExitStack()
+        self._events: list[Event] = []  # of the host's experts
+        self._done: Any = None  # the event of its end
         self._launched = 0.0
+        #: experts that have left a slot, whose bytes may not have come back yet → address of the slot
+        self._left: dict[ExpertKey, int] = {}
         self.calls: list[Call] = []
 
     @classmethod
     def of(
-        cls, slots: Slots, reader: Any, modules: list[SeamExperts], dtype: torch.dtype, K: int
+        cls, loader: Loader, modules: list[SeamExperts], dtype: torch.dtype, K: int, threads: int
     ) -> DeviceTables | None:
-        """For these layers' experts; None where their executor has no kernels for them, or they
-        are not all in pinned memory."""
+        """For these layers' experts, `threads` of the CPU computing some; None where their executor has
+        no kernels for them, or they do not come to the GPU as they are stored."""
         make = getattr(modules[0].executor, "on_gpu", None)
-        if make is None or slots.count["full"] < 2:
+        store = loader.reader.store
+        if make is None or not loader.in_place:
             return None
-        found = [_rows_in_slots(slots, of, dtype) for of in modules]
-        if None in found:
+        where = lying(modules, store, loader.reader.home, dtype)
+        if where is None:
             return None
+        H = modules[0].shapes["down_proj"][-1 if modules[0].is_transposed else -2]
         with torch.inference_mode(False):  # or they could not be written to outside of it
-            made = cls(slots, reader, modules, K)
-            for layer, (of, (matrices, begins, moves)) in enumerate(zip(modules, found)):
-                if (forward := make(of, matrices, made._rows)) is None:
+            box = Mailbox(len(modules), K, H, dtype, loader.slots.device)
+            made = cls(loader, where, box, Worker(threads) if threads else None)
+            for layer, of in enumerate(modules):
+                found = [
+                    one._replace(rows=rows[layer])
+                    for one, rows in zip((where.up, where.down), where.rows)
+                ]
+                if (forward := make(of, found, made._rows)) is None:
+                    made.close()
                     return None
-                made.calls.append(made._call(layer, forward, begins, moves))
+                made.calls.append(made._call(layer, forward))
         return made
 
-    def _call(self, layer: int, forward: Call, begins: np.ndarray, moves: np.ndarray) -> Call:
+    def _call(self, layer: int, forward: Call) -> Call:
         """What computes a layer's experts of a token; may be captured."""
-        there, kernels, device = self._there, self.kernels, self.slots.device
-        K = self.K
+        there, kernels, mail, K = self._there, self.kernels, self.mail, self.K
         begin = layer * (2 * K + STAMPS) + 1
-        told = self._told[begin : begin + 2 * K].view(2, K)
-        times = self._told[begin + 2 * K :][:STAMPS].split(1)
+        began, copied, ended = self._told[begin + 2 * K :][:STAMPS].split(1)
+        rows, moves, sizes = self._given
+        number = there.counts[2:]
         tables = kernels.Tables(
             table=there.table[layer],
             home=there.home[layer],
@@ -144,26 +156,36 @@ class DeviceTables:
             free=there.free,
             scratch=there.scratch,
             counts=there.counts,
-            begins=torch.from_numpy(begins).to(device),
-            moves=torch.from_numpy(moves).to(device),
-            sizes=self._sizes[layer],
+            begins=rows[:, layer].contiguous(),
+            moves=moves,
+            sizes=sizes[layer],
             rows=self._rows,
             jobs=self._jobs,
-            told=told,
+            told=self._told[begin : begin + 2 * K].view(2, K),
+            away=self._away,
         )
 
         def call(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
             if layer == 0:
                 kernels.stamp(self._told[:1])
             kernels.assign(ids, tables)
-            kernels.stamp(times[0])
+            if self.worker is not None:
+                mail.post(self.box, number, layer, x, self._away, w)
+            kernels.stamp(began)
             kernels.fetch(self._jobs)
-            kernels.stamp(times[1])
+            kernels.stamp(copied)
             y = forward(x, self._order, w)
-            kernels.stamp(times[2])
+            kernels.stamp(ended)
+            if self.worker is not None:
+                mail.take(self.box, number, layer, self._away, y)
             return y
 
         return call
+
+    def close(self) -> None:
+        """End what the host does for tokens."""
+        if self.worker is not None:
+            self.worker.close()
 
     # between tokens
 
@@ -171,47 +193,79 @@ class DeviceTables:
         """The host's tables are what a queue says, after it has loaded experts itself."""
         self.fields.table[:] = 0
         for (layer, expert), slots in queue.held.items():
-            self.fields.table[layer, expert] = self.slots.address(slots["full"])
-        self.slots.link.arrive(range(self.slots.count["full"]))
+            self.fields.table[layer, expert] = self._address(slots["full"])
+        link = self.loader.slots.link
+        link.rest()
+        link.arrive(range(self.loader.slots.count["full"]))
+        self._left = {key: self._address(slot) for key, slot in self.loader.leaving.items()}
 
-    def begin(self, queue: LoadQueue, keep: int, share: np.ndarray | None) -> bool:
-        """Upload what the next token goes by: `keep` free slots may keep what it fetches, of so many
-        misses of a layer `share` [L, K + 1] are fetched, or all. Whether there are as many slots."""
-        free = queue.free["full"]
-        if len(free) < self.K + keep:
+    def begin(self, keep: int, share: np.ndarray | None) -> bool:
+        """Upload what the next token goes by: so many free slots `keep` what it fetches, of so many
+        misses of a layer `share` [L, K + 1] are fetched, or all. Whether that can be: there are slots,
+        and no expert is on disk only. The loader's lock is held."""
+        loader, fields = self.loader, self.fields
+        free = loader.writable(self.K + keep)
+        self._find_homes(free, share is not None)
+        stuck = share is not None and self._left  # for the host
+        if len(free) < self.K + keep or stuck or not (fields.table | fields.home).all():
             return False
-        fields = self.fields
-        addresses = [self.slots.address(slot) for slot in free[: self.K + keep]]
+        addresses = [self._address(slot) for slot in free]
+        self._number += 1
         fields.scratch[:] = addresses[: self.K]
         fields.free[:keep] = addresses[self.K :]
-        fields.counts[:] = 0, keep
+        fields.counts[:] = 0, keep, self._number
         fields.share[:] = np.arange(self.K + 1) if share is None else share
         self._state.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._launched = time.perf_counter()
         return True
 
+    def _find_homes(self, free: Iterable[int], by_host: bool) -> None:
+        """Where what is not in a slot is fetched from: pinned memory or, until it has come back there,
+        the slot that it has left, unless that is written to; not if the host is to reach it."""
+        pool = self.loader.reader
+        pool.landed()
+        written = {self._address(slot) for slot in free}
+        for key, address in [*self._left.items()]:
+            coming = pool.coming(key)
+            if coming is not None and (by_host or address in written):
+                coming.synchronize()
+                pool.landed()
+            if pool.home[key] or self.fields.table[key] or coming is None and address in written:
+                del self._left[key]
+        self.fields.home[:] = pool.home
+        for key, address in self._left.items():
+            self.fields.home[key] = address
+
+    def serve(self) -> None:
+        """The host answers what the token posts."""
+        if self.worker is not None:
+            serving = self.worker.token(self.box, self.where, self._number)
+            self._events = self._serving.enter_context(serving)
+
     def end(self) -> None:
         """All of the token has been launched: what it tells follows."""
         torch.from_numpy(self._heard).copy_(self._told, non_blocking=True)
-        if self._event is not None:
-            self._event.record(torch.cuda.current_stream(self.slots.device))
+        self._done = self.loader.slots.link.now().record_event()
 
     def rest(self) -> None:
-        """Wait until the GPU has done what was launched, by any thread."""
-        if self._event is not None:
-            torch.cuda.synchronize(self.slots.device)
+        """Wait until the GPU has done what was launched, by any thread; the host, too."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with suppress(Exception):  # of a token that is worth nothing
+            self._serving.close()
 
-    def layers(self) -> list[Layer]:
-        """What the token did, once it is done."""
-        if self._event is not None:
-            self._event.synchronize()
+    def layers(self) -> tuple[list[Layer], list[Event]]:
+        """What the token did, once it is done, and the host for it."""
+        self._done.synchronize()
+        self._serving.close()
         began, K = int(self._heard[0]), self.K
         found = []
         for row in self._heard[1:].reshape(-1, 2 * K + STAMPS).tolist():
             # The GPU has waited for the host, so its first time is when that launched it.
             times = (self._launched + (at - began) / 1e9 for at in row[2 * K :])
             found.append(Layer(row[:K], row[K : 2 * K], tuple(times)))
-        return found
+        events, self._events = self._events, []
+        return found, events
 
     def apply(self, queue: LoadQueue, step: Step, did: Layer) -> list[ExpertKey]:
         """Let the queue know which experts stay where the token has put them; returns what was
@@ -219,44 +273,36 @@ class DeviceTables:
         fetched, table = [], self.fields.table[step.layer]
         scratch = set(self.fields.scratch.tolist())
         where = dict(zip(did.experts, did.addresses))
-        for request in step.requests:
-            if table[request.key.expert]:
-                continue
-            fetched.append(request.key)
-            address = where[request.key.expert]
-            if (request.keep is State.FULL) == (address in scratch or not address):
+        for request in step.requests + step.away:
+            key, address = request.key, where[request.key.expert]
+            stays = request.keep is State.FULL
+            if (
+                stays != (address not in scratch and address > 0)
+                or request in step.away
+                and address
+            ):
                 raise RuntimeError(
-                    f"{request.key} shall be {request.keep.name} after a token, and the GPU has put it "
-                    f"{'elsewhere' if address else 'nowhere'}: they do not decide by the same rule"
+                    f"{key} shall be {request.keep.name} after a token, and the GPU has put it into "
+                    f"{self._place(address)}: they do not decide by the same rule"
                 )
-            if request.keep is State.FULL:
-                queue.keep(request.key, self.slots.at(address))
-                table[request.key.expert] = address
+            if table[key.expert] or not address:
+                continue
+            fetched.append(key)
+            self.loader.reader.touched(key)
+            if stays:
+                queue.keep(key, self._place(address))
+                table[key.expert] = address
         return fetched
 
-    def remove(self, evicted: list[ExpertKey]) -> None:
-        """These experts have left GPU memory."""
+    def remove(self, evicted: Iterable[ExpertKey]) -> None:
+        """These experts have left their slots."""
         for key in evicted:
+            self._left[key] = int(self.fields.table[key])
             self.fields.table[key] = 0
 
-    def nbytes(self, key: ExpertKey) -> int:
-        """That are fetched of an expert."""
-        return int(self._nbytes[key])
+    def _address(self, slot: int) -> int:
+        return self._memory.data_ptr() + slot * self._slot
 
-
-def _rows_in_slots(
-    slots: Slots, of: SeamExperts, dtype: torch.dtype
-) -> tuple[Any, np.ndarray, np.ndarray] | None:
-    """Of a layer's experts: their `Matrices` of up and down, `begins` and `moves` of
-    `device_triton.Tables`; None where kernels do not find them in a slot."""
-    experts = np.arange(of.num_experts)
-    found = []
-    for slot in (0, 1):
-        there = copy.copy(of)
-        there.source = _InSlot(slots, slot)
-        if (matrices := locate(there, experts, dtype, slots.device.type)) is None:
-            return None
-        found.append(np.stack([one.rows for one in matrices]))
-    first, second = found
-    moves = (second - first) // (slots.address(1) - slots.address(0))
-    return matrices, first - moves * slots.address(0), moves
+    def _place(self, address: int) -> int:
+        """The slot there; less than 0 for none."""
+        return (address - self._memory.data_ptr()) // self._slot

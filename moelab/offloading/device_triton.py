@@ -33,11 +33,12 @@ class Tables(NamedTuple):
     table, home : [E], addresses of experts in GPU memory and in pinned memory; 0 where they are not.
     share : [K + 1], of so many misses, how many are fetched.
     free, scratch : addresses of slots: of those that keep what is fetched, and [K] for the rest.
-    counts : [2], free slots that were taken in this token, and how many there are.
-    begins, moves : [2, E, 4], an expert's rows of up and down in a slot at address 0, and 1 for each
-        number in them that is an address. sizes : [E], `BLOCK`s of an expert.
+    counts : [2 or more], free slots that were taken in this token, and how many there are.
+    begins : [2, E, 4], an expert's rows of up and down, if its bytes began at address 0; moves : [2, 4],
+        1 for each number in them that is an address. sizes : [E], `BLOCK`s of an expert.
     rows : [2, K, 4], of this token. jobs : [3, K], where from, where to and `BLOCK`s to fetch.
     told : [2, K], ids of this token, and addresses of their experts' slots.
+    away : [K], ids of those that the host computes, −1 for others.
     """
 
     table: Tensor
@@ -52,6 +53,7 @@ class Tables(NamedTuple):
     rows: Tensor
     jobs: Tensor
     told: Tensor
+    away: Tensor
 
 
 @triton.jit
@@ -69,6 +71,7 @@ def _assign_kernel(
     rows,
     jobs,
     told,
+    away,
     E: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -84,10 +87,10 @@ def _assign_kernel(
     fetched = missed & (rank < tl.load(share + tl.sum(missed.to(tl.int32), 0)))
     taken = tl.load(counts)
     place = taken + rank
-    room = place < tl.load(counts + 1)
-    kept = fetched & room
+    room = tl.load(counts + 1)
+    kept = fetched & (place < room)
     slot = tl.load(free + place, mask=kept, other=0)
-    slot += tl.load(scratch + rank, mask=fetched & (place >= tl.load(counts + 1)), other=0)
+    slot += tl.load(scratch + rank, mask=fetched & (place >= room), other=0)
     address += slot
     tl.store(table + expert, slot, mask=kept)
     tl.store(counts, taken + tl.sum(kept.to(tl.int64), 0))
@@ -96,12 +99,12 @@ def _assign_kernel(
     tl.store(jobs + 2 * K + k, tl.load(sizes + expert, mask=fetched, other=0), mask=k < K)
     tl.store(told + k, expert, mask=k < K)
     tl.store(told + K + k, address, mask=k < K)
+    tl.store(away + k, tl.where(missed & (address == 0), expert, -1), mask=k < K)
     here = valid & (address != 0)
     for part in tl.static_range(2):
         for i in tl.static_range(4):
-            at = (part * E + expert) * 4 + i
-            row = tl.load(begins + at, mask=here, other=0)
-            row += tl.load(moves + at, mask=here, other=0) * address
+            row = tl.load(begins + (part * E + expert) * 4 + i, mask=here, other=0)
+            row += tl.load(moves + part * 4 + i) * address
             tl.store(rows + (part * K + k) * 4 + i, row, mask=k < K)
 
 

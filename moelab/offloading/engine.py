@@ -63,6 +63,7 @@ class Engine:
     loader : reads and decodes; closed with the engine.
     controller : decides, for the loader's queue.
     run : records what happens.
+    threads : of the CPU, that compute missing experts where they lie.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
         somebody else reports it.
@@ -70,12 +71,17 @@ class Engine:
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
+    def __init__(
+        self, loader: Loader, controller: StepController, run: EngineRun, threads: int = 0
+    ) -> None:
         self.loader = loader
+        self.threads = threads
         #: computes some experts where they lie, beside this
         self.host = loader.reader if isinstance(loader.reader, Host) else None
-        if self.host is not None:
-            controller.balance = Balance(run.settings.experts_bytes)
+        if threads:
+            K = run.settings.spec.K
+            controller.balance = Balance(run.settings.experts_bytes, K=K)
+        self._balance = controller.balance
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -97,16 +103,15 @@ class Engine:
         #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
         self._tables: tuple[Any, DeviceTables | None] = (None, None)
         self._current = False
-        #: whether a forward pass may be a token that the GPU runs alone; whether one does now, and is
-        #: to be heard of
-        self._alone = self._launched = False
+        #: whether the next token may be one that the GPU runs alone, this one is, and has been launched
+        self._alone = self._runs = self._launched = False
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
         renew_in_children(self)
 
     def _restart(self) -> None:
         """After an error, or in a forked process: nothing is in memory, and threads are new."""
-        self._hand_back()
+        self._forget_tables()
         self.loader.stop()
         self.residency.clear()
         self.loader.start()
@@ -124,7 +129,7 @@ class Engine:
         self.closed = True
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
-            self._hand_back()
+            self._forget_tables()
             self.loader.end()
             self._at_end.detach()
 
@@ -282,10 +287,14 @@ class Engine:
         """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`): on a CPU as far as their
         experts are resident for good, on a GPU all of them, wherever their experts are."""
         with self._one, self._sound():
-            if self._far:
-                yield self._begin_token(modules, dtype), partial(self._token_launched, modules)
-            else:
+            if not self._far:
                 yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
+            elif (tables := self._begin_token(modules, dtype)) is None:
+                yield None, None
+            else:
+                yield tables.calls, partial(self._token_launched, modules) if self._runs else None
+                if self._runs and not self._launched:  # somebody listens to its parts
+                    self._hand_back()
 
     def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
         chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
@@ -316,28 +325,34 @@ class Engine:
 
     # a whole token on a GPU, see `moelab.offloading.device`
 
-    def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> list | None:
-        """What computes the experts of each layer of the token that begins; None where the GPU
-        cannot do that alone."""
-        loader = self.loader
+    def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> DeviceTables | None:
+        """The tables by which the GPU computes the token that begins, alone if it `_runs`; None where
+        it cannot."""
+        loader, residency = self.loader, self.residency
         executor = modules[0].executor
-        if len(modules) != self.residency.L or any(of.executor is not executor for of in modules):
+        self._runs = self._alone
+        self._alone = self.decoding and not self._drafts
+        if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
-        state = loader.slots, executor, dtype
+        state = loader, executor, dtype
         if self._tables[0] != state:
-            K = self.run.settings.spec.K
-            made = DeviceTables.of(loader.slots, loader.reader, modules, dtype, K)
-            self._tables = state, made
+            K, threads = self.run.settings.spec.K, self.threads
+            self._tables = state, DeviceTables.of(loader, modules, dtype, K, threads)
         tables = self._tables[1]
-        alone = self._alone
-        self._alone = tables is not None and self.decoding and not self._drafts
-        if not (self._alone and (alone or self.residency.holds_all)):
+        self._alone = self._alone and tables is not None
+        if not self._alone:
             return None
+        shares = self._balance.shares() if self._balance and self._runs else None
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = tables.begin(queue, self.residency.free or 0, None)
-        return tables.calls if self._current else None
+            self._current = tables.begin(residency.free or 0 if self._runs else 0, shares)
+        if not self._current:
+            self._alone = False
+            return None
+        if self._runs:
+            tables.serve()
+        return tables
 
     def _token_launched(self, modules: list[SeamExperts], found: Any) -> None:
         self._tables[1].end()
@@ -348,26 +363,35 @@ class Engine:
         """Take over what the GPU has done alone: by the rule that it has followed."""
         tables = self._tables[1]
         self._launched = False
-        for layer, did in enumerate(tables.layers() if self._current else ()):
+        layers, events = tables.layers()
+        for layer, did in enumerate(layers):
             fetching, computing, end = did.times
             self._report_other(fetching, layer)
             step = self.controller.decide(layer, counts(did.experts, self.residency.E))
             with self.loader.changing() as queue:
                 came = tables.apply(queue, step, did)
             if came:
-                nbytes = sum(tables.nbytes(key) for key in came)
+                nbytes = sum(int(tables.nbytes[key]) for key in came)
                 copied = layer, -1, fetching, computing
                 self.timeline.add(Event("link", "read", *copied, nbytes))
                 self.timeline.add(Event("compute", "wait", *copied))
             self.idle_since = end
             self.timeline.add(Event("compute", "expert", layer, -1, computing, end))
+        for event in events:
+            self.timeline.add(event)
 
     def _hand_back(self) -> None:
-        """From here on the host decides again, and its copies wait for what the GPU has done alone;
-        of a token that was interrupted nothing is left."""
-        self._current = self._launched = False
+        """From here on the host decides again, when what the GPU does alone is done; of a token that
+        was interrupted nothing is left."""
+        self._current = self._launched = self._runs = False
         if (tables := self._tables[1]) is not None and self.loader.slots is not None:
             tables.rest()
+
+    def _forget_tables(self) -> None:
+        self._hand_back()
+        if (tables := self._tables[1]) is not None:
+            tables.close()
+        self._tables = None, None
 
     # a forward pass
 
@@ -379,6 +403,9 @@ class Engine:
                 self._hand_back()
             self._events = len(self.timeline)
             self._alone = self._alone and info.phase == "decode" and info.tokens == 1 and not exact
+            self._runs = False
+            if self._far:  # of several tokens, all is computed here
+                self.controller.balance = self._balance if self._alone else None
             with self.loader.changing():
                 steps = self.controller.begin_forward(info.phase, self._alone)
             for step in steps:  # what shall be there before
@@ -389,7 +416,7 @@ class Engine:
         self.decoding = info.phase == "decode"
         self._chunks.begin(info)
         self._drafts = info.drafts
-        if (self.decoding or self.host) and not exact and not self._far:
+        if (self.decoding or self.threads) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
         self._began = self.idle_since = clock()
@@ -426,7 +453,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        others = self.host.worker.threads if self.host else 0
+        others = self.threads
         if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
