@@ -152,35 +152,29 @@ def metrics(
             read[phase] += event.bytes
 
     took, ends, decoding = defaultdict(list), [*starts[:1], *(one.end for one in forwards)], 0.0
-    paths: Counter[str] = Counter()
     for one, end_before in zip(forwards, ends):
         took[one.phase].append(one.end - one.start)
         tokens[one.phase] += one.kept
-        if one.phase == "decode":
-            decoding += one.end - end_before
-            paths[one.path] += one.kept
+        decoding += one.end - end_before if one.phase == "decode" else 0.0
     prefill, decode = took["prefill"], took["decode"]
-    python = [one.python for one in forwards if one.python is not None and one.phase == "decode"]
     waited = sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
     return Metrics(
         ttft=median(prefill) if prefill else None,
         launches=launches or None,
-        tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
         read_bytes=int(sum(read.values())),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
         link_bytes=sum(event.bytes for event in events if event.resource == "link"),
-        paths=dict(paths) or None,
-        python_per_layer=median(python) if python else None,
         stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
         **_of_prefills([*zip(forwards, split)]),
+        **_of_decoding([one for one in forwards if one.phase == "decode"]),
         **_of_cache(counters),
         **process,
     )
@@ -209,11 +203,20 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float] | None:
     return {name: median(row.get(name, 0.0) for row in rows) for name in names} or None
 
 
-def _per_token(decode: list[Forward]) -> float | None:
+def _of_decoding(decode: list[Forward]) -> dict[str, Any]:
     took = [one.end - one.start for one in decode]
+    tpot = median(took) if took else None
     if any(one.drafts for one in decode):
-        return sum(took) / sum(1 + one.right for one in decode)
-    return median(took) if took else None
+        tpot = sum(took) / sum(1 + one.right for one in decode)
+    paths: Counter[str] = Counter()
+    for one in decode:
+        paths[one.path] += one.kept
+    python = [one.python for one in decode if one.python is not None]
+    return {
+        "tpot": tpot,
+        "paths": dict(paths) or None,
+        "python_per_layer": median(python) if python else None,
+    }
 
 
 def process() -> dict[str, int | None]:

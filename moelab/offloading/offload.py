@@ -24,7 +24,7 @@ from moelab.base.arguments import whole
 from moelab.base.specs import ExpertKey
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, Residency
 from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
@@ -44,10 +44,6 @@ from moelab.offloading.step import StepController
 from moelab.offloading.tiers import HostPool, experts_of, slot_bytes
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
-
-#: of how many experts in a GPU's memory one leaves between tokens for those that the next one fetches
-SPARE = 8
-
 
 def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
     """A field of options.
@@ -363,6 +359,7 @@ class Memory:
             how.scheduler,
             how.on.type,
             tuple(first),
+            self.spare,
         )
         count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
         slots = Slots(self.store, count, self.sizes, how.on, self.link)
