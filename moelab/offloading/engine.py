@@ -67,6 +67,7 @@ class Engine:
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
         somebody else reports it.
+    python : seconds a layer of the last token that a GPU ran alone, for which that had nothing to do.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
@@ -91,6 +92,7 @@ class Engine:
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
         self.idle_since: float | None = None
+        self.python: float | None = None
         self._chunks = PromptChunks(run.settings.spec)
         self._drafts = 0  # in the forward
         self._events = 0  # before it
@@ -165,6 +167,8 @@ class Engine:
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         if self._current:
             self._hand_back()
+        if self.residency.free is not None:  # the GPU does not run this token alone after all
+            self.controller.begin_forward("decode")
         layer = experts.layer
         E = experts.num_experts
         controller = self.controller
@@ -379,6 +383,8 @@ class Engine:
             self.timeline.add(Event("compute", "expert", layer, -1, computing, end))
         for event in events:
             self.timeline.add(event)
+        alone = layers[-1].times[-1] - layers[0].times[0]
+        self.python = max(0.0, clock() - self._began - alone) / len(layers)
 
     def _hand_back(self) -> None:
         """From here on the host decides again, when what the GPU does alone is done; of a token that
@@ -404,6 +410,7 @@ class Engine:
             self._events = len(self.timeline)
             self._alone = self._alone and info.phase == "decode" and info.tokens == 1 and not exact
             self._runs = False
+            self.python = None
             if self._far:  # of several tokens, all is computed here
                 self.controller.balance = self._balance if self._alone else None
             with self.loader.changing():

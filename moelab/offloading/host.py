@@ -79,7 +79,7 @@ def lying(
             return None
         found.append((gate, *locate(of, chosen, dtype)))
     gates, *both = zip(*found)
-    if len({(g, *(m[1::2] for m in of)) for g, *of in zip(gates, *both)}) > 1:
+    if len({(g, *((m.kind, m.R, m.transposed) for m in of)) for g, *of in zip(gates, *both)}) > 1:
         return None
     rows = np.array([[one.rows for one in of] for of in both])
     up, down = (of[0]._replace(rows=table) for of, table in zip(both, rows))
