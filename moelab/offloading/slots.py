@@ -161,9 +161,9 @@ class Slots:
         if reuse:
             self._scratch[name, entry.shape] = out
         if blob.is_cuda:
-            from moelab.store import bf12_triton  # the one codec that is read there in place
+            from moelab.store.unpack_triton import unpack
 
-            return bf12_triton.unpack(blob, out)
+            return unpack(entry.codec, blob, out)
         entry.codec.decompress(blob.numpy(), out)
         return out
 
