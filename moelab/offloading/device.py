@@ -206,8 +206,9 @@ class DeviceTables:
         loader, fields = self.loader, self.fields
         free = loader.writable(self.K + keep)
         self._find_homes(free, share is not None)
-        stuck = share is not None and self._left  # for the host
-        if len(free) < self.K + keep or stuck or not (fields.table | fields.home).all():
+        if len(free) < self.K + keep or share is not None and self._left:
+            return False
+        if not self._everyone() and not self._read_the_others():
             return False
         addresses = [self._address(slot) for slot in free]
         self._number += 1
@@ -235,6 +236,21 @@ class DeviceTables:
         self.fields.home[:] = pool.home
         for key, address in self._left.items():
             self.fields.home[key] = address
+
+    def _everyone(self) -> bool:
+        """Whether all experts are somewhere near."""
+        return bool((self.fields.table | self.fields.home).all())
+
+    def _read_the_others(self) -> bool:
+        """Read experts that a prompt has left on the disk into spare slots of pinned memory; whether all
+        are near now."""
+        pool = self.loader.reader
+        self.loader.slots.link.rest()
+        for key in np.argwhere((self.fields.table | self.fields.home) == 0).tolist():
+            if pool.spare:
+                pool.hold([ExpertKey(*key)])
+                self.fields.home[*key] = pool.home[*key]
+        return self._everyone()
 
     def serve(self) -> None:
         """The host answers what the token posts."""

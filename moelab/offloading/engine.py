@@ -36,11 +36,12 @@ from moelab.offloading.device import DeviceTables
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
-from moelab.offloading.loading import Loader, clock
+from moelab.offloading.loading import Loader, clock, fill
 from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
+from moelab.offloading.tiers import experts_of
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
@@ -118,6 +119,12 @@ class Engine:
         self.residency.clear()
         self.loader.start()
         self.controller.queue = self.loader.queue
+        if (pool := self.loader.pool) is not None:  # what had no other place than the GPU is read
+            everyone = experts_of(pool.store)
+            if first := self.residency.fill([key for key in everyone if key not in pool.slots]):
+                fill(self.loader, first)
+            near = pool.slots.keys() | self.loader.queue.held
+            pool.hold(key for key in everyone if key not in near)
         self._broken = False
 
     def forked(self) -> None:
@@ -168,6 +175,7 @@ class Engine:
         if self._current:
             self._hand_back()
         if self.residency.free is not None:  # the GPU does not run this token alone after all
+            self.controller.balance = None
             self.controller.begin_forward("decode")
         layer = experts.layer
         E = experts.num_experts
