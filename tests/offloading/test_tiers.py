@@ -80,7 +80,7 @@ class Exchange:
         if key in self.pool.slots:
             source = torch.from_numpy(self.pool.held(*key).data)
             out = self.gpu[slot][: len(source)]
-            self.pool.reads(key, self.link.send(key, source, slot, out, self.pool.coming(key)))
+            self.pool.reads(key, self.link.send(key, source, slot, out, self.pool.coming.get(key)))
         else:
             landing = self.pool.take()
             (chunks,) = self.pool.read_parts(*key, {"both": self.pool.bytes(landing)})
@@ -113,7 +113,7 @@ class Exchange:
                 assert address.ctypes.data == self.pool.home[key]
                 assert np.array_equal(address, self.truth[key])
         assert {*map(tuple, np.argwhere(self.pool.home))} <= {*self.pool.slots}
-        assert len({*self.pool.slots.values()}) + self.pool.spare == self.pool.count
+        assert len({*self.pool.slots.values()}) + len(self.pool.spare) == self.pool.count
 
     def restart(self, key):
         self.link.rest()
