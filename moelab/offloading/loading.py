@@ -308,7 +308,7 @@ class Loader:
             load, kinds = found
             self._make_way(load)
             chunks = pool.held(*load.key)
-            sent = load.key, load.slots["full"], chunks, pool.coming.get(load.key)
+            sent = load.key, load.slots["full"], chunks, pool.coming(load.key)
             pool.reads(load.key, self.slots.send(*sent))
             self.queue.read_done(load, kinds, chunks.nbytes)
         for key in [*self._leaving][: len(pool.spare)]:

@@ -51,7 +51,6 @@ class HostPool(Reader):
 
     link : to that GPU, set by who has it.
     slots : those of experts that are here, or on their way.    spare : slots of nobody.
-    coming : of experts that are being taken back, the event from which on they are here.
     home : int64 [L, E], the address of an expert's bytes; 0 where they are not, or have not been
         seen to have come (`landed`).
     pinned : whether the GPU reaches this memory by itself."""
@@ -73,7 +72,8 @@ class HostPool(Reader):
         E = max(len(layer.experts) for layer in store.layers)
         self.home = np.zeros((len(store.layers), E), np.int64)
         self.slots: dict[ExpertKey, int] = {}
-        self.coming: dict[ExpertKey, Any] = {}
+        #: key → end of the copy that takes it back
+        self._coming: dict[ExpertKey, Any] = {}
         self._policy = make_policy(cache)()
         if not isinstance(cache, str | type) or any(
             hasattr(self._policy, more) for more in ("turn", "follow")
@@ -94,7 +94,7 @@ class HostPool(Reader):
     def rested(self) -> None:
         """Nothing is under way any more: a slot that is no expert's home is spare."""
         self.landed()
-        for key in [*self.coming]:  # the copy was another process's
+        for key in [*self._coming]:  # the copy was another process's
             self._leave(key)
         self._last: dict[int, Any] = {}  # slot → what the GPU does last with it
         taken = {*self.slots.values()}
@@ -177,6 +177,11 @@ class HostPool(Reader):
         self._last[self.slots[key]] = end
         self._touch(key)
 
+    def coming(self, key: ExpertKey) -> Any:
+        """The event from which on an expert that is being taken back is at its home; None of any
+        other."""
+        return self._coming.get(key)
+
     def release(self, key: ExpertKey) -> None:
         """An expert is on the GPU, or a copy that was announced brings it there: its slot is
         spare."""
@@ -201,15 +206,15 @@ class HostPool(Reader):
         if slot in self._last:
             events.append(self._last[slot])
         home = torch.from_numpy(self.bytes(slot)[:length])
-        self._last[slot] = self.coming[key] = self.link.take_back(gpu[:length], home, events)
+        self._last[slot] = self._coming[key] = self.link.take_back(gpu[:length], home, events)
         self._enter(key, slot)
-        return self.coming[key]
+        return self._coming[key]
 
     def landed(self) -> list[ExpertKey]:
         """Experts that were being taken back and, since the last call, are seen to be at home."""
-        done = [key for key, end in self.coming.items() if end.query()]
+        done = [key for key, end in self._coming.items() if end.query()]
         for key in done:
-            del self.coming[key]
+            del self._coming[key]
             self.home[key] = self.bytes(self.slots[key]).ctypes.data
         return done
 
@@ -224,7 +229,7 @@ class HostPool(Reader):
     def _leave(self, key: ExpertKey) -> int:
         """The slot of an expert that is here no more."""
         self.home[key] = 0
-        self.coming.pop(key, None)
+        self._coming.pop(key, None)
         if hasattr(self._policy, "forget"):
             self._policy.forget(key)
         return self.slots.pop(key)

@@ -80,7 +80,7 @@ class Exchange:
         if key in self.pool.slots:
             source = torch.from_numpy(self.pool.held(*key).data)
             out = self.gpu[slot][: len(source)]
-            self.pool.reads(key, self.link.send(key, source, slot, out, self.pool.coming.get(key)))
+            self.pool.reads(key, self.link.send(key, source, slot, out, self.pool.coming(key)))
         else:
             landing = self.pool.take()
             (chunks,) = self.pool.read_parts(*key, {"both": self.pool.bytes(landing)})
