@@ -119,10 +119,11 @@ class DeviceTables:
         cls, loader: Loader, modules: list[SeamExperts], dtype: torch.dtype, K: int, threads: int
     ) -> DeviceTables | None:
         """For these layers' experts, `threads` of the CPU computing some; None where their executor has
-        no kernels for them, or they do not come to the GPU as they are stored."""
+        no kernels for them, or they do not come to the GPU as they are stored, or
+        it does not reach them."""
         make = getattr(modules[0].executor, "on_gpu", None)
         store = loader.reader.store
-        if make is None or not loader.in_place:
+        if make is None or not loader.in_place or not loader.reader.pinned:
             return None
         where = lying(modules, store, loader.reader.home, dtype)
         if where is None:
