@@ -70,6 +70,7 @@ class DeviceTables:
     where : of all layers' experts, their matrices from their first bytes on.
     box, worker : by which one computes some of what misses; None: all of it is fetched.
     calls : one for each MoE layer; a token calls each once, in order.
+    captured : whether they have been tried, or captured: with all fetched, as nobody answers then.
     """
 
     def __init__(self, loader: Loader, where: Lying, box: Mailbox, worker: Worker | None) -> None:
@@ -113,6 +114,7 @@ class DeviceTables:
         #: experts that have left a slot, whose bytes may not have come back yet → address of the slot
         self._left: dict[ExpertKey, int] = {}
         self.calls: list[Call] = []
+        self.captured = device.type != "cuda"
 
     @classmethod
     def of(
@@ -168,6 +170,7 @@ class DeviceTables:
 
         def call(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
             if layer == 0:
+                self.captured = True
                 kernels.stamp(self._told[:1])
             kernels.assign(ids, tables)
             if self.worker is not None:

@@ -306,6 +306,7 @@ class Engine:
             else:
                 launched = partial(self._token_launched, modules)
                 yield tables.calls, launched if self._alone else None
+                self._prepared = tables.captured
                 if self._alone and not self._launched:  # somebody listens to its parts
                     self._hand_back()
 
@@ -343,12 +344,12 @@ class Engine:
         prepared for the next ones; None where it cannot."""
         loader, residency = self.loader, self.residency
         executor = modules[0].executor
-        self._prepared = False
         if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
         state = loader, executor, dtype
         if self._tables[0] != state:
             K, threads = self.run.settings.spec.K, self.threads
+            self._forget_tables()
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, threads)
         tables = self._tables[1]
         if tables is None or not self.decoding or self._drafts:
@@ -359,7 +360,7 @@ class Engine:
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = self._prepared = tables.begin(keep, shares)
+            self._current = tables.begin(keep, shares)
         if not self._current:
             return None
         if alone:
@@ -406,6 +407,7 @@ class Engine:
         if (tables := self._tables[1]) is not None:
             tables.close()
         self._tables = None, None
+        self._prepared = False
 
     # a forward pass
 
