@@ -227,7 +227,10 @@ class Engine:
         """Have the host compute what it is to: beside what happens here."""
         if not step.away:
             return None
-        away = [request.key.expert for request in step.away]
+        keys = [request.key for request in step.away]
+        if self._far:
+            self.loader.bring_home(keys)
+        away = [key.expert for key in keys]
         given = (of.cpu() for of in (x, ids, weights))
         return self.host.submit(self.host.compute, experts, away, *given, self.timeline.add)
 
@@ -250,9 +253,6 @@ class Engine:
         """Release experts that have been computed since `start`, and report it; several at once are
         one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
-            if self._link is not None:
-                held = self.loader.queue.held
-                self._link.leave(held[request.key]["full"] for request in leaving)
             with self.loader.changing() as queue:
                 queue.computed(leaving)
         self._report(requests, start, clock())
