@@ -18,10 +18,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.models.experts import SeamExperts, eager
@@ -200,19 +200,51 @@ def names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
+class Glu(NamedTuple):
+    """gate · σ(alpha · gate) · (up + shift), of gates of at most `limit` and ups within ± limit; gate
+    and up in turn, or all gates first."""
+
+    alpha: float = 1.0
+    limit: float = inf
+    shift: float = 0.0
+    interleaved: bool = False
+
+    def __call__(self, h: Tensor) -> Tensor:
+        """[n, 2I] → [n, I]."""
+        gate, up = h.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else h.chunk(2, -1)
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)
+
+
+SILU = Glu()
+
+
 def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures
-    clamp at 7 or 10. Probed again once anything of the module is changed."""
-    known = getattr(experts, "silu", None)  # there, as a table of ours would keep the model
+    """Whether the activation is silu(gate) · up."""
+    return gate_of(experts) == SILU
+
+
+def gate_of(experts: Any) -> Glu | None:
+    """The activation, where it is SiLU's gate, one that clamps, or GPT-OSS's (its model's code, with
+    `alpha` and `limit` of its config); probed at all sizes and signs, and again once anything of the
+    module is changed."""
+    known = getattr(experts, "glu", None)  # there, as a table of ours would keep the model
     if known is None or known[0].listeners() is None:
         parts = Unchanged([*experts.module.modules()][1:], called=[experts.module])
-        known = experts.silu = parts, experts.has_gate and _gates_by_silu(experts)
-    return known[1] and known[0].listeners() is not None
+        known = experts.glu = parts, _probed(experts) if experts.has_gate else None
+    return known[1] if known[0].listeners() is not None else None
 
 
-def _gates_by_silu(experts: Any) -> bool:
+def _probed(experts: Any) -> Glu | None:
     far = torch.logspace(-2, 6, 25)
     values = torch.cat([-far, torch.linspace(-9, 9, 19), far])
-    gate, up = torch.meshgrid(values, values, indexing="ij")
-    found = experts.activate(torch.cat([gate, up], -1))
-    return torch.allclose(found, F.silu(gate) * up, atol=1e-6)
+    both = torch.meshgrid(values, values, indexing="ij")
+    h = torch.cat([torch.cat(both, -1), torch.stack(both, -1).flatten(-2)])
+    found = experts.activate(h)
+    limits = {getattr(experts.module, name, inf) for name in ("limit", "swiglu_limit")} - {None}
+    alpha = getattr(experts.module, "alpha", 1.702)
+    wanted = [SILU, *(Glu(limit=limit) for limit in limits)]
+    wanted += [Glu(alpha, limit, 1.0, True) for limit in limits]
+    fit = (one for one in wanted if torch.allclose(found, one(h), atol=1e-6))
+    return next(fit, None)
