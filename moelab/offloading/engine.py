@@ -310,6 +310,7 @@ class Engine:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
         with self._one, self._sound():
+            self._chunks.begin(info, self.timeline.since(self._events))
             self._events = len(self.timeline)
             with self.loader.changing():
                 steps = self.controller.begin_forward(info.phase)
@@ -319,7 +320,6 @@ class Engine:
                 for _ in step.loads:
                     self.loader.wait()
         self.decoding = info.phase == "decode"
-        self._chunks.begin(info)
         self._drafts = info.drafts
         if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
@@ -340,7 +340,6 @@ class Engine:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
-        self._chunks.end(self.timeline.since(self._events))
         with self.loader.changing():
             took = None if self._drafts else now - self._began
             self.controller.end_forward(took, self.timeline.since(self._events))
