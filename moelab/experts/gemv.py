@@ -65,7 +65,7 @@ class GEMV(Sorted):
         them nothing waits for the GPU, not even to refuse ids: what a token with such ids gives is
         NaN, and the next call tells why."""
         kernels, E = _triton(), experts.num_experts
-        if kernels is None or len(x) > 1 or ids.is_floating_point():
+        if kernels is None or ids.is_floating_point():
             return None
         n = ids.numel()
         if experts.source is None:
@@ -81,8 +81,11 @@ class GEMV(Sorted):
             return None
         (up,), (down,) = found
         self.count(n, n, n)
-        activate = None if up.gate else experts.activate
-        y = kernels.feed_forward(up, down, x, ids[0], weights[0], activate)
+        given = (ids[0], weights[0]) if len(x) == 1 else (ids, weights)
+        compute = kernels.feed_forward
+        if len(x) > 1:
+            from moelab.experts.gemm_triton import feed_forward as compute
+        y = compute(up, down, x, *given, None if up.gate else experts.activate)
         kernels.check(x.device)
         return y
 
