@@ -68,10 +68,13 @@ class GEMV(Sorted):
         if kernels is None or ids.is_floating_point():
             return None
         n = ids.numel()
-        if experts.source is None:
+        source = experts.source
+        if source is None:
             found = self._kept([experts], x.dtype, x.device)
             if type(experts) is not SeamExperts:  # whose block may route to no expert
                 n = int((ids < E).sum())
+        elif len(x) > 1 and hasattr(source, "computing"):  # of an engine, which copies meanwhile
+            found = _banks([experts], x.dtype, [source.computing], x.device)
         else:
             chosen = ids.cpu().numpy()  # an engine has waited for them already
             there = chosen[(chosen >= 0) & (chosen < E)]
@@ -140,12 +143,15 @@ def _banks(
     if kernels is None or not all(map(kernels.multiplies, found)):
         return None
     gates = [gate_of(of) for of in experts]
+    # From pageable memory the copy might wait for what the GPU computes.
+    tables = [torch.from_numpy(of.rows) for of in found]
+    tables = [of.pin_memory() if device.type == "cuda" else of for of in tables]
     return tuple(
         [
-            kernels.bank(of._replace(rows=rows), table, gate)
-            for rows, table, gate in zip(of.rows, torch.from_numpy(of.rows).to(device), gates)
+            kernels.bank(of._replace(rows=rows), place, gate)
+            for rows, place, gate in zip(of.rows, table.to(device, non_blocking=True), gates)
         ]
-        for of in found
+        for of, table in zip(found, tables)
     )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -186,23 +186,29 @@ class Engine:
         """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
         bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
         experts are all computed together, and those of several tokens in `_batches`."""
+
+        def run(requests: list[Request], compute: Callable[[list[int]], Any]) -> Any:
+            start = clock()
+            experts.source.computing = [request.key.expert for request in requests]
+            found = compute(experts.source.computing)
+            self._executed(requests, start)
+            return found
+
+        def together(chosen: list[int]) -> Tensor:
+            some = _only(chosen, ids, experts.num_experts) if loads or step.away else ids
+            return execute(experts.executor, x, some, weights, experts)
+
         aside = self._begin_aside(x, ids, weights, experts, step)
         there, loads = self._split(step, self._far and len(x) == 1)
         out = torch.zeros_like(x)
         if there and not (self._far and len(x) > 1):
-            start = clock()
-            chosen = _only(there, ids, experts.num_experts) if loads or step.away else ids
-            out = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(there, start)
+            out = run(there, together)
             there = []
         if there or loads:
             tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
             choices = Choices(x, ids, weights, tokens)
             for batch in chain([there] if there else [], self._batches(loads)):
-                start = clock()
-                experts.source.computing = [request.key.expert for request in batch]
-                choices.compute(experts.source.computing, experts)
-                self._executed(batch, start)
+                run(batch, partial(choices.compute, experts))
             out = out + choices.sum()
         if aside is not None:
             start = clock()
@@ -443,8 +449,8 @@ def counts(ids: Tensor, E: int) -> dict[int, int]:
     return dict(found)
 
 
-def _only(requests: list[Request], ids: Tensor, E: int) -> Tensor:
-    """The ids [T, K], with E in place of experts that are not requested."""
+def _only(chosen: list[int], ids: Tensor, E: int) -> Tensor:
+    """The ids [T, K], with E in place of experts that are not chosen."""
     kept = torch.zeros(E + 1, dtype=torch.bool)
-    kept[[request.key.expert for request in requests]] = True
+    kept[chosen] = True
     return torch.where(kept.to(ids.device)[ids], ids, E)

@@ -41,7 +41,7 @@ class Choices:
         self._sorted = self._order // ids.shape[1], *sorts
         self._parts = x.new_zeros(ids.numel(), x.shape[1])
 
-    def compute(self, chosen: Sequence[int], experts: SeamExperts) -> None:
+    def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
         """What these experts contribute, by the layer's executor."""
 
         def rows(of: Tensor) -> Tensor:

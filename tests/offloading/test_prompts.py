@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from moelab import convert, open_model
 from moelab.experts import fast, gemv
+from moelab.experts.executor import Sorted
 from moelab.models import eager
 from moelab.offloading.host import Host
 from moelab.offloading.link import Link
@@ -125,7 +126,6 @@ def clocked(monkeypatch, opened):  # noqa: F811
     from moelab.offloading import engine, prompts
 
     def opens(folder, memory, **options):
-        monkeypatch.setattr(gemv, "GPUS", ("cpu",))
         return opened(folder, memory, "cpu", executor="fast", **options)
 
     execute, counts = prompts.execute, engine.counts
@@ -210,7 +210,7 @@ def test_batches_of_any_experts_in_any_order_are_the_sum(data):
         order = data.draw(st.permutations(left))
         n = data.draw(st.integers(1, len(order)))
         batch, left = order[:n], order[n:]
-        choices.compute(batch, experts)
+        choices.compute(experts, batch)
         assert computed[-1] == sum(tokens[e] for e in batch)
     close(choices.sum(), naive(x, ids, weights, experts), x.dtype)
 
@@ -225,20 +225,32 @@ def test_prompts_and_batches_of_many_architectures(name, device, opened, tmp_pat
     ids = torch.cat([drawn(30), drawn(30, 1)]).to(device)
     with open_model(model, device=device) as lm:
         wanted = logits(lm, ids)
-    monkeypatch.setattr(gemv, "GPUS", (device,))
-    grouped, computed = [], fast.feed_forward
-    monkeypatch.setattr(
-        fast, "feed_forward", lambda *of: grouped.append(computed(*of)) or grouped[-1]
-    )
-    with open_model(model, device=device, executor="fast") as lm:
-        found = [logits(lm, ids)]
+    found, grouped, computed = [], [], fast.feed_forward
+    with monkeypatch.context() as patch, open_model(model, device=device, executor="fast") as lm:
+        patch.setattr(gemv, "GPUS", (device,))
+        patch.setattr(
+            fast, "feed_forward", lambda *of: grouped.append(computed(*of)) or grouped[-1]
+        )
+        found.append(logits(lm, ids))
+    if device == "cpu":
+        assert grouped and all((y is None) is (name == "llama4_text") for y in grouped)
     with opened(convert(model, tmp_path / "raw").folder, 0.3, device, executor="fast") as lm:
         found.append(logits(lm, ids))
         assert lm.moelab.metrics().misses
-    if device == "cpu":
-        assert len(grouped) > 5 and all((y is None) is (name == "llama4_text") for y in grouped)
     for got in found:
         assert (got - wanted).norm() < (1e-4 if device == "cpu" else 5e-2) * wanted.norm()
+
+
+def test_batches_are_multiplied_from_where_they_are(triton_device, opened, tmp_path, monkeypatch):  # noqa: F811
+    """By Triton's kernels, without asking the GPU which experts they are."""
+    model = tiny.save("gpt_oss", tmp_path / "model", torch.float32, num_hidden_layers=2)
+    with open_model(model, device=triton_device) as lm:
+        wanted = logits(lm, ids := drawn(7).to(triton_device))
+    monkeypatch.setattr(gemv, "GPUS", (triton_device,))
+    monkeypatch.setattr(Sorted, "run", None)
+    with opened(convert(model, tmp_path / "raw").folder, 0.4, triton_device, executor="fast") as lm:
+        got = logits(lm, ids)
+        assert lm.moelab.metrics().misses and (got - wanted).norm() < 1e-3 * wanted.norm()
 
 
 def test_the_host_computes_its_share_beside_the_link(folder, clocked, monkeypatch):
