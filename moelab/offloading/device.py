@@ -118,9 +118,14 @@ class DeviceTables:
 
     @classmethod
     def of(
-        cls, loader: Loader, modules: list[SeamExperts], dtype: torch.dtype, K: int, threads: int
+        cls,
+        loader: Loader,
+        modules: list[SeamExperts],
+        dtype: torch.dtype,
+        K: int,
+        worker: Worker | None,
     ) -> DeviceTables | None:
-        """For these layers' experts, `threads` of the CPU computing some; None where their executor has
+        """For these layers' experts, a worker computing some; None where their executor has
         no kernels for them, or they do not come to the GPU as they are stored, or
         it does not reach them."""
         make = getattr(modules[0].executor, "on_gpu", None)
@@ -133,14 +138,13 @@ class DeviceTables:
         H = modules[0].shapes["down_proj"][-1 if modules[0].is_transposed else -2]
         with torch.inference_mode(False):  # or they could not be written to outside of it
             box = Mailbox(len(modules), K, H, dtype, loader.slots.device)
-            made = cls(loader, where, box, Worker(threads) if threads else None)
+            made = cls(loader, where, box, worker)
             for layer, of in enumerate(modules):
                 found = [
                     one._replace(rows=rows[layer])
                     for one, rows in zip((where.up, where.down), where.rows)
                 ]
                 if (forward := make(of, found, made._rows)) is None:
-                    made.close()
                     return None
                 made.calls.append(made._call(layer, forward))
         return made
@@ -185,11 +189,6 @@ class DeviceTables:
             return y
 
         return call
-
-    def close(self) -> None:
-        """End what the host does for tokens."""
-        if self.worker is not None:
-            self.worker.close()
 
     # between tokens
 

@@ -96,7 +96,7 @@ class Loader:
             **({} if two_stages else {"moved": self._moved}),
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._source = "link" if isinstance(reader, Host) else "disk"
+        self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
         self._readers = readers
         self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
@@ -351,6 +351,15 @@ class Loader:
         end = self.pool.take_back(key, self.slots.full(slot), done, {*needed})
         if end is not None:
             self.slots.link.leave_after(slot, end)
+
+    def bring_home(self, keys: Iterable[ExpertKey]) -> None:
+        """Wait until the CPU can read these experts where they lie, if they are being taken back."""
+        with self._lock:
+            for key in keys:
+                if key in self._leaving:
+                    self._take_back(key, key)
+                if (end := self.pool.coming(key)) is not None:
+                    end.synchronize()
 
     def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be

@@ -81,6 +81,8 @@ class HostPool(Reader):
             self._policy = make_policy(DEFAULT_POLICY)()
         if hasattr(self._policy, "shape"):
             self._policy.shape(*self.home.shape)
+        #: whose homes are read by the CPU now, so that nobody else comes there
+        self.busy: Set[ExpertKey] = frozenset()
         self._now = 0  # counts what the policy is told of
         self._memory: np.ndarray | None = None
         self._allocate()
@@ -243,7 +245,7 @@ class HostPool(Reader):
         """A spare slot, or that of one who leaves for the disk; None if all are needed."""
         if self.spare:
             return self.spare.popleft()
-        others = Candidates(self.slots, needed)
+        others = Candidates(self.slots, needed | self.busy)
         return self._leave(self._policy.victim(others)) if others else None
 
 

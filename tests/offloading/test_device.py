@@ -39,10 +39,15 @@ def forms(tmp_path_factory):
     return {form: folder / form for form in ("model", "raw", "bf12")}
 
 
-def of_those_there(up, down, x, ids, w):
+def of_those_there(up, down, x, ids, w, activate=None):
     """`naive_experts` of rows with an address."""
     there = up.table[ids, 0] != 0
     return naive_experts(up, down, x, ids[there], w[there])
+
+
+def token_by_token(up, down, x, ids, w, activate=None):
+    compute = experts.gemv_triton.feed_forward
+    return torch.cat([compute(up, down, *of) for of in zip(x[:, None], ids, w)])
 
 
 @pytest.fixture
@@ -64,6 +69,7 @@ def opened(monkeypatch):
             if "bf12" not in str(folder):
                 naive = vars(NAIVE) | {"feed_forward": of_those_there}
                 replace(experts, "gemv_triton", SimpleNamespace(**naive))
+            replace(experts, "gemm_triton", SimpleNamespace(feed_forward=token_by_token))
             monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
         called.clear()
         options = {"executor": "fast", "prefetch": "none"} | options
