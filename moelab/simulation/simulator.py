@@ -14,7 +14,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.base.specs import DeviceSpec, Event
+from moelab.base.specs import DeviceSpec, Event, ExpertKey
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -36,8 +36,9 @@ from moelab.trace import RoutingTrace
 NOT_SIMULATED = {"cpu": None, "mj": None, "python": None}
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
-#: for each forward, (layer, experts announced for it) of the layers that there are predictions for
-Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
+#: for each forward, (layer, experts announced for it) of the layers that there are predictions for; of a
+#: token that a GPU runs alone, who is to come beside it, or None where a controller says so
+Predictions = Sequence[Iterable[tuple[int, Iterable[int]]] | None]
 
 
 class Prefetching(NamedTuple):
@@ -121,7 +122,8 @@ def simulate(
     gate = prefetching.gate or PrefetchGate(trials=False)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
-    for step, one, predicted in zip(steps, passes, prefetching.predictions, strict=True):
+    predictions = prefetching.predictions
+    for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
         told = len(simulated.events)
         simulated.alone = one.path == "token"
         for before in controller.begin_forward(one.phase, simulated.alone):
@@ -129,13 +131,25 @@ def simulate(
             controller.load(before, simulated.loaded)
             simulated.run()
         begun = simulated.now
-        _layers(simulated, controller, step, one.tokens, dict(predicted), prefetching.distance)
+        simulated.beside(residency.coming)
+        _layers(
+            simulated, controller, step, one.tokens, dict(predicted or ()), prefetching.distance
+        )
+        simulated.settle()
         took = None if one.drafts else simulated.now - begun
+        controller.wished = _wished(predictions[at + 1 :])
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
+
+
+def _wished(predictions: Predictions) -> list[ExpertKey] | None:
+    """Who is to come beside a token, by what was announced of it; None where nobody knows."""
+    if not predictions or predictions[0] is None:
+        return None
+    return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
 
 
 def _layers(
