@@ -111,10 +111,11 @@ def simulate(
     alone = any(one.path == "token" for one in passes)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
-    most = residency.E + prefetching.ahead + 1  # a layer's demand at most
+    if alone or not staging:
+        staging = residency.E + prefetching.ahead + 1  # a layer's demand at most
     simulated = SimulatedMachine(
         machine,
-        slot_counts(residency.pools, copies, most if alone else staging or most),
+        slot_counts(residency.pools, copies, staging),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
         source="link" if balance is not None or alone else "disk",
@@ -125,17 +126,7 @@ def simulate(
     predictions = prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
         told = len(simulated.events)
-        simulated.alone = one.path == "token"
-        for before in controller.begin_forward(one.phase, simulated.alone):
-            simulated.load(before)
-            controller.load(before, simulated.loaded)
-            simulated.run()
-        begun = simulated.now
-        simulated.beside(residency.coming)
-        _layers(
-            simulated, controller, step, one.tokens, dict(predicted or ()), prefetching.distance
-        )
-        simulated.settle()
+        begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
         took = None if one.drafts else simulated.now - begun
         controller.wished = _wished(predictions[at + 1 :])
         if evicted := controller.end_forward(took, simulated.events[told:]):
@@ -152,19 +143,28 @@ def _wished(predictions: Predictions) -> list[ExpertKey] | None:
     return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
 
 
-def _layers(
+def _forward(
     simulated: SimulatedMachine,
     controller: StepController,
     step: Sequence[tuple[int, Mapping[int, int]]],
-    tokens: int,
-    predicted: Mapping[int, Iterable[int]],
+    one: Forward,
+    predictions: Iterable[tuple[int, Iterable[int]]] | None,
     distance: int,
-) -> None:
-    """One forward pass: the layers one after another, and the head."""
-    machine = simulated.machine
+) -> float:
+    """One forward pass: the layers one after another, and the head; returns when it began."""
+    machine, tokens = simulated.machine, one.tokens
+    simulated.alone = one.path == "token"
+    for before in controller.begin_forward(one.phase, simulated.alone):
+        simulated.load(before)
+        controller.load(before, simulated.loaded)
+        simulated.run()
+    begun = simulated.now
+    ahead = simulated.queue.ahead and not simulated.alone
+    predicted = dict(predictions) if ahead else {}
+    simulated.beside(controller.residency.coming)
     for layer, experts in step:
         target = layer + distance
-        if target in predicted and simulated.queue.ahead and controller.gate.enabled:
+        if target in predicted and controller.gate.enabled:
             simulated.spend(layer, machine.predict)
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
@@ -175,6 +175,8 @@ def _layers(
         controller.load(decided, simulated.ready)
         simulated.run()
     simulated.spend(-1, machine.head[0] + machine.head[1] * tokens)
+    simulated.settle()
+    return begun
 
 
 def replay(
