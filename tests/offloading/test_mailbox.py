@@ -284,12 +284,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from moelab.offloading import mailbox_triton as of
 
-sizes = dict(L=48, H=2880, K=4, WIDE=4096, PAD=4, PTX=True)
-types = dict(number="*i64", layer="i32", x="*bf16", away="*i64", w="*bf16", out="*bf16", patience="i32")
+types = dict(
+    where=("i64",) * 4, number="*i64", layer="i32", x="*bf16", away="*i64", w="*bf16", out="*bf16",
+    patience="i32", L="i32", H="constexpr", K="constexpr",
+)
 for kernel in (of._post_kernel, of._take_kernel):
-    constant = {name: value for name, value in (sizes | {"TYPE": of.tl.bfloat16}).items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in constant else types.get(name, "i64") for name in kernel.arg_names}
-    source = ASTSource(kernel, signature, {(kernel.arg_names.index(n),): v for n, v in constant.items()})
+    signature = {name: types[name] for name in kernel.arg_names}
+    sizes = {(kernel.arg_names.index(name),): size for name, size in dict(H=2880, K=4).items()}
+    source = ASTSource(kernel, signature, sizes)
     print(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"])
 """
 
