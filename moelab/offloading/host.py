@@ -32,10 +32,10 @@ from moelab.kernels.products import KINDS, Matrices
 from moelab.kernels.serve import TIMER, compute_there, serve
 from moelab.kernels.threads import team
 from moelab.models.experts import SeamExperts, assignments, execute
-from moelab.offloading.link import PinnedReader
 from moelab.offloading.mailbox import Mailbox
 from moelab.offloading.slots import located
 from moelab.offloading.threads import alone
+from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.headers import DTYPES, NAMES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
@@ -198,7 +198,7 @@ def _events(layer: int, experts: list[int], start: float, end: float) -> list[Ev
     return [Event("host", "expert", layer, e, *span) for e, *span in zip(experts, at, at[1:])]
 
 
-class Host(PinnedReader):
+class Host(HostPool):
     """All experts of a store, which can be computed with where they lie, in place of being read.
 
     threads : that compute.    bandwidth : bytes a second at which experts are read from here.
@@ -210,11 +210,9 @@ class Host(PinnedReader):
         self.worker = Worker(threads)
         self.executor = make("executor", "fast")
         super().__init__(store, torch.device("cpu"), **options)
+        self.hold(experts_of(store))
+        self.verify = False  # nobody else can write there
         self.bandwidth = bandwidth
-        E = max(len(layer.experts) for layer in store.layers)
-        self.home = np.zeros((len(store.layers), E), np.int64)
-        for key, chunks in self._held.items():
-            self.home[key] = chunks.data.ctypes.data
         self._lying: dict[tuple, Lying | None] = {}  # of `lies`
 
     def close(self) -> None:
@@ -226,7 +224,7 @@ class Host(PinnedReader):
         self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
     ) -> list[Chunks]:
         """As of `Reader`, of whole experts."""
-        if (layer, expert) not in self._held:
+        if (layer, expert) not in self.slots:
             return super().read_parts(layer, expert, parts)
         start = time.perf_counter()
         chunks = self._chunks(layer, expert, "both", parts["both"])
