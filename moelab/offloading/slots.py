@@ -95,6 +95,11 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._host[kind][slot * size : (slot + 1) * size]
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, int]:
+        """All slots of joined tensors, uint8, and the bytes of one."""
+        return self._full, self.sizes.full
+
     def full(self, slot: int) -> torch.Tensor:
         """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
@@ -150,11 +155,11 @@ class Slots:
             out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
         if reuse:
             self._scratch[name, entry.shape] = out
-        if blob.is_cuda and not entry.codec.few_bits:
-            from moelab.store import bf12_triton  # the one other codec that is read there in place
+        if blob.is_cuda:
+            from moelab.store.unpack_triton import unpack
 
-            return bf12_triton.unpack(blob, out)
-        entry.codec.decompress(blob if entry.codec.few_bits else blob.numpy(), out)
+            return unpack(entry.codec, blob, out)
+        entry.codec.decompress(blob.numpy(), out)
         return out
 
     def matrices(
