@@ -139,7 +139,7 @@ class GEMV(Sorted):
         """What computes a token's plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H],
         with matrices whose rows of up and down `tables` [2, n, 4] has there; it may be captured. None
         if there are no such kernels."""
-        kernels = _triton()
+        kernels = _triton() if tables.device.type in GPUS else None
         if kernels is None or not all(map(kernels.multiplies, found)):
             return None
         gate = gate_of(experts)

@@ -36,11 +36,12 @@ from moelab.offloading.device import DeviceTables
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
-from moelab.offloading.loading import Loader, clock
+from moelab.offloading.loading import Loader, clock, fill
 from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
+from moelab.offloading.tiers import experts_of
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
@@ -118,6 +119,12 @@ class Engine:
         self.residency.clear()
         self.loader.start()
         self.controller.queue = self.loader.queue
+        if (pool := self.loader.pool) is not None:  # what had no other place than the GPU is read
+            everyone = experts_of(pool.store)
+            if first := self.residency.fill([key for key in everyone if key not in pool.slots]):
+                fill(self.loader, first)
+            near = pool.slots.keys() | self.loader.queue.held
+            pool.hold(key for key in everyone if key not in near)
         self._broken = False
 
     def forked(self) -> None:
@@ -168,6 +175,7 @@ class Engine:
         if self._current:
             self._hand_back()
         if self.residency.free is not None:  # the GPU does not run this token alone after all
+            self.controller.balance = None
             self.controller.begin_forward("decode")
         layer = experts.layer
         E = experts.num_experts
@@ -298,6 +306,7 @@ class Engine:
             else:
                 launched = partial(self._token_launched, modules)
                 yield tables.calls, launched if self._alone else None
+                self._prepared = tables.captured
                 if self._alone and not self._launched:  # somebody listens to its parts
                     self._hand_back()
 
@@ -335,12 +344,12 @@ class Engine:
         prepared for the next ones; None where it cannot."""
         loader, residency = self.loader, self.residency
         executor = modules[0].executor
-        self._prepared = False
         if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
         state = loader, executor, dtype
         if self._tables[0] != state:
             K, threads = self.run.settings.spec.K, self.threads
+            self._forget_tables()
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, threads)
         tables = self._tables[1]
         if tables is None or not self.decoding or self._drafts:
@@ -351,7 +360,7 @@ class Engine:
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = self._prepared = tables.begin(keep, shares)
+            self._current = tables.begin(keep, shares)
         if not self._current:
             return None
         if alone:
@@ -398,6 +407,7 @@ class Engine:
         if (tables := self._tables[1]) is not None:
             tables.close()
         self._tables = None, None
+        self._prepared = False
 
     # a forward pass
 

@@ -113,7 +113,7 @@ class Exchange:
                 assert address.ctypes.data == self.pool.home[key]
                 assert np.array_equal(address, self.truth[key])
         assert {*map(tuple, np.argwhere(self.pool.home))} <= {*self.pool.slots}
-        assert len({*self.pool.slots.values()}) + self.pool.spare == self.pool.count
+        assert len({*self.pool.slots.values()}) + len(self.pool.spare) == self.pool.count
 
     def restart(self, key):
         self.link.rest()
