@@ -220,7 +220,7 @@ def offload(
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        engine = Engine(loader, controller, run, how.hybrid)
+        engine = Engine(loader, controller, run, 0 if residency.holds_all else how.hybrid)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
