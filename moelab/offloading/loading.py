@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -339,16 +339,17 @@ class Loader:
 
     def _make_way(self, load: Load) -> None:
         """A load's slot is going to be written: who has left it is taken back first, and the expert
-        itself, if it has just left another."""
-        slot = load.slots["full"]
-        for key, (left, _) in [*self._leaving.items()]:
-            if left == slot or key == load.key:
-                self._take_back(key, load.key)
+        itself, if it has just left another. Nobody who is needed now leaves for the disk."""
+        if load.key in self._leaving:
+            self._take_back(load.key)
+        for key, (slot, _) in [*self._leaving.items()]:
+            if slot == load.slots["full"]:
+                self._take_back(key, {load.key, *self.queue.demanded})
 
-    def _take_back(self, key: ExpertKey, *needed: ExpertKey) -> None:
+    def _take_back(self, key: ExpertKey, needed: Set[ExpertKey] = frozenset()) -> None:
         """Begin to copy an expert that has left its slot to the pool."""
         slot, done = self._leaving.pop(key)
-        end = self.pool.take_back(key, self.slots.full(slot), done, {*needed})
+        end = self.pool.take_back(key, self.slots.full(slot), done, needed)
         if end is not None:
             self.slots.link.leave_after(slot, end)
 

@@ -81,7 +81,10 @@ class HostPool(Reader):
             self._policy = make_policy(DEFAULT_POLICY)()
         if hasattr(self._policy, "shape"):
             self._policy.shape(*self.home.shape)
-        self._now = 0  # counts what the policy is told of
+        self._now, self._layer = (
+            0,
+            -1,
+        )  # step of the policy: a layer's that follow each other are one
         self._memory: np.ndarray | None = None
         self._allocate()
 
@@ -155,8 +158,8 @@ class HostPool(Reader):
     # who comes and goes
 
     def take(self) -> int:
-        """A slot for the CPU to read into, then to `put`; somebody may leave for the
-        disk. One must be left that is not being read into."""
+        """A slot for the CPU to read into, then to `put`; somebody may leave for the disk. One must
+        be left that is not being read into."""
         if self._memory is None:
             self._allocate()
         slot = self._free()
@@ -228,8 +231,9 @@ class HostPool(Reader):
         self._touch(key)
 
     def _touch(self, key: ExpertKey) -> None:
+        self._now += key[0] != self._layer
+        self._layer = key[0]
         self._policy.touch(ExpertKey(*key), self._now)
-        self._now += 1
 
     def _leave(self, key: ExpertKey) -> int:
         """The slot of an expert that is here no more."""
