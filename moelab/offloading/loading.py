@@ -96,7 +96,7 @@ class Loader:
             **({} if two_stages else {"moved": self._moved}),
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._source = "link" if isinstance(reader, Host) else "disk"
+        self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
         self._readers = readers
         self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
@@ -240,7 +240,8 @@ class Loader:
             self._used[me] = time.thread_time()
 
     def _next_read(self) -> tuple[Load, tuple[str, ...], int | None] | None:
-        """What is to be read from the disk: (load, kinds, slot of the pool to read into)."""
+        """What is to be read from the disk: (load, kinds, slot of the pool to read into, if there is
+        one)."""
         found = self.queue.next_read(lambda key: not self._near(key))
         if found is None or self.pool is None:
             return found and (*found, None)
@@ -252,16 +253,16 @@ class Loader:
         chunks = []
         error = None
         try:
-            if landing is None:
+            if self.pool is None:
                 into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             else:
-                into = {"both": self.pool.bytes(landing)}
+                into = {"both": None if landing is None else self.pool.bytes(landing)}
             chunks = self.reader.read_parts(*load.key, into)
             end = clock()
             if self.in_place and self._check_first(*chunks):
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
-            if landing is not None:
+            if self.pool is not None:
                 self.slots.land(load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
@@ -272,7 +273,7 @@ class Loader:
                 self.pool.put(load.key, landing)
             elif landing is not None:
                 self.pool.spare.append(landing)
-            elif error is None:
+            elif self.pool is None and error is None:
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
                 begin = max(start, self._served)
@@ -298,7 +299,8 @@ class Loader:
 
     def _near(self, key: ExpertKey) -> bool:
         """Whether an expert need not be read from the disk."""
-        return self.pool is not None and (key in self.pool.slots or key in self._leaving)
+        pool = self.pool
+        return pool is not None and (key in pool.slots or key in self._leaving and pool.room)
 
     def _send(self) -> None:
         """All that is in pinned memory is sent: it may be computed as soon as the GPU has been told
@@ -352,6 +354,15 @@ class Loader:
         end = self.pool.take_back(key, self.slots.full(slot), done, needed)
         if end is not None:
             self.slots.link.leave_after(slot, end)
+
+    def bring_home(self, keys: Iterable[ExpertKey]) -> None:
+        """Wait until the CPU can read these experts where they lie, if they are being taken back."""
+        with self._lock:
+            for key in keys:
+                if key in self._leaving:
+                    self._take_back(key)
+                if (end := self.pool.coming(key)) is not None:
+                    end.synchronize()
 
     def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be

@@ -220,7 +220,7 @@ def offload(
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        engine = Engine(loader, controller, run, how.hybrid)
+        engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -311,8 +311,10 @@ class Memory:
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
-        if hybrid and self.link is None:
-            return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
+        if hybrid:
+            pool = (how.on, self.host, True, how.cache) if self.link is not None else ()
+            given = self.store, hybrid, how.bandwidth, *pool
+            return Host(*given, mode=how.mode, verify=how.verify)
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
         if self.link is None:
             return Reader(self.store, **options)

@@ -81,10 +81,9 @@ class HostPool(Reader):
             self._policy = make_policy(DEFAULT_POLICY)()
         if hasattr(self._policy, "shape"):
             self._policy.shape(*self.home.shape)
-        self._now, self._layer = (
-            0,
-            -1,
-        )  # step of the policy: a layer's that follow each other are one
+        #: whose homes are read by the CPU now, so that nobody else comes there
+        self.busy: Set[ExpertKey] = frozenset()
+        self._now, self._layer = 0, -1  # a step of the policy is of one layer
         self._memory: np.ndarray | None = None
         self._allocate()
 
@@ -157,9 +156,14 @@ class HostPool(Reader):
 
     # who comes and goes
 
-    def take(self) -> int:
-        """A slot for the CPU to read into, then to `put`; somebody may leave for the disk. One must
-        be left that is not being read into."""
+    @property
+    def room(self) -> bool:
+        """Whether a slot can be had, if somebody leaves for the disk."""
+        return bool(self.spare or Candidates(self.slots, self.busy))
+
+    def take(self) -> int | None:
+        """A slot for the CPU to read into, then to `put`, if one can be had; somebody may leave for
+        the disk."""
         if self._memory is None:
             self._allocate()
         slot = self._free()
@@ -247,7 +251,7 @@ class HostPool(Reader):
         """A spare slot, or that of one who leaves for the disk; None if all are needed."""
         if self.spare:
             return self.spare.popleft()
-        others = Candidates(self.slots, needed)
+        others = Candidates(self.slots, needed | self.busy)
         return self._leave(self._policy.victim(others)) if others else None
 
 
