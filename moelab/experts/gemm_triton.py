@@ -118,7 +118,9 @@ def _multiply_kernel(
     if KIND == "bf12" and count > 0:
         given = x, t, live, first, second, count, begin
         total = _add_escapes(total, *given, R, C, TYPE, DOT, TRANSPOSED, COLUMNS)
-    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
+    added = tl.load(
+        bias.to(tl.pointer_type(TYPE)) + r, mask=r < tl.where(bias != 0, R, 0), other=0.0
+    )
     total += added.to(tl.float32)[None, :]
     mask = live[:, None] & (r < R)[None, :]
     tl.store(y + i[:, None] * R + r[None, :], total.to(y.dtype.element_ty), mask=mask)

@@ -134,7 +134,9 @@ def _rows_kernel(
         values, scales = tile(first, second, r.to(tl.int64), g, r < R, C, KIND, V)
         values *= _inputs(x, k, c, c < C, glu, C, INPUT)[None, :, :]
         total += tl.sum(values, 2) * scales
-    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
+    added = tl.load(
+        bias.to(tl.pointer_type(TYPE)) + r, mask=r < tl.where(bias != 0, R, 0), other=0.0
+    )
     tl.store(y + k * R + r, tl.sum(total, 1) + added.to(tl.float32), mask=r < R)
 
 
@@ -166,7 +168,9 @@ def _columns_kernel(
         values, scales = tile(first, second, c.to(tl.int64), g, c < C, R, KIND, V)
         inputs = _inputs(x, k, c, c < C, glu, C, INPUT)
         total += values * (scales * inputs[:, None])[:, :, None]
-    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
+    added = tl.load(
+        bias.to(tl.pointer_type(TYPE)) + r, mask=r < tl.where(bias != 0, R, 0), other=0.0
+    )
     tl.store(y + k * R + r, tl.sum(total, 0) + added.to(tl.float32), mask=r < R)
 
 
@@ -226,7 +230,7 @@ def _combine_kernel(
         if not IN_ORDER:
             place = tl.load(places + place)
         row = y + tl.where(there, place, 0) * H
-        part = tl.load(row + h, mask=(h < H) & there, other=0.0)
+        part = tl.load(row + h, mask=h < tl.where(there, H, 0), other=0.0)
         factor = tl.where(there, tl.load(w + t * K + k).to(tl.float32), 0.0)
         total += factor * part
     total = tl.where(wrong > 0, float("nan"), total)
