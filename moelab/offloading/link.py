@@ -13,10 +13,11 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -42,6 +43,7 @@ class Link:
         # (what, when it was sent, begin, end, bytes) of what may be under way
         self._sent: list[tuple[Any, float, Any, Any, int]] = []
         self._number = 0
+        self._order = threading.Lock()  # of what is told to the one stream
         self._until = 0.0  # when the last copy that has landed was there
 
     @contextmanager
@@ -61,19 +63,30 @@ class Link:
     def send(self, copies: Iterable[tuple[Any, torch.Tensor, int, torch.Tensor]]) -> None:
         """Copy (what, pinned memory, slot, memory in it) one after the other, behind what was sent
         before; returns at once, see `arrive`."""
-        with torch.cuda.stream(self._stream):
-            waited = None
-            for what, source, slot, out in copies:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                if (left := self._left.get(slot)) is not None and left is not waited:
-                    self._stream.wait_event(left)
-                    waited = left
-                begin.record(self._stream)
-                out.copy_(source, non_blocking=True)
-                end.record(self._stream)
-                self._number += 1
+        for what, source, slot, out in copies:
+            copy = partial(out.copy_, source, non_blocking=True)
+            self.behind(what, copy, source.numel(), slot)
+
+    def behind(
+        self, what: Any, do: Callable[[], object], nbytes: int = 0, slot: int | None = None
+    ) -> Any:
+        """Tell the GPU something behind all that was sent before; returns at once what can
+        `synchronize()`, which only a thread that loads may. Any thread may call this.
+
+        what, nbytes : for `landed`.    slot : that this fills: behind what was computed with the
+            expert that has left it, and see `arrive`."""
+        with self._order, torch.cuda.stream(self._stream):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if (left := self._left.get(slot)) is not None:
+                self._stream.wait_event(left)
+            begin.record(self._stream)
+            do()
+            end.record(self._stream)
+            self._number += 1
+            if slot is not None:
                 self._coming[slot] = self._number, end
-                self._sent.append((what, time.perf_counter(), begin, end, source.numel()))
+            self._sent.append((what, time.perf_counter(), begin, end, nbytes))
+            return end
 
     def arrive(self, slots: Iterable[int]) -> None:
         """What this thread tells the GPU from now on is done when what was sent to these slots is
@@ -93,9 +106,11 @@ class Link:
 
     def rest(self) -> None:
         """Wait until nothing is under way: only then may the memory on either side become
-        another's."""
+        another's. Here torch's own streams are waited for, too: of what they have not done yet, torch
+        may have given the memory to somebody else."""
         if self._stream is not None:
-            self._stream.synchronize()
+            torch.cuda.synchronize(self.device)
+        self._coming.clear()
 
     def leave(self, slots: Iterable[int]) -> None:
         """The experts in these slots leave them when what this thread has told the GPU to compute

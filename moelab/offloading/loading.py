@@ -23,7 +23,7 @@ from typing import Any
 from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
-from moelab.offloading.decoders import decoder
+from moelab.offloading.decoders import OnGPU, decoder, recovers
 from moelab.offloading.host import Host
 from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
@@ -76,7 +76,7 @@ class Loader:
         self.reader = reader
         self.timeline = timeline
         self.in_place = slots.sizes.in_place
-        two_stages = slots.link is None
+        in_stages = self.in_place or recovers(slots.device)
         store = reader.store
         self._make_queue = partial(
             LoadQueue,
@@ -84,7 +84,7 @@ class Loader:
             ahead,
             counts=counts,
             tensors=lambda key: store.layers[key.layer].tensors,
-            shards=lambda load, name: store.entries(*load.key)[name].shards * two_stages,
+            shards=lambda load, name: store.entries(*load.key)[name].shards * in_stages,
             workers=workers,
             in_place=self.in_place,
         )
@@ -101,6 +101,10 @@ class Loader:
     def start(self) -> None:
         """Begin with nothing in memory, a queue and threads of its own."""
         self.queue = self._make_queue()
+        self._decode = decoder(self.slots)
+        #: what SM-chunks are announced to
+        far = isinstance(self._decode, OnGPU) and not self.in_place
+        self._passing = self._decode if far else None
         self.ready = SimpleQueue()
         self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
@@ -148,9 +152,10 @@ class Loader:
         return sum(self._used.values())
 
     def settle(self) -> None:
-        """Let the timeline know how long the GPU took for what was sent."""
-        for key, begin, end, nbytes in self.slots.link.landed() if self._sends else ():
-            self.timeline.add(Event("link", "read", *key, begin, end, nbytes))
+        """Let the timeline know how long the GPU took for what was sent, and to recover it."""
+        link = self.slots.link
+        for (resource, kind, key), begin, end, nbytes in link.landed() if link else ():
+            self.timeline.add(Event(resource, kind, *key, begin, end, nbytes))
 
     # the end
 
@@ -167,7 +172,7 @@ class Loader:
         self.halt()
         for thread in self.threads:
             thread.join()
-        if self._sends and self.slots is not None:
+        if self.slots is not None and self.slots.link is not None:
             self.slots.link.rest()
 
     def end(self) -> None:
@@ -223,8 +228,14 @@ class Loader:
         error = None
         try:
             into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
+            if "sm" in kinds and self._passing:
+                self._passing.wait_for(load.slots["sm"])
+            elif self._passing and "sm" not in load.reads:  # kept: it goes ahead
+                self._passing.announce(load, self._chunks["sm", load.slots["sm"]])
             chunks = self.reader.read_parts(*load.key, into)
             end = clock()
+            if "sm" in kinds and self._passing:
+                self._passing.announce(load, chunks[-1])
             if self.in_place and self._check_first(*chunks):
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
@@ -263,7 +274,8 @@ class Loader:
         copies = []
         while (found := self.queue.next_read()) is not None:
             load, kinds = found
-            copies.append((load.key, load.slots["full"], chunks := self.reader.held(*load.key)))
+            chunks = self.reader.held(*load.key)
+            copies.append((("link", "read", load.key), load.slots["full"], chunks))
             self.queue.read_done(load, kinds, chunks.nbytes)
         self.slots.send(copies)
 
@@ -277,7 +289,6 @@ class Loader:
 
     def _work_loop(self, me: str) -> None:
         step_back()
-        decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, piece, operation, chunks = found
             start = clock()
@@ -286,8 +297,7 @@ class Loader:
                 # not when it is read: decoding finds it cached; of a tensor in shards by the first
                 for part in chunks.values() if not piece.shard else ():
                     self._check_first(part, piece.tensor)
-                out = self.slots.tensors(load.slots["full"], load.key.layer)[piece.tensor]
-                decode(operation, chunks, piece, out, load.slots["full"])
+                self._decode(operation, chunks, piece, load)
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             except BaseException as caught:
                 error = caught
@@ -327,3 +337,5 @@ def fill(loader: Loader) -> None:
             loader.wait()
     for _ in layers[-1]:
         loader.wait()
+    if loader.slots.link is not None:
+        loader.slots.link.rest()

@@ -78,6 +78,11 @@ class Slots:
         else:
             nbytes = count["full"] * self.sizes.full
             self._full = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            passing = 0 if self.sizes.in_place else count["landing"]
+            self._passing = torch.empty(
+                (passing, self.sizes.full), dtype=torch.uint8, device=self.device
+            )
+            self.link.rest()
         #: slot of a GPU → what is read for it, and spare ones
         self._landing: dict[int, np.ndarray] = {}
         self._spare: list[np.ndarray] = []
@@ -103,14 +108,20 @@ class Slots:
             self._landing[slot] = spare.pop() if spare else host_memory(size, self.device, self)
         return self._landing[slot]
 
-    def _full_slot(self, slot: int) -> torch.Tensor:
+    def full(self, slot: int) -> torch.Tensor:
+        """The memory of a slot that experts are computed from: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
+
+    def landing(self, i: int) -> torch.Tensor | None:
+        """The i-th place of a GPU's memory that a compressed expert passes through, as large as a
+        slot; None beyond the last one."""
+        return self._passing[i] if i < len(self._passing) else None
 
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
         memory."""
         with self.link.into(slot):
-            there = self._full_slot(slot)[: len(chunks.data)]
+            there = self.full(slot)[: len(chunks.data)]
             there.copy_(torch.from_numpy(chunks.data), non_blocking=True)
         if (memory := self._landing.pop(slot, None)) is not None:
             self._spare.append(memory)
@@ -118,7 +129,7 @@ class Slots:
     def send(self, copies: list[tuple[Any, int, Chunks]]) -> None:
         """As `land` from pinned memory, of (what, slot, chunks), but only the GPU waits."""
         self.link.send(
-            (what, torch.from_numpy(one.data), slot, self._full_slot(slot)[: len(one.data)])
+            (what, torch.from_numpy(one.data), slot, self.full(slot)[: len(one.data)])
             for what, slot, one in copies
         )
 
@@ -141,7 +152,7 @@ class Slots:
         key = (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
-        memory = self._full_slot(slot)
+        memory = self.full(slot)
         found = {
             name: self._unpacked(name, entry, memory[begin:end], reuse)
             if self._packed and entry.codec is not RAW
@@ -210,11 +221,12 @@ class Slots:
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
     """How many slots of each kind hold `copies` of what the pools keep, and `in_flight` experts
-    more."""
+    more; through as many places of their own compressed ones pass to a GPU."""
     return {
         "full": copies * pools.F + in_flight,
         "e": copies * (pools.C + pools.E) + in_flight,
         "sm": copies * (pools.C + pools.S) + in_flight,
+        "landing": in_flight,
     }
 
 
