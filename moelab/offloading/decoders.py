@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.offloading.link import host_memory
+from moelab.offloading.link import copying, host_memory
 from moelab.offloading.load_queue import USES, Load, Phase, Piece
 from moelab.offloading.slots import Slots, places
 from moelab.store import bits
@@ -151,8 +151,7 @@ class OnGPU:
     def _copy(
         self, load: Load, source: torch.Tensor, out: torch.Tensor, slot: int | None = None
     ) -> Any:
-        copy = partial(out.copy_, source, non_blocking=True)
-        return self._tell(load, "link", "send", copy, source.numel(), slot)
+        return self._tell(load, "link", "send", copying(source, out), source.numel(), slot)
 
     def _tell(self, load: Load, resource: str, kind: str, *what: Any) -> Any:
         return self._link.behind((resource, kind, load.key), *what)
@@ -173,7 +172,7 @@ class OnGPU:
         slots, i = self._slots, self._made
         self._made += 1
         host = host_memory(slots.sizes.full, slots.device, self)
-        return Passage(torch.from_numpy(host), slots.landing(i))
+        return Passage(torch.from_numpy(host), slots.passing(i))
 
 
 @cache

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moelab.base.specs import Event, MoESpec
+from moelab.base.specs import Event, ExpertKey, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
@@ -40,7 +40,8 @@ class EngineSettings:
     experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
-    device : where experts are computed.
+    device : where experts are computed.    first : those that are there before the first token,
+        beside what a cache with room for all has.
     """
 
     spec: MoESpec
@@ -54,6 +55,7 @@ class EngineSettings:
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+    first: tuple[ExpertKey, ...] = ()
 
     @property
     def mean_bytes(self) -> tuple[float, float]:

@@ -136,11 +136,11 @@ def guesses(trace: RoutingTrace, name: str, ahead: int = 1) -> list[dict[int, li
 
 
 def as_opened(settings: EngineSettings) -> Residency:
-    """The cache of an engine before its first token: empty or, where all experts fit, full."""
+    """The cache of an engine before its first token: with what it was opened with."""
     spec = settings.spec
     policy = deepcopy(settings.policy)
     residency = Residency(spec.L, spec.E, settings.pools, policy, settings.scope)
-    residency.fill()
+    residency.fill(settings.first)
     return residency
 
 

@@ -17,7 +17,7 @@ from moelab.offloading.metrics import overlaps
 from moelab.offloading.slots import slot_counts
 from moelab.store import codecs
 from tests.models import tiny
-from tests.offloading.lazy import Lazy
+from tests.offloading.links import Delayed
 from tests.offloading.test_interruption import watched
 from tests.offloading.test_offload import DELAYS, assert_equal, jitter
 from tests.timelines import check
@@ -40,7 +40,7 @@ def stores(tmp_path_factory):
 @pytest.fixture
 def far(monkeypatch):
     """The CPU is as far as a GPU."""
-    monkeypatch.setattr("moelab.offloading.slots.link_to", Lazy)
+    monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
 
 
 @settings(max_examples=12, phases=[p for p in Phase if p is not Phase.shrink])
@@ -60,13 +60,13 @@ def test_what_is_computed_was_joined_before(
     """However late the link is: it does nothing before somebody waits for it."""
     reference, of = stores
     with pytest.MonkeyPatch.context() as patch, watched():
-        patch.setattr("moelab.offloading.slots.link_to", Lazy)
+        patch.setattr("moelab.offloading.offload.link_to", Delayed)
         for room in (decoders, loading):
             patch.setattr(room, "recovers", lambda device: recovers)
 
         def counts(*given):
             found = slot_counts(*given)
-            return found | {"landing": min(places, found["landing"])}
+            return found | {"passing": min(places, found["passing"])}
 
         patch.setattr(offload, "slot_counts", counts)
         how = {"plan": plan, "cache": "zipmoe", "workers": workers, "staging": staging}
