@@ -31,12 +31,16 @@ TOUCHED = 64 << 20  # bytes whose pages a thread touches at a time
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned;
-    nothing of the last two if experts are read in place."""
+    nothing of the last two if experts are read in place.
+
+    far : whether these two lie in memory of the CPU, beside a GPU's, and are not of one budget with
+        the first."""
 
     full: int
     e: int
     sm: int
     in_place: bool = False
+    far: bool = False
 
     @classmethod
     def of(cls, store: ExpertStore, in_place: bool | None = None) -> Sizes:
@@ -52,8 +56,13 @@ class Sizes:
 
     @property
     def in_flight(self) -> int:
-        """Bytes that one expert takes while it is read and decoded."""
-        return self.full + self.e + self.sm
+        """Bytes of the budget that one expert takes while it is read and decoded; on a GPU it passes
+        through as many as it then has."""
+        return 2 * self.full if self.far else self.full + self.e + self.sm
+
+    def kept(self, pools: Pools) -> int:
+        """Bytes of the budget that pools take."""
+        return pools.nbytes(self.full, *((0, 0) if self.far else (self.sm, self.e)))
 
 
 class Slots:
@@ -260,7 +269,7 @@ def divide(
     copies = L if scope == "layer" else 1
     if plan is None:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging
-    needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
+    needed = copies * sizes.kept(plan)
     if needed > room:
         raise ValueError(
             f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "
