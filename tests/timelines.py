@@ -24,7 +24,7 @@ def check(events: Iterable[Event]) -> list[str]:
             problems.append(f"{event} does not end after it starts")
         if (event.bytes > 0) != event.kind.startswith(("read", "send")):
             problems.append(f"{event}: reads and what is sent have bytes, other events none")
-        if event.kind == "wait" and event.resource != "compute":
+        if event.kind == "wait" and "compute" not in event.resource:
             problems.append(f"{event}: only compute waits")
         if event.end > event.start:
             by_resource[event.resource].append(event)

@@ -31,6 +31,9 @@ import torch
 
 from moelab.store.reader import aligned_buffer
 
+#: what computes what waits for a link
+GPU = "gpu compute"
+
 
 class Link:
     """Copies to one GPU and back."""
@@ -43,11 +46,13 @@ class Link:
         self._left: dict[int, Any] = {}
         # slot → (number, end) of what was sent there and has not been used
         self._coming: dict[int, tuple[int, Any]] = {}
-        # (what, when it was sent, begin, end, bytes) of what may be under way
-        self._sent: list[tuple[Any, float, Any, Any, int]] = []
+        # (number, what, when it was sent, begin, end, bytes) of what may be under way
+        self._sent: list[tuple[int, Any, float, Any, Any, int]] = []
         self._number = 0
         self._order = threading.Lock()  # of what brings experts
         self._until = 0.0  # when the last copy that has landed was there
+        #: number of a copy → when the GPU had nothing to compute before it was there
+        self._needed: dict[int, Any] = {}
 
     # what a GPU does
 
@@ -57,6 +62,12 @@ class Link:
     def now(self) -> Any:
         """The stream that this thread computes on."""
         return torch.cuda.current_stream(self.device)
+
+    def mark(self) -> Any:
+        """An event on that stream, now."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self.now())
+        return event
 
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
@@ -108,7 +119,7 @@ class Link:
             self._number += 1
             if slot is not None:
                 self._coming[slot] = self._number, end
-            self._sent.append((what, time.perf_counter(), begin, end, nbytes))
+            self._sent.append((self._number, what, time.perf_counter(), begin, end, nbytes))
         return end
 
     def overwrite(self, slot: int) -> None:
@@ -134,17 +145,26 @@ class Link:
         """What this thread tells the GPU from now on is done when what was sent to these slots is
         there."""
         if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
-            last = max(coming, key=itemgetter(0))[1]  # as all before it are there, then
+            number, last = max(coming, key=itemgetter(0))  # as all before it are there, then
+            if self._sent and number >= self._sent[0][0]:
+                self._needed[number] = self.mark()
             self.now().wait_event(last)
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
         """(what, begin, end, bytes) of what was sent and is there, in order: a copy begins when it
-        was sent, or when the one before it was there, and takes as long as the GPU says."""
-        while self._sent and self._sent[0][3].query():
-            what, sent, begin, end, nbytes = self._sent.pop(0)
+        was sent, or when the one before it was there, and takes as long as the GPU says. Behind one
+        that was waited for, the wait: the host, which only tells the GPU to wait, knows nothing of
+        it."""
+        while self._sent and self._sent[0][4].query():
+            number, what, sent, begin, end, nbytes = self._sent.pop(0)
             start = max(sent, self._until)
             self._until = start + begin.elapsed_time(end) / 1e3
             yield what, start, self._until, nbytes
+            needed = self._needed.pop(number, None)
+            if needed is not None and needed.query():
+                waited = needed.elapsed_time(end) / 1e3
+                if waited > 0:
+                    yield (GPU, "wait", what[2]), self._until - waited, self._until, 0
 
     def rest(self) -> None:
         """Wait until nothing is under way: only then may the memory on either side become

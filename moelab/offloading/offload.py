@@ -45,6 +45,7 @@ from moelab.offloading.tiers import HostPool, experts_of, slot_bytes
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
+
 def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
     """A field of options.
 

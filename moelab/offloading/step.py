@@ -56,7 +56,7 @@ class StepController:
         if self.balance is not None:
             self.balance.end_forward(events)
         if seconds is not None:
-            self.gate.end_forward(seconds)
+            self.gate.end_forward(seconds, events, self.residency.L)
         return self.residency.end_forward()
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
@@ -94,4 +94,8 @@ class StepController:
             layer, experts = announced
             keys = [ExpertKey(layer, expert) for expert in experts]
             state = self.residency.state
-            self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])
+            missing = [key for key in keys if state(key) is not State.FULL]
+            chosen = [
+                Request(key, 1, state(key), State.MISSED) for key in missing[: self.gate.room]
+            ]
+            self.queue.prefetch(chosen)

@@ -6,15 +6,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moelab import convert, open_model, simulate
 from moelab.experts.located import locate
 from moelab.models.seam import discover
+from moelab.offloading.link import Link
 from moelab.offloading.offload import host_slots
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import Reader
 from tests.models import tiny
+from tests.offloading.clocks import Cuda
 from tests.offloading.links import Delayed
 from tests.offloading.test_offload import generate
 
@@ -174,7 +178,7 @@ def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
         metrics, run = lm.moelab.metrics(), lm.moelab.run
         assert "disk" not in metrics.busy and metrics.busy["link"] > 0
         run.settings = replace(run.settings, device="cuda")
-        with pytest.raises(ValueError, match="cuda .* only a CPU's delays are measured"):
+        with pytest.raises(ValueError, match="cuda .* delays of a CPU"):
             simulate(run)
         assert simulate(run, device="a100-80gb").tpot > 0
 
@@ -188,3 +192,40 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
         hit = np.array(sorted(expert for layer, expert in held if layer == 0))
         assert locate(experts, hit, torch.bfloat16) is not None
         assert locate(experts, hit, torch.bfloat16, "cuda") is None
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.floats(1e-4, 5e-3), st.floats(0, 5e-3), st.booleans()), max_size=9))
+def test_a_link_tells_how_long_a_gpu_waited_for_it(steps):
+    """Against a loop over both clocks, of (copying, computing before it is needed, needed at all)."""
+    cuda = Cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", cuda)
+        link, there, gpu, wanted = Link(CPU), 0.0, 0.0, []
+        for slot, (copying, computing, needed) in enumerate(steps):
+            link.behind(("link", "read", (0, slot)), lambda t=copying: cuda.spend(t), 7, slot)
+            cuda.spend(computing)
+            there, gpu = there + copying, gpu + computing
+            if needed:
+                link.arrive([slot])
+                wanted += [(slot, there - gpu)] * (there > gpu)
+                gpu = max(gpu, there)
+            assert cuda.compute.now == pytest.approx(gpu)
+        found = list(link.landed())
+        took = [end - start for (_, kind, _), start, end, _ in found if kind == "read"]
+        assert took == pytest.approx([copying for copying, *_ in steps])
+        waited = [
+            (key[1], end - start) for (_, kind, key), start, end, _ in found if kind == "wait"
+        ]
+        assert [slot for slot, _ in waited] == [slot for slot, _ in wanted]
+        assert [of for _, of in waited] == pytest.approx([of for _, of in wanted])
+
+
+def test_what_fills_a_slot_waits_for_what_has_left_it(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", cuda := Cuda())
+    link = Link(CPU)
+    cuda.spend(5.0)
+    link.leave(3)
+    first = link.behind(("link", "send", (0, 0)), lambda: cuda.spend(1.0), 1)
+    joined = link.behind(("gpu", "recover", (0, 0)), lambda: cuda.spend(1.0), 0, 3)
+    assert (first.at, joined.at) == (1.0, 6.0)  # planes arrive meanwhile; the slot is free at 5
