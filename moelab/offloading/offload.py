@@ -164,7 +164,7 @@ class Offloading:
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.host != "auto" and kind == "cpu":
             raise ValueError(
-                f"the device is {str(self.device)!r}; experts can be offloaded for the CPU and for CUDA "
+                f"the device is {str(self.on)!r}; experts can be offloaded for the CPU and for CUDA "
                 f"GPUs, and host= is memory beside the latter only"
             )
 
@@ -282,6 +282,12 @@ class Memory:
                 f"the budget is {room:,} bytes; {least:,} bytes are the least that works: {loads} "
                 f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
                 f"give '{-(-least // 10**6)}MB' or more"
+            )
+        there = available_on(device)
+        if link is not None and (needed := min(room, most) + store.weights_bytes) > there:
+            raise ValueError(
+                f"{needed:,} bytes of {device} are needed, for experts and all other weights, and {there:,} "
+                f"are left: give less, or auto"
             )
         # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
