@@ -14,10 +14,12 @@ from moelab.experts.located import locate
 from moelab.models.seam import discover
 from moelab.offloading.link import Link
 from moelab.offloading.offload import host_slots
+from moelab.offloading.prefetch_gate import SOON
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import Reader
 from tests.models import tiny
+from tests.offloading import links
 from tests.offloading.clocks import Cuda
 from tests.offloading.links import Delayed
 from tests.offloading.test_offload import generate
@@ -229,3 +231,20 @@ def test_what_fills_a_slot_waits_for_what_has_left_it(monkeypatch):
     first = link.behind(("link", "send", (0, 0)), lambda: cuda.spend(1.0), 1)
     joined = link.behind(("gpu", "recover", (0, 0)), lambda: cuda.spend(1.0), 0, 3)
     assert (first.at, joined.at) == (1.0, 6.0)  # planes arrive meanwhile; the slot is free at 5
+
+
+@pytest.mark.parametrize("ms, idle", [(1e5, False), (1e-6, True)])
+def test_what_is_prefetched_fits_into_the_time_that_the_link_idles(
+    ms, idle, forms, opened, monkeypatch
+):
+    """By a link that says how long it takes, and with guesses in every token."""
+    monkeypatch.setattr(links.Event, "elapsed_time", lambda event, end: ms)
+    with opened(forms["raw"], 0.3, "cpu", prefetch="router") as lm, torch.inference_mode():
+        cache = lm(torch.arange(3, 6)[None], use_cache=True).past_key_values
+        begun = []
+        for i in range(2 * SOON):
+            lm(torch.tensor([[3 + i]]), past_key_values=cache)
+            begun.append(lm.moelab.metrics().prefetched["begun"])
+        gate = lm.moelab.engine.controller.gate
+    assert (gate.room is None or gate.room > 0) == idle
+    assert (begun[-1] > begun[SOON - 2]) == idle and begun[0] == begun[SOON - 2]
