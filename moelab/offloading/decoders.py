@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -55,8 +56,8 @@ class Passage:
     """Where an expert passes on its way to a GPU. A tensor of N weights has 2N bytes at its place in
     a slot: for sign-mantissa bytes, then for exponents.
 
-    host : pinned memory, that exponents are decompressed into.    there : the GPU's; without it the
-        GPU reads the CPU's.    sent : tensors whose sign-mantissa bytes are there.
+    host : pinned memory, that is decompressed into.    there : the GPU's; None: what is joined is
+        copied when it is.    sent : tensors whose sign-mantissa bytes are there.
     reads : events, each after the GPU has read something of `host`.
     """
 
@@ -78,83 +79,65 @@ class OnGPU:
         self._passages: dict[Load, Passage] = {}
         self._spare: list[Passage] = []
         self._made = 0
-        self._reads: dict[int, list[Any]] = {}  # slot "sm" → as `Passage.reads`
+        self._reads: dict[int, list[Any]] = defaultdict(list)  # slot "sm" → as `Passage.reads`
 
     def __call__(self, kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
         """As `on_cpu`, into the load's slot of the GPU."""
         name, shard = piece
-        entries = chunks[USES[kind][0]].entries
-        entry = entries[name]
+        begin, end, entry = places(next(iter(chunks.values())).entries, False)[0][name]
         passage = self._passage(load)
-        place = slice(*places(entries, False)[0][name][:2])
-        host = passage.host[place]
+        host = passage.host[begin:end]
         slot = load.slots["full"]
-        out = self._slots.full(slot)[place].view(DTYPES[entry.dtype])
+        out = self._slots.full(slot)[begin:end]
         if not (entry.shards and recovers(self._slots.device)):
-            decode_tensor(*chunks.values(), name, host.view(out.dtype).view(entry.shape))
-            passage.reads.append(self._copy(load, host, out.view(torch.uint8), slot))
+            whole = host.view(DTYPES[entry.dtype]).view(entry.shape)
+            decode_tensor(*chunks.values(), name, whole)
+            passage.reads.append(self._copy(load, host, out, slot))
             return
         part = slice(0, entry.n) if shard is None else slice(*entry.bounds(shard))
         sm, e = host.view(2, entry.n)[:, part]
-        there = None if passage.there is None else passage.there[place].view(2, entry.n)[:, part]
-        if kind != "decompress":
+        there = None if passage.there is None else passage.there[begin:end].view(2, -1)[:, part]
+        if "sm" in chunks:
             self.announce(load, chunks["sm"])
-        if kind != "recover":
-            with named(chunks["e"], name):
-                unpack_plane(chunks["e"].plane(name, 0, shard), as_bytes(e, writable=True))
+        if "e" in chunks:
+            _unpack(chunks["e"], name, 0, shard, e)
             if there is not None:
                 passage.reads.append(self._copy(load, e, there[1]))
-        if kind == "decompress":
-            return
-        if there is None:
-            sm = self._sign_mantissa(chunks["sm"], name, shard, sm)
-        else:
-            sm, e = there
-        done = self._tell(load, "gpu", "recover", partial(_join, e, sm, out[part]), 0, slot)
-        if there is None:
+        if "sm" in chunks:
+            if there is not None:
+                sm, e = there
+            else:
+                sm = _unpack(chunks["sm"], name, 1, shard, sm)
+            join = partial(_join, e, sm, out.view(DTYPES[entry.dtype])[part])
+            done = self._link.behind(("gpu", "recover", load.key), join, 0, slot)
             passage.reads.append(done)
-            self._reads.setdefault(load.slots["sm"], []).append(done)
+            self._reads[load.slots["sm"]].append(done)
 
     def announce(self, load: Load, chunks: Chunks) -> None:
         """SM-chunks in memory go over the link, unless they have already."""
         passage = self._passage(load)
         if passage.there is None or not recovers(self._slots.device):
             return
-        found = places(chunks.entries, False)[0]
         with self._lock:  # so that who finds one sent is told behind it
-            for name, (begin, _, entry) in found.items():
-                if not entry.shards or name in passage.sent:
-                    continue
-                own = passage.host[begin : begin + entry.n]
-                source = self._sign_mantissa(chunks, name, None, own)
-                done = self._copy(load, source, passage.there[begin : begin + entry.n])
-                passage.sent.add(name)
-                passage.reads.append(done)
-                self._reads.setdefault(load.slots["sm"], []).append(done)
+            for name, (begin, _, entry) in places(chunks.entries, False)[0].items():
+                if entry.shards and name not in passage.sent:
+                    end = begin + entry.n
+                    source = _unpack(chunks, name, 1, None, passage.host[begin:end])
+                    done = self._copy(load, source, passage.there[begin:end])
+                    passage.sent.add(name)
+                    passage.reads.append(done)
+                    self._reads[load.slots["sm"]].append(done)
 
     def wait_for(self, slot: int) -> None:
         """Until the GPU has read what lay in a slot for SM-chunks."""
         for event in self._reads.pop(slot, ()):
             event.synchronize()
 
-    def _sign_mantissa(
-        self, chunks: Chunks, name: str, shard: int | None, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Sign-mantissa bytes where they lie or, compressed ones, decompressed into `out`."""
-        plane = chunks.plane(name, 1, shard)
-        if plane.codec is RAW:
-            return torch.from_numpy(plane.shards[0])
-        with named(chunks, name):
-            unpack_plane(plane, as_bytes(out, writable=True))
-        return out
-
     def _copy(
         self, load: Load, source: torch.Tensor, out: torch.Tensor, slot: int | None = None
     ) -> Any:
-        return self._tell(load, "link", "send", copying(source, out), source.numel(), slot)
-
-    def _tell(self, load: Load, resource: str, kind: str, *what: Any) -> Any:
-        return self._link.behind((resource, kind, load.key), *what)
+        what = "link", "send", load.key
+        return self._link.behind(what, copying(source, out), source.numel(), slot)
 
     def _passage(self, load: Load) -> Passage:
         with self._lock:
@@ -175,6 +158,18 @@ class OnGPU:
         return Passage(torch.from_numpy(host), slots.passing(i))
 
 
+def _unpack(
+    chunks: Chunks, name: str, i: int, shard: int | None, out: torch.Tensor
+) -> torch.Tensor:
+    """A plane's bytes where they lie or, if they are compressed, in `out`."""
+    plane = chunks.plane(name, i, shard)
+    if plane.codec is RAW:
+        return torch.from_numpy(plane.shards[0])
+    with named(chunks, name):
+        unpack_plane(plane, as_bytes(out, writable=True))
+    return out
+
+
 @cache
 def recovers(device: torch.device) -> bool:
     """Whether a device recovers tensors: a GPU for which Triton is installed, and the CPU."""
@@ -188,12 +183,14 @@ def recovers(device: torch.device) -> bool:
 
 
 def _join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor) -> None:
+    """On the link's stream, whose memory is what is copied here: nothing else waits for it."""
+    planes = (plane.to(out.device, non_blocking=True) for plane in (exponents, sign_mantissa))
     if out.is_cuda:
         from moelab.store import stages_triton
 
-        stages_triton.join(exponents, sign_mantissa, out)
+        stages_triton.join(*planes, out)
     else:
-        bits.join(exponents.numpy(), sign_mantissa.numpy(), as_bytes(out, True).view(np.uint16))
+        bits.join(*(plane.numpy() for plane in planes), as_bytes(out, True).view(np.uint16))
 
 
 def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], Piece, Load], None]:

@@ -2,9 +2,8 @@
 
 Source: ZipMoE §3.3 (a kernel whose loads and stores are vectors, next to each other). Each thread
 takes neighbours of both planes, joins them in registers (`moelab.store.bits.join`) and writes words.
-Not in place, as `moelab.store.bits.recover` is: programs run in no order. The planes may also lie in
-pinned memory of the CPU, which the GPU then reads over the link. The tests run the kernel in Triton's
-interpreter, on the CPU."""
+Not in place, as `moelab.store.bits.recover` is: programs run in no order. The tests run the kernel in
+Triton's interpreter, on the CPU."""
 
 from __future__ import annotations
 
