@@ -11,7 +11,7 @@ import resource
 import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -178,18 +178,6 @@ def metrics(
         **_of_cache(counters),
         **process,
     )
-
-
-def overlaps(events: Iterable[Event]) -> dict[str, float]:
-    """{what loads: 1 − stall ÷ its busy time}: a disk, a link, a GPU that recovers, all workers. As
-    of `Metrics.overlap_efficiency`; all stall counts against each."""
-    stall, busy = 0.0, defaultdict(float)
-    for event in events:
-        took = event.end - event.start
-        stall += took if event.kind == "wait" else 0.0
-        if event.resource not in ("compute", "host"):
-            busy[event.resource.split()[0]] += took
-    return {name: 1 - stall / seconds for name, seconds in busy.items() if seconds}
 
 
 def _of_cache(counters: CacheCounters | None) -> dict[str, Any]:

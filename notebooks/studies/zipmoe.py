@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -44,12 +44,11 @@ import torch
 from moelab.base.arguments import number, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Records
-from moelab.base.specs import MoESpec
+from moelab.base.specs import Event, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import calibrate
 from moelab.cards import load_card, load_device, load_model
-from moelab.offloading.metrics import overlaps
 from moelab.offloading.slots import Sizes, divide
 from moelab.simulation import costs
 from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays_of
@@ -59,7 +58,7 @@ from moelab.trace import PREFILL, RoutingTrace
 from moelab.trace import load as load_trace
 from moelab.zipmoe.measure import quick_delays
 from moelab.zipmoe.planner import drawn, own_steps, shares_of
-from moelab.zipmoe.planning import algorithm_3, makespan, plans
+from moelab.zipmoe.planning import makespan, plans, reading
 from moelab.zipmoe.selection import inclusion, selection_probabilities
 from moelab.zipmoe.selection import whole as nearest
 
@@ -96,6 +95,26 @@ PEERS = {
     "DeepSpeed": "pip install deepspeed; ZeRO-3 with offload_param to nvme",
     "Accelerate": "is measured: `moelab bench gpu --only peers`, and without a GPU `moelab bench engine`",
 }
+
+
+def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
+    """The paper's estimate, which lets workers read E-chunks, too, and leaves out recovery,
+    computing and all waiting: [n, 4] → seconds [n]."""
+    F, C, _, E = hits.T
+    work = (k - F - C - E) * delays.e_read + (k - F) * delays.decompress
+    return np.maximum(reading(hits, k, delays), work / workers)
+
+
+def overlaps(events: Iterable[Event]) -> dict[str, float]:
+    """{what loads: 1 − stall ÷ its busy time}: a disk, a link, a GPU that recovers, all workers. As
+    of `Metrics.overlap_efficiency`; all stall counts against each."""
+    stall, busy = 0.0, defaultdict(float)
+    for event in events:
+        took = event.end - event.start
+        stall += took if event.kind == "wait" else 0.0
+        if event.resource not in ("compute", "host"):
+            busy[event.resource.split()[0]] += took
+    return {name: 1 - stall / seconds for name, seconds in busy.items() if seconds}
 
 
 def inclusion_of_ranks(E: int, K: int) -> np.ndarray:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from moelab import convert, open_model
 from moelab.cache.pools import Pools
 from moelab.offloading import decoders, loading, offload
-from moelab.offloading.metrics import overlaps
 from moelab.offloading.slots import slot_counts
 from moelab.store import codecs
+from notebooks.studies.zipmoe import overlaps
 from tests.models import tiny
 from tests.offloading.links import Delayed
 from tests.offloading.test_interruption import watched
