@@ -104,7 +104,10 @@ def _capturing(device: torch.device) -> tuple[torch.cuda.Stream, WeakSet[Graph]]
 
 
 class GraphLayer(OneTokenLayer):
-    """The forward of one decoder layer; with a router in its block, that is part of the graph."""
+    """The forward of one decoder layer; with a router in its block, that is part of the graph.
+
+    ran : what was run as one graph since this was last set to "none": a "token", or a "layer".
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, SingleToken(module.self_attn))
@@ -114,6 +117,7 @@ class GraphLayer(OneTokenLayer):
         self.inputs = [weight.new_zeros(1, 1, n) for n in (H, D, D)]  # x, cos and sin
         self.where = torch.zeros(4, dtype=torch.int64, device=weight.device)
         self.placed = []
+        self.ran = "none"
         #: a cache of no generation, to be captured with
         self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
@@ -210,6 +214,7 @@ class GraphLayer(OneTokenLayer):
             y, normed, routed = self.graph()
             y = y.clone()
             normed = normed.clone()
+            self.ran = "layer"
             if self.router:
                 self.router.made = normed, [made.clone() for made in routed]
             return y, normed
@@ -288,6 +293,7 @@ class GraphStretch(Stretch):
             for layer, memory in zip(self.layers, memories):
                 layer.place(memory)
             y, w, ids = (made.clone() for made in self.graph())
+            self.layers[0].ran = "token"
             return y, w, Computed(len(memories), ids, None)
 
     def prepare(self, experts: list[Callable]) -> bool:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.offloading.link import copying, host_memory
+from moelab.offloading.link import host_memory
 from moelab.offloading.load_queue import USES, Load, Phase, Piece
 from moelab.offloading.slots import Slots, places
 from moelab.store import bits
@@ -136,8 +136,8 @@ class OnGPU:
     def _copy(
         self, load: Load, source: torch.Tensor, out: torch.Tensor, slot: int | None = None
     ) -> Any:
-        what = "link", "send", load.key
-        return self._link.behind(what, copying(source, out), source.numel(), slot)
+        copy = partial(out.copy_, source, non_blocking=True)
+        return self._link.behind(("link", "send", load.key), copy, source.numel(), slot)
 
     def _passage(self, load: Load) -> Passage:
         with self._lock:

@@ -63,12 +63,6 @@ class Link:
         """The stream that this thread computes on."""
         return torch.cuda.current_stream(self.device)
 
-    def mark(self) -> Any:
-        """An event on that stream, now."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self.now())
-        return event
-
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
 
@@ -80,6 +74,10 @@ class Link:
             do()
             end.record(stream)
         return begin, end
+
+    def copy(self, stream: Any, source: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
+        """(begin, end) of a copy; it is told at once if the CPU's memory is pinned."""
+        return self.run(stream, partial(out.copy_, source, non_blocking=True))
 
     # copies
 
@@ -99,23 +97,29 @@ class Link:
     ) -> Any:
         """Copy pinned memory, when the event `after` has come, to a slot, behind what was sent
         before; returns the event of its end at once, see `arrive`."""
-        return self.behind(what, copying(source, out), source.numel(), slot, after)
+        copy = partial(self.copy, self._there, source, out)
+        return self._behind(what, copy, source.numel(), slot, after)
 
     def behind(
-        self,
-        what: Any,
-        do: Callable[[], object],
-        nbytes: int = 0,
-        slot: int | None = None,
-        after: Any = None,
+        self, what: Any, do: Callable[[], object], nbytes: int = 0, slot: int | None = None
     ) -> Any:
         """As `send`, of what `do` tells the GPU, in any thread; without a slot nothing arrives."""
+        return self._behind(what, partial(self.run, self._there, do), nbytes, slot)
+
+    def _behind(
+        self,
+        what: Any,
+        tell: Callable[[], tuple[Any, Any]],
+        nbytes: int,
+        slot: int | None,
+        after: Any = None,
+    ) -> Any:
         with self._order:
             if slot is not None:
                 self._write(self._there, slot)
             if after is not None:
                 self._there.wait_event(after)
-            begin, end = self.run(self._there, do)
+            begin, end = tell()
             self._number += 1
             if slot is not None:
                 self._coming[slot] = self._number, end
@@ -139,15 +143,15 @@ class Link:
         events have come; returns the event of its end at once."""
         for event in after:
             self._back.wait_event(event)
-        return self.run(self._back, copying(source, out))[1]
+        return self.copy(self._back, source, out)[1]
 
     def arrive(self, slots: Iterable[int]) -> None:
         """What this thread tells the GPU from now on is done when what was sent to these slots is
         there."""
         if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
             number, last = max(coming, key=itemgetter(0))  # as all before it are there, then
-            if self._sent and number >= self._sent[0][0]:
-                self._needed[number] = self.mark()
+            if self.device.type == "cuda" and self._sent and number >= self._sent[0][0]:
+                self._needed[number] = self.run(self.now(), lambda: None)[0]
             self.now().wait_event(last)
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
@@ -183,11 +187,6 @@ class Link:
     def leave_after(self, slot: int, event: Any) -> None:
         """The expert leaves when this has come, too, which has waited for `leave`."""
         self._left[slot] = event
-
-
-def copying(source: torch.Tensor, out: torch.Tensor) -> Callable[[], object]:
-    """What tells the GPU to copy; returns at once if the CPU's memory is pinned."""
-    return partial(out.copy_, source, non_blocking=True)
 
 
 def link_to(device: torch.device) -> Link | None:

@@ -93,9 +93,6 @@ class Delayed(Link):
         self.gpu.run(self.gpu.chance.randrange(3))
         return AtOnce()
 
-    def mark(self):
-        return Event()
-
     def on(self, stream):
         return nullcontext()
 

@@ -203,7 +203,7 @@ def test_a_link_tells_how_long_a_gpu_waited_for_it(steps):
     cuda = Cuda()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cuda", cuda)
-        link, there, gpu, wanted = Link(CPU), 0.0, 0.0, []
+        link, there, gpu, wanted = Link(torch.device("cuda")), 0.0, 0.0, []
         for slot, (copying, computing, needed) in enumerate(steps):
             link.behind(("link", "read", (0, slot)), lambda t=copying: cuda.spend(t), 7, slot)
             cuda.spend(computing)
@@ -225,7 +225,7 @@ def test_a_link_tells_how_long_a_gpu_waited_for_it(steps):
 
 def test_what_fills_a_slot_waits_for_what_has_left_it(monkeypatch):
     monkeypatch.setattr(torch, "cuda", cuda := Cuda())
-    link = Link(CPU)
+    link = Link(torch.device("cuda"))
     cuda.spend(5.0)
     link.leave(3)
     first = link.behind(("link", "send", (0, 0)), lambda: cuda.spend(1.0), 1)
