@@ -24,7 +24,7 @@ from moelab.base.arguments import whole
 from moelab.base.specs import ExpertKey
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, Residency
 from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
@@ -115,9 +115,10 @@ class Offloading:
     verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
     hybrid: int = option(
         0,
-        "threads that compute missing experts where they lie, in the CPU's memory, which then holds all, "
-        "while others are sent (at bandwidth, if given): of each layer, as many as ends soonest by what "
-        "has been measured; not with exact, as last bits differ",
+        "threads that compute missing experts where they lie, in the CPU's memory, while others are sent: "
+        "of each layer, as many as ends soonest by what has been measured; beside a GPU those of one "
+        "token, without one (memory then holds all, and sends at bandwidth, if given) of prompts, too; "
+        "not with exact, as last bits differ",
         "memory",
         type=whole(1),
         metavar="N",
@@ -151,10 +152,9 @@ class Offloading:
             raise ValueError(
                 f"the plan is {self.plan!r}; it must be pools, or one of `moelab.zipmoe.planning.plans`"
             )
-        if self.hybrid and (self.ahead or self.on.type != "cpu"):
+        if self.hybrid and self.ahead:
             raise ValueError(
-                f"hybrid is {self.hybrid}, with ahead={self.ahead} on {self.on}: nothing is prefetched "
-                "beside it, and both places that compute are threads of the CPU"
+                f"hybrid is {self.hybrid}, with ahead={self.ahead}: nothing is prefetched beside it"
             )
         if self.mode == "pinned":
             raise ValueError(
@@ -164,7 +164,7 @@ class Offloading:
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.host != "auto" and kind == "cpu":
             raise ValueError(
-                f"the device is {str(self.device)!r}; experts can be offloaded for the CPU and for CUDA "
+                f"the device is {str(self.on)!r}; experts can be offloaded for the CPU and for CUDA "
                 f"GPUs, and host= is memory beside the latter only"
             )
 
@@ -235,6 +235,7 @@ class Memory:
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
     link, host : to a GPU, if it is its memory; slots of pinned memory beside that.
+    spare : of `Residency`.
     """
 
     store: ExpertStore
@@ -248,6 +249,7 @@ class Memory:
     staging: int
     link: Link | None
     host: int
+    spare: int
 
     @classmethod
     def divided(cls, store: ExpertStore, budget: str | float | int, how: Offloading) -> Memory:
@@ -280,26 +282,39 @@ class Memory:
                 f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
                 f"give '{-(-least // 10**6)}MB' or more"
             )
+        there = available_on(device)
+        if link is not None and (needed := min(room, most) + store.weights_bytes) > there:
+            raise ValueError(
+                f"{needed:,} bytes of {device} are needed, for experts and all other weights, and {there:,} "
+                f"are left: give less, or auto"
+            )
         # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         if how.executes:  # all that a layer will execute is loaded while the one before computes
             workers = max(workers, store.spec.K)
+        if link is not None and room - scratch >= (store.spec.K + 2) * sizes.full:
+            ahead = max(ahead, store.spec.K - 1)  # scratch slots of a token that runs alone
         pools, staging = divide(
             room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )
         kept = room - scratch - staging * sizes.in_flight
-        stay = min(pools.F * (L if how.scope == "layer" else 1), L * E)
+        spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
+        if link is not None and how.scope == "model" and pools.F == pools.capacity < L * E:
+            spare = min(-(-pools.F // SPARE), L * store.spec.K) * sizes.in_place
+        stay = min(pools.F * (L if how.scope == "layer" else 1), L * E) - spare
         host = 0 if link is None else host_slots(store, sizes, how.host, stay)
-        return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host)
+        return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
 
     def residency(self) -> Residency:
         how = self.how
-        return Residency(self.L, self.E, self.pools, how.cache, how.scope)
+        return Residency(self.L, self.E, self.pools, how.cache, how.scope, spare=self.spare)
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
         if hybrid:
-            return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
+            pool = (how.on, self.host, True, how.cache) if self.link is not None else ()
+            given = self.store, hybrid, how.bandwidth, *pool
+            return Host(*given, mode=how.mode, verify=how.verify)
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
         if self.link is None:
             return Reader(self.store, **options)
@@ -353,6 +368,7 @@ class Memory:
             how.scheduler,
             how.on.type,
             tuple(first),
+            self.spare,
         )
         count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
         slots = Slots(self.store, count, self.sizes, how.on, self.link)

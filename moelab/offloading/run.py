@@ -42,6 +42,7 @@ class EngineSettings:
     scheduler : what orders its reads and decoding.
     device : where experts are computed.    first : those that are there before the first token,
         beside what a cache with room for all has.
+    spare : slots of the pool that are free when a GPU begins a token alone.
     """
 
     spec: MoESpec
@@ -56,6 +57,7 @@ class EngineSettings:
     scheduler: Any = "default"
     device: str = "cpu"
     first: tuple[ExpertKey, ...] = ()
+    spare: int = 0
 
     @property
     def mean_bytes(self) -> tuple[float, float]:

@@ -27,6 +27,7 @@ class StepController:
     order : in which order the experts of a step are read and decoded.
     log : records every step and every prediction.
     balance : which experts are computed where they lie; None: none are.
+    exclusive : whether who is near is nowhere else, and computed there.
     """
 
     residency: Residency
@@ -35,26 +36,30 @@ class StepController:
     order: Callable[[Sequence[Request]], Order]
     log: EngineRun | None = None
     balance: Balance | None = None
+    exclusive: bool = False
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
-    def begin_forward(self, phase: str) -> list[Step]:
-        """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it."""
+    def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
+        """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it. Of a
+        `token` that a GPU runs alone, the steps are decided when it is over, by the rule that the GPU
+        has followed."""
         self.announced = None
         self.gate.begin_forward(phase)
         if self.balance is not None:
-            rates = self.balance.begin_forward()
+            rates = self.balance.begin_forward(token)
             if self.log is not None:
                 self.log.rating = rates
-        return self.residency.begin_forward(phase)
+        return self.residency.begin_forward(phase, token)
 
-    def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> None:
+    def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> list[ExpertKey]:
         """It took so long (None: not to be compared with others, as it had drafts), of these events:
-        what it has prefetched and not used is given up."""
+        what it has prefetched and not used is given up. Returns who leaves after a token's pass."""
         self.queue.drop_prefetched()
         if self.balance is not None:
             self.balance.end_forward(events)
         if seconds is not None:
             self.gate.end_forward(seconds)
+        return self.residency.end_forward()
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
         """A layer to come will probably choose these experts, the likeliest first; `load` of the
@@ -68,7 +73,7 @@ class StepController:
         if self.balance is not None:
             state = self.residency.state
             there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
-            away = self.balance.away(layer, tokens, there)
+            away = self.balance.away(layer, tokens, there) - (there if self.exclusive else set())
         step = self.residency.begin(layer, tokens, away)
         if self.log is not None:
             self.log.layer(layer, tokens)

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from moelab.experts.executor import SILU, Glu
+from moelab.kernels.gates import SILU, Gate
 from moelab.kernels.tiles_triton import WIDTHS
 from tests.experts.banks import FEW, PLAIN, make
 
@@ -58,7 +58,7 @@ def experts(kind, transposed):
     up, down = (
         make(kind, 3, *of, "cpu", dtype, transposed, True) for of in ((128, 128), (128, 64))
     )
-    gate = Glu(1.702, 7.0, 1.0, True) if transposed else SILU
+    gate = Gate(True, 1.702, 7.0, 1.0) if transposed else SILU
     banks = [gemv_triton.bank(of.of, of.table, gate) for of in (up, down)]
     ids = torch.zeros(300, 2, dtype=torch.int64)
     x, w = torch.zeros(300, 128, dtype=dtype), torch.ones(300, 2)

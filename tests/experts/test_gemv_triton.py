@@ -9,12 +9,13 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from moelab.experts import gemv
-from moelab.experts.executor import SILU, Glu, gate_of
+from moelab.experts.executor import gate_of
+from moelab.kernels.gates import SILU, Gate
 from tests.experts import toy
 from tests.experts.banks import FEW, PLAIN, make, naive
 
-GPT_OSS = Glu(1.702, 7.0, 1.0, True)
-GATES = {"silu": SILU, "clamped": Glu(limit=0.5), "gpt-oss": GPT_OSS, "relu": None}
+GPT_OSS = Gate(True, 1.702, 7.0, 1.0)
+GATES = {"silu": SILU, "clamped": Gate(limit=0.5), "gpt-oss": GPT_OSS, "relu": None}
 
 
 @st.composite
@@ -116,8 +117,8 @@ def test_any_experts_of_a_module(layout, dtype, triton_device, monkeypatch):
     gates = {
         "ungated": None,
         "ungated bias": None,
-        "clamped": Glu(limit=10),
-        "interleaved": Glu(1.702, 7, 1.0, True),
+        "clamped": Gate(limit=10),
+        "interleaved": Gate(True, 1.702, 7, 1.0),
     }
     assert gate_of(experts) == gates.get(layout, SILU)
 

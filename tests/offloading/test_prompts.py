@@ -3,7 +3,6 @@ clock, on which nothing takes any time but copies, products and what is between 
 
 import warnings
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from moelab import convert, open_model
 from moelab.experts import fast, gemv
 from moelab.experts.executor import Sorted
 from moelab.models import eager
-from moelab.offloading.host import Host
 from moelab.offloading.link import Link
 from moelab.offloading.prompts import Choices
 from tests.experts.test_executors import close
@@ -264,7 +262,6 @@ def test_the_host_computes_its_share_beside_the_link(folder, clocked, monkeypatc
     monkeypatch.setattr("moelab.offloading.hybrid.Balance.end_forward", lambda *_: None)
     with open_model(folder) as lm:
         wanted = logits(lm, drawn(20))
-    monkeypatch.setattr("moelab.offloading.offload.Host", partial(Host, exchanges=True))
     with clocked(folder, memory=0.3, hybrid=1) as lm:
         got = logits(lm, drawn(20))
         assert (got - wanted).norm() < 1e-4 * wanted.norm()
