@@ -208,6 +208,6 @@ def _probed(experts: Any) -> Gate | None:
         limit = (most - least) / 2 / step
         numbers = step.logit(), limit if limit < values[-1] else torch.tensor(inf), high / step - 1
         gate = Gate(interleaved, *(round(number.item(), 4) for number in numbers))
-        if torch.allclose(found, gate(both), atol=1e-6):
+        if torch.allclose(found, gate(g, u), atol=1e-6):
             return gate
     return None

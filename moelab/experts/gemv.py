@@ -149,14 +149,14 @@ class GEMV(Sorted):
             return None
         gate = gate_of(experts)
         up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
+        activate = None if gate else experts.activate
 
         def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-            if ids.dim() == 1:
-                own = None if gate else experts.activate
-                return kernels.feed_forward(up, down, x, ids, w, own)
-            from moelab.experts import gemm_triton
-
-            return gemm_triton.feed_forward(up, down, x, ids, w, experts.activate)
+            several = ids.dim() > 1
+            if several:
+                from moelab.experts import gemm_triton
+            feed_forward = gemm_triton.feed_forward if several else kernels.feed_forward
+            return feed_forward(up, down, x, ids, w, activate)
 
         return compute
 

@@ -18,9 +18,8 @@ class Gate(NamedTuple):
     limit: float = inf
     plus: float = 0.0
 
-    def __call__(self, h: Any) -> Any:
-        """Of torch's tensors: [n, 2I] → [n, I]."""
-        g, u = h.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else h.chunk(2, -1)
+    def __call__(self, g: Any, u: Any) -> Any:
+        """Of torch's tensors."""
         g = g.clamp(max=self.limit)
         return g * (self.alpha * g).sigmoid() * (u.clamp(-self.limit, self.limit) + self.plus)
 
