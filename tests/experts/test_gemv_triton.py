@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from moelab.experts.executor import SILU, Glu, gate_of
 from tests.experts import toy
 from tests.experts.banks import FEW, PLAIN, make, naive
 
+ROOT = Path(__file__).parents[2]
 GPT_OSS = Glu(1.702, 7.0, 1.0, True)
 GATES = {"silu": SILU, "clamped": Glu(limit=0.5), "gpt-oss": GPT_OSS, "relu": None}
 
@@ -143,5 +145,5 @@ def test_ids_of_no_expert_are_refused(wrong, triton_device, monkeypatch):
 def test_kernels_compile_where_there_is_no_gpu(kinds):
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.experts.compiled", "89", *kinds]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout
