@@ -40,7 +40,34 @@ UNIFIED = {
     "m2-ultra",
     "oneplus-12",
 }
-DISCRETE = {"rtx-a6000", "a100-80gb", "gh200-96gb", "rtx-5080"}
+DISCRETE = {
+    "rtx-3060-12gb",
+    "rtx-3090",
+    "rtx-4060-ti-16gb",
+    "rtx-4070-laptop-8gb",
+    "rtx-4090",
+    "rtx-5070-ti",
+    "rtx-5080",
+    "rtx-5090",
+    "rtx-pro-6000",
+    "rtx-a6000",
+    "a100-80gb",
+    "h100-80gb",
+    "h200-141gb",
+    "gh200-96gb",
+}
+BESIDE = {
+    "bf16_tflops",
+    "memory_reached_ratio",
+    "link_reached_ratio",
+    "host_memory_gb",
+    "host_memory_bandwidth_gbs",
+    "host_reached_ratio",
+    "graph_launch_ms",
+    "layer_ms",
+    "step_ms",
+    "host_trip_ms",
+}
 PARTS = {"ndp-dimm-ddr4", "lpddr-ndp", "hbm-pim"}  # memory that computes: no machine by itself
 DEVICES = UNIFIED | DISCRETE | PARTS | {"i7-14700", "trn2"}
 NO_DISK_FIGURE = {"m2-ultra"}  # none was found published
@@ -172,6 +199,8 @@ def test_a_device_card_is_whole_and_sourced(name):
     device = cards.load_device(name)
     assert {"memory_gb", "memory_bandwidth_gbs"} <= set(device.figures)
     assert all(figure.source.strip() for figure in device.figures.values())
+    if name in DISCRETE:  # what `moelab.simulation.costs.MachineRates` reads of a GPU
+        assert {"link_bandwidth_gbs", *BESIDE} <= set(device.figures)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,14 @@ the experts that got more tokens so far; a full pool evicts the victim of its po
 thresholds an expert leaves as soon as it has run. All is decided when a layer's step begins, never
 from timing, so engine and simulator decide the same.
 
+A GPU that runs a whole token without asking the host decides by a rule that it can follow alone, and
+this follows it behind: what misses is kept while a slot is free, layer by layer, by ascending id, and
+nothing leaves; when the token is over, the policy evicts until as many slots are free again as tokens
+lately took, and some more. Of free slots, few keep what was just fetched from staying, and many hold
+nothing: on decoded tokens of gpt-oss-20b, DeepSeek-V2-Lite and Qwen3-30B-A3B, with 25 and 50 % of the
+experts, this was the best of those tried. Where a CPU computes most of what misses, little is fetched,
+and hardly anybody would come: so some of what a token has missed is copied beside the next one.
+
 A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves,
 so the δ ranks past the first pool, which are that pool's by their threshold, are in none.
 
@@ -17,10 +25,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -31,6 +39,12 @@ from moelab.cache.policies import DEFAULT_POLICY, CachePolicy, make_policy
 from moelab.cache.pools import HIERARCHY, Pool, Pools
 
 SCOPES = ("model", "layer")
+SPARE = (
+    4  # of a token's experts, one in so many may be kept: the most slots that are left free for it
+)
+LEAST = 4  # of these slots, one in so many is left free at least
+MORE = 1.5  # times the slots that tokens lately took
+LATELY = 8  # tokens
 
 
 class Request(NamedTuple):
@@ -65,11 +79,15 @@ class CacheCounters:
 
     hits : requests by the state they were found in.
     evictions : residents that left.
+    admissions : experts that came and stayed: of the misses, when their step was over.
+    away : of the misses and hits, those that were computed where they lie.
     """
 
     hits: dict[State, int] = field(default_factory=lambda: dict.fromkeys(HIERARCHY, 0))
     misses: int = 0
     evictions: int = 0
+    admissions: int = 0
+    away: int = 0
 
     @property
     def requests(self) -> int:
@@ -91,6 +109,13 @@ class Residency:
     margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter
         (several pools, or the policy "zipmoe"), and infinite for a single pool under another
         policy, which then admits everything.
+    spare : slots of the pool that are left free, at most, when a token's pass ends (`end_forward`).
+    free : slots that are left in a token's pass; None in any other.
+    coming : what is copied into free slots beside the next token's pass; from its end on it is there,
+        as if it had come when it was missed. Another pass gives it up.
+
+    Raises ValueError for settings that there are not, and spare slots of anything but one pool of
+    whole experts.
     """
 
     def __init__(
@@ -101,6 +126,7 @@ class Residency:
         policy: str | type | CachePolicy = DEFAULT_POLICY,
         scope: str = "model",
         margin: float | None = None,
+        spare: int = 0,
     ) -> None:
         if scope not in SCOPES:
             raise ValueError(
@@ -114,6 +140,13 @@ class Residency:
         self.scope = scope
         everyone = E if scope == "layer" else L * E  # the experts that share pools
         self.holds_all = pools.F == pools.capacity >= everyone
+        if spare and not (scope == "model" and 0 < spare <= pools.F == pools.capacity):
+            raise ValueError(
+                f"{spare} spare slots of {pools} of each {scope!r}; they are slots of one pool F of the "
+                "whole 'model', at most as many as it has"
+            )
+        self.spare = 0 if self.holds_all else spare
+        self.free: int | None = None
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._now = 0
@@ -127,12 +160,13 @@ class Residency:
             margin = math.ceil(0.05 * everyone) if ranked else math.inf
         self.margin = margin
         self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
-        places = accumulate(pools[state] for state in group)
+        places = accumulate(pool.size for pool in group.values())
         self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
-    def begin_forward(self, phase: str) -> list[Step]:
-        """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"). Returns steps
-        without tokens, one a layer: what a policy with `turn` wants to be loaded first."""
+    def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
+        """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"); of a `token`
+        that a GPU runs alone, if so. Returns steps without tokens, one a layer: what a policy with
+        `turn` wants to be loaded first."""
         steps: list[Step] = []
         for group, counts in zip(self._groups, self._prompts) if phase != self._phase else ():
             if phase == "prefill":
@@ -142,7 +176,42 @@ class Residency:
                     wanted = pool.policy.turn(phase, counts, pool.size)
                     steps += self._refill(pool, wanted) if [*group] == [State.FULL] else []
         self._phase = phase
+        for key in self._left.union(() if token else self.coming):
+            self._pools[key.layer][State.FULL].forget(key)
+        self.coming = self.coming if token else []
+        room = self.pools.F - len(self) - len(self.coming)
+        self.free = self.spare and room if token else None
+        self._found, self._came, self._left = set(), set(), set()
         return steps
+
+    @property
+    def left(self) -> list[ExpertKey]:
+        """What this token's pass has missed and not kept; what was missed most often comes first."""
+        return sorted(self._left, key=lambda key: (-self._lacked[key], key))
+
+    def end_forward(self, wished: Iterable[ExpertKey] = ()) -> list[ExpertKey]:
+        """The forward pass is over. Returns who leaves: after a token's pass until there is room for
+        the next, nobody after another. A selective policy may choose who came in this pass; of all
+        others, those that were used leave only when nobody else is left.
+
+        wished : who shall come of what is `left`, as far as half of the free slots go."""
+        if self.free is None:
+            return []
+        self.free = None
+        self._came.update(self.coming)
+        self._taken += (len(self._came) - self._taken) / LATELY
+        room = min(self.spare, max(self.spare // LEAST, math.ceil(MORE * self._taken)))
+        evicted = []
+        for pool in self._groups[0].values():
+            pool.size = self.pools.F - room
+            self.counters.admissions += len(set(self.coming) - pool.keys.keys())
+            pool.keys |= dict.fromkeys(self.coming)
+            evicted = pool.shrink(self._found, self._came)
+        self.counters.evictions += len(evicted)
+        wanted = [key for key in dict.fromkeys(wished) if key in self._left]
+        self.coming = wanted[: (self.pools.F - len(self)) // 2 if self.spare else 0]
+        self._left.difference_update(self.coming)
+        return evicted
 
     def _refill(self, pool: Pool, wanted: Collection[ExpertKey]) -> list[Step]:
         """Let a pool of whole experts hold the wanted ones; who is there stays if there is room."""
@@ -184,13 +253,15 @@ class Residency:
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
                 self._scores[layer, experts] += counts * self._scores.size
-            keep, evicted = self._place(layer, keys, before, away)
+            place = self._place if self.free is None else self._admit
+            keep, evicted = place(layer, keys, before, away)
         self._count(keys, before, keep, evicted)
         self._now += 1
         requests = [
             Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)
         ]
         apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
+        self.counters.away += len(apart[1])
         return Step(layer, apart[0], evicted, apart[1])
 
     def elsewhere(self, layer: int, tokens: Mapping[int, int]) -> None:
@@ -199,18 +270,26 @@ class Residency:
         counts = {self._keys[layer][expert]: n for expert, n in tokens.items()}
         self._prompts[layer % len(self._prompts)].update(counts)
 
-    def fill(self) -> None:
-        """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
-        if self.holds_all:
-            for key in (key for keys in self._keys for key in keys):
-                self._pools[key.layer][State.FULL].keys[key] = None
+    def fill(self, order: Iterable[ExpertKey] = ()) -> list[ExpertKey]:
+        """Mark as FULL what an engine opens with: every expert if there is room for all of them, else
+        of an order, the most wanted first, those that there is room for. Returns them."""
+        found = []
+        for key in chain(*self._keys) if self.holds_all else order:
+            pool = self._pools[key.layer].get(State.FULL)
+            if pool is not None and len(pool.keys) < pool.size:
+                pool.keys[key] = None
+                found.append(key)
+        if not self.holds_all:  # as if each layer had chosen them once, before the first step
+            for key in sorted(reversed(found), key=attrgetter("layer")):
+                self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
+        return found
 
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
         states = [state for state in HIERARCHY if self.pools[state]]
         self._groups = [
-            {state: Pool(self.pools[state], self._make()) for state in states}
+            {state: Pool(self.pools[state] - self.spare, self._make()) for state in states}
             for _ in range(self.L if self.scope == "layer" else 1)
         ]
         policies = [pool.policy for group in self._groups for pool in group.values()]
@@ -221,7 +300,10 @@ class Residency:
                 policy.follow(self._scores)
         #: of each group, tokens of the latest prompt by expert
         self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
-        self._phase = ""
+        self._phase, self.free, self._taken = "", None, float(self.spare)
+        self.coming: list[ExpertKey] = []
+        self._left: set[ExpertKey] = set()
+        self._lacked: Counter[ExpertKey] = Counter()
         self.begin_forward("prefill")
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
@@ -296,6 +378,28 @@ class Residency:
         self._leave(group, keep, before)
         return keep, evicted
 
+    def _admit(
+        self, layer: int, keys: list[ExpertKey], before: list[State], away: Set[int]
+    ) -> tuple[dict[ExpertKey, State], list[ExpertKey]]:
+        """As `_place`, in a token's pass: what comes stays while a slot is free."""
+        keep = dict.fromkeys(keys, State.MISSED)
+        for pool in self._pools[layer].values():  # one, of whole experts
+            for key, state in zip(keys, before):
+                keep[key] = State.FULL
+                pool.policy.touch(key, self._now)
+                if state is State.FULL:
+                    self._found.add(key)
+                elif self.free and key.expert not in away:
+                    self.free -= 1
+                    self._came.add(key)
+                    pool.keys[key] = None
+                else:
+                    keep[key] = State.MISSED
+                    self._lacked[key] += 1
+                    self._left.add(key)
+        self._left.difference_update(self.coming)
+        return keep, []
+
     def _leave(
         self, group: dict[State, Pool], keep: Mapping[ExpertKey, State], before: list[State]
     ) -> None:
@@ -332,6 +436,7 @@ class Residency:
         for key, state in zip(keys, before):
             if state is State.MISSED:
                 counters.misses += 1
+                counters.admissions += keep[key] is not State.MISSED
             else:
                 counters.hits[state] += 1
                 counters.evictions += keep[key] is State.MISSED

@@ -19,11 +19,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from moelab.kernels.gates import SILU, Gate
 from moelab.models.experts import SeamExperts, eager
 from moelab.models.unchanged import Unchanged
 
@@ -177,51 +178,36 @@ def names(experts: Any) -> tuple[str, str]:
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
 
 
-class Glu(NamedTuple):
-    """gate · σ(alpha · gate) · (up + shift), of gates of at most `limit` and ups within ± limit; gate
-    and up in turn, or all gates first."""
-
-    alpha: float = 1.0
-    limit: float = inf
-    shift: float = 0.0
-    interleaved: bool = False
-
-    def __call__(self, h: Tensor) -> Tensor:
-        """[n, 2I] → [n, I]."""
-        gate, up = h.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else h.chunk(2, -1)
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(-self.limit, self.limit)
-        return gate * torch.sigmoid(self.alpha * gate) * (up + self.shift)
-
-
-SILU = Glu()
-
-
 def silu_gated(experts: Any) -> bool:
     """Whether the activation is silu(gate) · up."""
     return gate_of(experts) == SILU
 
 
-def gate_of(experts: Any) -> Glu | None:
-    """The activation, where it is SiLU's gate, one that clamps, or GPT-OSS's (its model's code, with
-    `alpha` and `limit` of its config); probed at all sizes and signs, and again once anything of the
-    module is changed."""
-    known = getattr(experts, "glu", None)  # there, as a table of ours would keep the model
+def gate_of(experts: Any) -> Gate | None:
+    """The activation as kernels have it, probed at all sizes and signs; None for another. Probed
+    again once anything of the module is changed."""
+    known = getattr(experts, "gate", None)  # there, as a table of ours would keep the model
     if known is None or known[0].listeners() is None:
         parts = Unchanged([*experts.module.modules()][1:], called=[experts.module])
-        known = experts.glu = parts, _probed(experts) if experts.has_gate else None
+        known = experts.gate = parts, _probed(experts) if experts.has_gate else None
     return known[1] if known[0].listeners() is not None else None
 
 
-def _probed(experts: Any) -> Glu | None:
+def _probed(experts: Any) -> Gate | None:
+    """The gate that gives of g = 1 and the smallest u, −1, 1 and the largest u what an activation
+    gives, if it gives the same of all numbers."""
     far = torch.logspace(-2, 6, 25)
-    values = torch.cat([-far, torch.linspace(-9, 9, 19), far])
-    both = torch.meshgrid(values, values, indexing="ij")
-    h = torch.cat([torch.cat(both, -1), torch.stack(both, -1).flatten(-2)])
-    found = experts.activate(h)
-    limits = {getattr(experts.module, name, inf) for name in ("limit", "swiglu_limit")} - {None}
-    alpha = getattr(experts.module, "alpha", 1.702)
-    wanted = [SILU, *(Glu(limit=limit) for limit in limits)]
-    wanted += [Glu(alpha, limit, 1.0, True) for limit in limits]
-    fit = (one for one in wanted if torch.allclose(found, one(h), atol=1e-6))
-    return next(fit, None)
+    values = torch.cat([-far, torch.linspace(-9, 9, 19), far]).double().sort()[0]
+    one = values.tolist().index(1)
+    g, u = torch.meshgrid(values, values, indexing="ij")
+    for interleaved in (False, True):
+        both = torch.stack([g, u], -1 if interleaved else -2).flatten(-2)
+        found = experts.activate(both)
+        least, low, high, most = found[one, [0, -1 - one, one, -1]]
+        step = (high - low) / 2  # sigmoid(alpha)
+        limit = (most - least) / 2 / step
+        numbers = step.logit(), limit if limit < values[-1] else torch.tensor(inf), high / step - 1
+        gate = Gate(interleaved, *(round(number.item(), 4) for number in numbers))
+        if torch.allclose(found, gate(g, u), atol=1e-6):
+            return gate
+    return None

@@ -136,7 +136,7 @@ def feed_forward(
     blocks = _blocks(known, E, rows)
     x = x.contiguous()
     h = _multiply(up, x, order, blocks, K, rows, x.dtype)
-    a = (activate or up.gate)(h).to(x.dtype).contiguous()
+    a = (activate or up.gate.of)(h).to(x.dtype).contiguous()
     y = _multiply(down, a, order, blocks, 0, rows, torch.float32)
     in_order = torch.arange(len(order), device=x.device)
     places = torch.empty_like(order).scatter_(0, order, in_order)

@@ -9,16 +9,16 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import SILU, Sorted, gate_of, plain, silu_gated
+from moelab.experts.executor import Sorted, gate_of, plain, silu_gated
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
@@ -54,8 +54,8 @@ class GEMV(Sorted):
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
-        if silu_gated(experts):
-            return feed_forward(*found, bounds, x, tokens, rows, weights)
+        if gate := gate_of(experts):
+            return feed_forward(*found, bounds, x, tokens, rows, weights, gate)
         up, down = found
         y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
         return combine(y, rows, weights, x.dtype)
@@ -68,24 +68,23 @@ class GEMV(Sorted):
         if kernels is None or ids.is_floating_point():
             return None
         n = ids.numel()
-        if experts.source is None:
-            found = self._kept([experts], x.dtype, x.device)
+        source = experts.source
+        if source is None:
+            found = self._kept([experts], x.dtype)
             if type(experts) is not SeamExperts:  # whose block may route to no expert
                 n = int((ids < E).sum())
+        elif len(x) > 1 and hasattr(source, "computing"):  # of an engine, which copies meanwhile
+            found = self.banks([experts], x.dtype, [source.computing], x.device)
         else:
             chosen = ids.cpu().numpy()  # an engine has waited for them already
             there = chosen[(chosen >= 0) & (chosen < E)]
             n = len(there)
-            found = _banks([experts], x.dtype, [np.unique(there)], x.device)
+            found = self.banks([experts], x.dtype, [np.unique(there)], x.device)
         if found is None:
             return None
-        (up,), (down,) = found
+        (compute,) = found
         self.count(n, n, n)
-        given = (ids[0], weights[0]) if len(x) == 1 else (ids, weights)
-        compute = kernels.feed_forward
-        if len(x) > 1:
-            from moelab.experts.gemm_triton import feed_forward as compute
-        y = compute(up, down, x, *given, None if up.gate else experts.activate)
+        y = compute(x, ids[0], weights[0]) if len(x) == 1 else compute(x, ids, weights)
         kernels.check(x.device)
         return y
 
@@ -98,55 +97,69 @@ class GEMV(Sorted):
         run one by one."""
         yield self._kept(experts, dtype), self.count_layers
 
-    def _kept(self, experts: list[Any], dtype: torch.dtype, device: Any = None) -> Any:
-        """Their `banks` or, on a `device`, of any activation; found anew only where the modules'
-        weights are others."""
+    def _kept(self, experts: list[Any], dtype: torch.dtype) -> Any:
+        """Their `banks`, found anew only where the modules' weights are others."""
         parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
         state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         known = self._banks.setdefault(experts[0], {})
-        if known.get(device, (None,))[0] != state:
-            alone = device and _banks(experts, dtype, None, device)
-            known[device] = state, alone if device else self.banks(experts, dtype)
-        return known[device][1]
+        if known.get(len(experts), (None,))[0] != state:
+            known[len(experts)] = state, self.banks(experts, dtype)
+        return known[len(experts)][1]
 
     def count_layers(self, found: Any) -> None:
         """Count what was `Computed` of layers in one call."""
-        n = found.layers * found.ids.shape[1]
+        n = found.ids.shape[0] * found.ids.shape[1]
         self.count(n, n, n)
 
     def banks(
-        self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
-    ) -> tuple[Any, Any] | None:
-        """`Matrices` of up and of down of experts of each layer, rows [L, E, 4], 0 for experts that
-        are not resident; all are, by default. On a GPU lists of `gemv_triton.Bank`. None if there
-        are no such kernels for these, or for their gates: on a CPU only SiLU's."""
-        held = next(experts[0].module.parameters(), torch.empty(0))
-        gates = [gate_of(of) if plain(of) else None for of in experts]
-        if any(gate is None or gate != SILU and held.is_cpu for gate in gates):
+        self,
+        experts: list[Any],
+        dtype: torch.dtype,
+        resident: list[Any] | None = None,
+        device: torch.device | None = None,
+    ) -> Any:
+        """`Matrices` of up and of down of SiLU-gated experts of each layer, rows [L, E, 4], 0 for
+        experts that are not resident; all are, by default. On a GPU a list, of each layer what
+        `on_gpu` gives, of any activation. None if there are no such kernels for these."""
+        if any((of.source is None) != (resident is None) or not plain(of) for of in experts):
             return None
-        return _banks(experts, dtype, resident, held.device)
+        device = device or next(experts[0].module.parameters(), torch.empty(0)).device
+        on_gpu = device.type in GPUS
+        if not on_gpu and not (device.type == "cpu" and all(map(silu_gated, experts))):
+            return None
+        found = _in_one(experts, dtype, resident, device.type)
+        if found is None or not on_gpu:
+            return found
+        # From pageable memory the copy might wait for what the GPU computes.
+        rows = torch.from_numpy(np.stack([of.rows for of in found], 1))
+        rows = rows.pin_memory() if device.type == "cuda" else rows
+        tables = rows.to(device, non_blocking=True)
+        alike = zip(*([of._replace(rows=rows) for rows in of.rows] for of in found))
+        calls = [self.on_gpu(*given) for given in zip(experts, alike, tables)]
+        return None if None in calls else calls
 
+    def on_gpu(
+        self, experts: Any, found: Iterable[Matrices], tables: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What computes plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H] of a token,
+        which may be captured, or of several, ids and weights [T, K], with matrices whose rows of up and
+        down `tables` [2, n, 4] has there. None if there are no such kernels."""
+        kernels = _triton() if tables.device.type in GPUS else None
+        if kernels is None or not all(map(kernels.multiplies, found)):
+            return None
+        gate = gate_of(experts)
+        up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
+        there = ref(experts)  # as banks are kept as long as it lives
+        activate = None if gate else lambda h: there().activate(h)
 
-def _banks(
-    experts: list[Any], dtype: torch.dtype, resident: list[Any] | None, device: torch.device
-) -> tuple[Any, Any] | None:
-    """`GEMV.banks` of plain experts with any activation."""
-    if any((of.source is None) != (resident is None) for of in experts):
-        return None
-    found = _in_one(experts, dtype, resident, device.type)
-    if found is None or device.type not in GPUS:
-        return found if device.type == "cpu" else None
-    kernels = _triton()
-    if kernels is None or not all(map(kernels.multiplies, found)):
-        return None
-    gates = [gate_of(of) for of in experts]
-    return tuple(
-        [
-            kernels.bank(of._replace(rows=rows), table, gate)
-            for rows, table, gate in zip(of.rows, torch.from_numpy(of.rows).to(device), gates)
-        ]
-        for of in found
-    )
+        def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+            several = ids.dim() > 1
+            if several:
+                from moelab.experts import gemm_triton
+            feed_forward = gemm_triton.feed_forward if several else kernels.feed_forward
+            return feed_forward(up, down, x, ids, w, activate)
+
+        return compute
 
 
 def _in_one(

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moelab.experts.executor import SILU, Glu
+from moelab.kernels.gates import SILU, Gate
 from moelab.kernels.products import PACKED, Matrices
 from moelab.kernels.tiles_triton import NAMES, TYPES, WIDTHS, escapes, instead, tile
 
@@ -51,10 +51,10 @@ class Bank(NamedTuple):
     R: int
     escapes: int
     transposed: bool = False
-    gate: Glu | None = SILU
+    gate: Gate | None = SILU
 
 
-def bank(of: Matrices, table: Tensor, gate: Glu | None = SILU) -> Bank:
+def bank(of: Matrices, table: Tensor, gate: Gate | None = SILU) -> Bank:
     """Of matrices whose rows `table` has on the GPU."""
     return Bank(NAMES[of.kind], table, of.R, int(of.rows[:, 3].max()), of.transposed, gate)
 
@@ -78,7 +78,7 @@ def matrix(table, e, E):
 @triton.jit
 def _inputs(x, k, c, there, glu, C: tl.constexpr, INPUT: tl.constexpr):
     """fp32 inputs c of expert k: the token's ("x"), its own, of [K, C] ("own"), or gated ones, of
-    [K, 2C], as `moelab.experts.executor.Glu` says; NaN stays."""
+    [K, 2C], as `moelab.kernels.gates.Gate` says; NaN stays."""
     if INPUT == "x":
         found = tl.load(x + c, mask=there, other=0.0).to(tl.float32)
     elif INPUT == "own":
@@ -274,13 +274,13 @@ def _multiply(
     C: int,
     how: str,
     dtype: torch.dtype,
-    gate: Glu | None = None,
+    gate: Gate | None = None,
 ) -> Tensor:
     """fp32 [K, R], biases of `dtype` added; x, as `_inputs` takes it, for C inputs."""
     K = len(ids)
     V = WIDTHS[of.kind]
     y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
-    glu = tuple(map(float, (gate or SILU)[:3]))
+    glu = tuple(map(float, (gate or SILU)[1:]))
     given = x, ids, of.table, len(of.table), y, glu, of.R, C, how, of.transposed
     G = min(WIDE // V, 64, triton.next_power_of_2(triton.cdiv(C, V)))
     rows, G = (DOWN, ACROSS) if of.transposed else (min(TILE // G, ROWS), G)

@@ -1,63 +1,238 @@
-"""A second place that computes: all experts in the CPU's memory, as they are stored, and threads that
-compute some of them there, while others are sent over a link (`moelab.offloading.hybrid`).
+"""Experts computed where they lie, in the CPU's memory as they are stored, while others are sent over
+a link (`moelab.offloading.hybrid`) or computed on a GPU.
 
-On a machine without a GPU both places are groups of threads of one CPU, and the link is a copy from
-memory to memory, throttled to `bandwidth`: so a scheduler for two devices runs, and is measured, on
-what people have."""
+`Worker` is the thread that does it, with a team of its own: for a GPU it answers a
+`moelab.offloading.mailbox`, a token at a time, in one compiled call without the GIL. On a machine
+without a GPU both places are groups of threads of one CPU, and the link is a copy from memory to
+memory, throttled to `bandwidth`: so a scheduler for two devices runs, and is measured, on what people
+have."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.forks import renew_in_children
 from moelab.base.registry import make
 from moelab.base.specs import Event
+from moelab.experts.executor import gate_of, plain
+from moelab.experts.located import locate
+from moelab.kernels.feed_forward import plans
+from moelab.kernels.gates import Gate
+from moelab.kernels.products import KINDS, Matrices
+from moelab.kernels.serve import TIMER, compute_there, serve
+from moelab.kernels.threads import team
 from moelab.models.experts import SeamExperts, assignments, execute
-from moelab.offloading.link import PinnedReader
+from moelab.offloading.mailbox import Mailbox
+from moelab.offloading.slots import located
 from moelab.offloading.threads import alone
-from moelab.store.headers import DTYPES, Tensors
+from moelab.offloading.tiers import HostPool, experts_of
+from moelab.store.headers import DTYPES, NAMES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
 
 
-class Host(PinnedReader):
-    """All experts of a store, which can be computed with where they lie, in place of being read.
+class Lying(NamedTuple):
+    """Experts of L layers that lie in the CPU's memory as they are stored.
 
-    threads : that compute.    bandwidth : bytes a second at which experts are read from here.
-    options : of `Reader`."""
+    up, down : their matrices; rows [L, E, 4] are as if each expert's bytes began at address 0.
+    rows : int64 [2, L, E, 4], those of both.
+    moves : int64 [2, 4], by how much a row of up and one of down move with where an expert begins.
+    home : int64 [L, E], where it begins; 0 where it is not there. May change between tokens.
+    """
 
-    def __init__(
-        self, store: ExpertStore, threads: int, bandwidth: float | None, **options: Any
-    ) -> None:
+    up: Matrices
+    down: Matrices
+    gate: Gate
+    rows: np.ndarray
+    moves: np.ndarray
+    home: np.ndarray
+
+    def given(self, dtype: torch.dtype) -> tuple[tuple, tuple]:
+        """(plan, experts) of `moelab.kernels.serve`, for hidden states of a dtype."""
+        kind = KINDS[dtype]
+        plan = kind.tag, plans(self.up, self.down, kind, self.gate)
+        return plan, (self.rows, self.moves, self.home)
+
+    def compute(self, layer: int, x: Tensor, away: np.ndarray, w: Tensor) -> Tensor:
+        """Σ_k w_k · expert_k(x) as x [1, H], of the experts `away` int64 [K], −1 for others, with
+        weights w [K]; they must be there."""
+        x, w, y = x.contiguous(), w.float().contiguous(), torch.empty(x.shape)
+        where = x.data_ptr(), away, w.data_ptr(), y.data_ptr()
+        compute_there(*self.given(x.dtype), layer, *where, team())
+        return y.to(x.dtype)
+
+
+def lying(
+    modules: list[SeamExperts], store: ExpertStore, home: np.ndarray, dtype: torch.dtype
+) -> Lying | None:
+    """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
+    kernels cannot compute them as they lie."""
+    source = _FromZero(store)
+    found = []
+    alike = set()
+    for of in modules:
+        gate = gate_of(of) if plain(of) and source.reads(of.layer, dtype) else None
+        if gate is None:
+            return None
+        here = copy.copy(of)
+        here.source = source
+        found.append(locate(here, np.arange(of.num_experts), dtype))
+        alike.add((gate, of.num_experts, *((m.kind, m.R, m.transposed) for m in found[-1])))
+    if len(alike) > 1:
+        return None
+    rows = np.stack([np.stack([one.rows for one in of]) for of in zip(*found)])
+    up, down = (of._replace(rows=table, owner=None) for of, table in zip(found[0], rows))
+    bias = modules[0].has_bias
+    moves = np.array([(1, of.kind.other > 0, bias, 0) for of in (up, down)], np.int64)
+    return Lying(up, down, gate, rows, moves, home)
+
+
+class _FromZero:
+    """A source of the seam that knows where an expert's matrices lie from its first byte on."""
+
+    def __init__(self, store: ExpertStore) -> None:
+        self.layers = store.layers
+
+    def reads(self, layer: int, dtype: torch.dtype) -> bool:
+        """Whether kernels can, all experts of a layer alike."""
+        experts = self.layers[layer].experts
+        stored = {entry.dtype for entries in experts for entry in entries.values()}
+        codecs = {*located(experts, True)[1]}
+        return (
+            dtype in KINDS
+            and stored == {NAMES[dtype]}
+            and len(codecs) == 1
+            and "" not in codecs.pop()
+        )
+
+    def matrices(self, layer: int, experts: Any, dtype: torch.dtype) -> dict[str, tuple]:
+        names, codecs, rows, _ = located(self.layers[layer].experts, True)
+        return {name: (codec, table) for name, codec, table in zip(names, codecs[0], rows)}
+
+
+class Worker:
+    """A thread that computes, with a team of `threads`; it sleeps until there is something to do."""
+
+    def __init__(self, threads: int) -> None:
         self.threads = threads
-        self.executor = make("executor", "fast")
-        super().__init__(store, torch.device("cpu"), **options)
-        self.bandwidth = bandwidth
+        self._known: Lying | None = None  # the experts that it has computed last
+        self.forked()
+        renew_in_children(self)
 
     def forked(self) -> None:
         """A thread of its own, also in a child process."""
-        super().forked()
+        self._box: Mailbox | None = None  # of the token that is computed
         thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
         self.submit, self._end = thread.submit, thread.shutdown
 
     def close(self) -> None:
-        """End the thread when it has done what it is at."""
+        """End the thread when it has done what it is at; a GPU does not wait for it any more."""
+        if (box := self._box) is not None:
+            box.stop()
         self._end()
+
+    @contextmanager
+    def token(self, box: Mailbox, experts: Lying, number: int) -> Iterator[list[Event]]:
+        """Answer what is posted of a token, the `number` larger than that of the last, within the
+        block, at whose end the GPU must have ended it.
+
+        The list then has when its experts were computed; those of a layer are computed together, so
+        each has an equal part of their time. Raises at the end what was raised there, and RuntimeError
+        if the GPU has gone on without an answer: then the token is worth nothing, and the mailbox
+        neither, as after an error in the block."""
+        events: list[Event] = []
+        try:
+            box.begin(number)
+            if experts is not self._known:  # compiled before a GPU waits for it
+                _serve(box.stopped(), experts, number)
+                self._known = experts
+            self._box = box
+            serving = self.submit(_serve, box, experts, number)
+            yield events
+            box.end(number)
+            events += serving.result()
+            box.check()
+        except BaseException:
+            box.stop()
+            raise
+        finally:
+            self._box = None
+
+
+def _serve(box: Mailbox, experts: Lying, number: int) -> list[Event]:
+    try:
+        ids = np.full((box.L, box.K), -1)
+        times = np.zeros((box.L, 2), np.int64)
+        since = time.perf_counter() - time.clock_gettime_ns(TIMER[1]) / 1e9
+        given = (*experts.given(box.dtype), tuple(box.at.values()), number)
+        if failed := serve(*given, (ids, times), TIMER, team()):
+            layer = -1 - failed
+            raise RuntimeError(
+                f"layer {layer} of token {number} wants experts {ids[layer].tolist()} (−1: none): not "
+                f"all lie in the CPU's memory, or it is another token's"
+            )
+    except BaseException:
+        box.stop()
+        raise
+    done = (since + times / 1e9).tolist()
+    return [
+        event
+        for layer, (chosen, span) in enumerate(zip(ids.tolist(), done))
+        for event in _events(layer, [e for e in chosen if e >= 0], *span)
+    ]
+
+
+def _events(layer: int, experts: list[int], start: float, end: float) -> list[Event]:
+    """Of experts computed together: each has an equal part of the time."""
+    at = np.linspace(start, end, len(experts) + 1).tolist()
+    return [Event("host", "expert", layer, e, *span) for e, *span in zip(experts, at, at[1:])]
+
+
+class Host(HostPool):
+    """Experts of a store in the CPU's memory, which can be computed with where they lie, in place of
+    being read: all of them or, beside a GPU, those that are not there.
+
+    threads : that compute.    bandwidth : bytes a second at which experts are read from here, if all
+        are, else from the disk.    pool, options : of `HostPool`, beside a GPU."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        threads: int,
+        bandwidth: float | None,
+        *pool: Any,
+        **options: Any,
+    ) -> None:
+        self.worker = Worker(threads)
+        self.executor = make("executor", "fast")
+        first = {"bandwidth": bandwidth} if pool else {}
+        super().__init__(store, *(pool or (torch.device("cpu"),)), **first, **options)
+        if not pool:
+            self.hold(experts_of(store))
+            self.verify = False  # nobody else can write there
+            self.bandwidth = bandwidth
+        self._lying: dict[tuple, Lying | None] = {}  # of `lies`
+
+    def close(self) -> None:
+        """End the thread when it has done what it is at."""
+        self.worker.close()
         super().close()
 
     def read_parts(
         self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
     ) -> list[Chunks]:
         """As of `Reader`, of whole experts."""
-        if (layer, expert) not in self._held:
+        if self.exchanges or (layer, expert) not in self.slots:
             return super().read_parts(layer, expert, parts)
         start = time.perf_counter()
         chunks = self._chunks(layer, expert, "both", parts["both"])
@@ -87,7 +262,13 @@ class Host(PinnedReader):
         tell: Callable[[Event], object],
     ) -> Tensor:
         """What these experts contribute, [T, H]; `tell` is told when each was computed."""
-
+        start = time.perf_counter()
+        if len(x) == 1 and (experts := self.lies(layer, x.dtype)) is not None:
+            away = np.where(np.isin(ids[0], chosen), ids[0], -1)
+            y = experts.compute(0, x, away, weights[0])
+            for event in _events(layer.layer, chosen, start, time.perf_counter()):
+                tell(event)
+            return y
         here = copy.copy(layer)
         here.source = lambda *key: cast(self.tensors(*key), x.dtype)
         parts = {expert: rows for expert, *rows in assignments(ids, layer.num_experts)}
@@ -100,3 +281,10 @@ class Host(PinnedReader):
             out.index_add_(0, tokens, execute(self.executor, x[tokens], alone, w, here))
             tell(Event("host", "expert", layer.layer, expert, start, time.perf_counter()))
         return out
+
+    def lies(self, layer: SeamExperts, dtype: torch.dtype) -> Lying | None:
+        """A layer's experts as kernels find them, if they do."""
+        key = layer.layer, dtype, gate_of(layer)
+        if key not in self._lying:
+            self._lying[key] = lying([layer], self.store, self.home[layer.layer :][:1], dtype)
+        return self._lying[key]

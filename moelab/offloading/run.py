@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moelab.base.specs import Event, MoESpec
+from moelab.base.specs import Event, ExpertKey, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
@@ -40,7 +40,9 @@ class EngineSettings:
     experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
-    device : where experts are computed.
+    device : where experts are computed.    first : those that are there before the first token,
+        beside what a cache with room for all has.
+    spare : slots of the pool that are free when a GPU begins a token alone.
     """
 
     spec: MoESpec
@@ -54,6 +56,8 @@ class EngineSettings:
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+    first: tuple[ExpertKey, ...] = ()
+    spare: int = 0
 
     @property
     def mean_bytes(self) -> tuple[float, float]:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
-from moelab.offloading.link import host_memory, link_to
+from moelab.offloading.link import Link, host_memory
 from moelab.store.codec import RAW
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
@@ -65,9 +65,10 @@ class Slots:
         count: dict[str, int],
         sizes: Sizes | None = None,
         device: torch.device | str = "cpu",
+        link: Link | None = None,
     ) -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
-        self.link = link_to(self.device)
+        self.link = link
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
@@ -78,9 +79,6 @@ class Slots:
         else:
             nbytes = count["full"] * self.sizes.full
             self._full = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        #: slot of a GPU → what is read for it, and spare ones
-        self._landing: dict[int, np.ndarray] = {}
-        self._spare: list[np.ndarray] = []
         self._store = store
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
         self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
@@ -93,34 +91,26 @@ class Slots:
         ]
 
     def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land`
-        copies it to."""
+        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU."""
         size = getattr(self.sizes, kind)
-        if kind in self._host:
-            return self._host[kind][slot * size : (slot + 1) * size]
-        if slot not in self._landing:
-            spare = self._spare  # empty when more are read at a time than ever before
-            self._landing[slot] = spare.pop() if spare else host_memory(size, self.device, self)
-        return self._landing[slot]
+        return self._host[kind][slot * size : (slot + 1) * size]
 
-    def _full_slot(self, slot: int) -> torch.Tensor:
+    def full(self, slot: int) -> torch.Tensor:
+        """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
 
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
         memory."""
         with self.link.into(slot):
-            there = self._full_slot(slot)[: len(chunks.data)]
+            there = self.full(slot)[: len(chunks.data)]
             there.copy_(torch.from_numpy(chunks.data), non_blocking=True)
-        if (memory := self._landing.pop(slot, None)) is not None:
-            self._spare.append(memory)
 
-    def send(self, copies: list[tuple[Any, int, Chunks]]) -> None:
-        """As `land` from pinned memory, of (what, slot, chunks), but only the GPU waits."""
-        self.link.send(
-            (what, torch.from_numpy(one.data), slot, self._full_slot(slot)[: len(one.data)])
-            for what, slot, one in copies
-        )
+    def send(self, what: Any, slot: int, chunks: Chunks, after: Any) -> Any:
+        """As `land` from pinned memory, from the event `after` on, but only the GPU waits; returns
+        the event of its end."""
+        there = self.full(slot)[: len(chunks.data)]
+        return self.link.send(what, torch.from_numpy(chunks.data), slot, there, after)
 
     def touch(self) -> None:
         """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find
@@ -141,7 +131,7 @@ class Slots:
         key = (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
-        memory = self._full_slot(slot)
+        memory = self.full(slot)
         found = {
             name: self._unpacked(name, entry, memory[begin:end], reuse)
             if self._packed and entry.codec is not RAW
@@ -176,36 +166,39 @@ class Slots:
         if self.link is not None:
             self.link.arrive(slots)
         if layer not in self._tables:
-            self._tables[layer] = self._table(layer)
+            of = self._store.layers[layer].experts
+            self._tables[layer] = located(of, self.sizes.in_place)
         names, codecs, rows, moves = self._tables[layer]
         (found, *others) = {codecs[expert] for expert in experts}
         if others or "" in found:
             return None
         chosen = np.array(experts)
-        where = moves.take(chosen, 1) * np.array(slots)[:, None] + rows.take(chosen, 1)
+        begins = np.array(slots)[:, None] * self.sizes.full + self._full.data_ptr()
+        where = moves.take(chosen, 1) * begins + rows.take(chosen, 1)
         return {name: (codec, table) for name, codec, table in zip(names, found, where)}
 
-    def _table(self, layer: int) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
-        """Of a layer: names; each expert's codecs or formats by name, "" for one that kernels do not
-        read; rows in slot 0, and by how much they move from slot to slot, int64 [names, experts, 4]
-        both."""
-        experts = self._store.layers[layer].experts
-        in_place = self.sizes.in_place
-        names = list(experts[0])
-        codecs = []
-        rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
-        for e, entries in enumerate(experts):
-            where = places(entries, in_place)[0]
-            found = []
-            for n, (begin, end, entry) in enumerate(map(where.get, names)):
-                codec = entry.codec if in_place else RAW
-                found.append(codec.kernel(entry.dtype, entry.shape))
-                if found[-1]:
-                    rows[n, e] = codec.row(begin, end - begin, entry.shape)
-            codecs.append(tuple(found))
-        moves[..., 0] = 1  # one address or, packed, two
-        moves[..., 1] = rows[..., 1] > 0
-        return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
+
+def located(
+    experts: list[dict[str, TensorEntry]], in_place: bool
+) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
+    """Of a layer's experts: names; each one's codecs or formats by name, "" for one that kernels do
+    not read; rows, if its bytes began at address 0, and by how much they move with it, int64
+    [names, experts, 4] both."""
+    names = list(experts[0])
+    codecs = []
+    rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
+    for e, entries in enumerate(experts):
+        where = places(entries, in_place)[0]
+        found = []
+        for n, (begin, end, entry) in enumerate(map(where.get, names)):
+            codec = entry.codec if in_place else RAW
+            found.append(codec.kernel(entry.dtype, entry.shape))
+            if found[-1]:
+                rows[n, e] = codec.row(begin, end - begin, entry.shape)
+        codecs.append(tuple(found))
+    moves[..., 0] = 1  # one address or, packed, two
+    moves[..., 1] = rows[..., 1] > 0
+    return names, codecs, rows, moves
 
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:

@@ -17,12 +17,15 @@ import numpy as np
 
 from moelab.base.schema import Count, Must, Size
 from moelab.base.specs import DeviceSpec, ExpertKey, MoESpec
+from moelab.offloading.hybrid import Rates
 
 #: nothing that is measured takes longer
 HOUR = 3600.0
 Seconds = Annotated[float, Must(lambda s: 0 <= s < HOUR, "seconds, of less than an hour")]
 #: seconds as base + per token
 Linear = tuple[Seconds, Seconds]
+#: what a card lacks by which experts could arrive
+NO_WAY_IN = "host link and no disk (link_bandwidth_gbs, storage_read_gbs)"
 #: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy in ZipMoE (Fig. 2)
 RHO = 2.65 / 8
 
@@ -100,11 +103,13 @@ class Machine:
 
     workers : threads that decode.
     other, head : before each layer's experts, and after the last layer's: (base, per token).
-    decide : about a layer's step: (base, per expert that must be loaded).
+    decide : about a layer's step: (base, per expert that must be loaded); nothing where a GPU runs
+        whole tokens alone.
     handover : until threads have woken up, between an expert's last read and its computation, if
         that waits for it.
     predict : of a prediction of a layer's experts.
     far : of an expert that is computed where it lies: (base, per token).
+    trip : of a layer's activations there and back.
     """
 
     delays: Delays
@@ -115,34 +120,67 @@ class Machine:
     handover: Seconds = 0.0
     predict: Seconds = 0.0
     far: Linear = (0.0, 0.0)
+    trip: Seconds = 0.0
 
 
 @dataclass(frozen=True)
 class MachineRates:
     """How fast experts arrive (bytes/s), memory is read (bytes/s) and numbers are multiplied
-    (FLOP/s)."""
+    (FLOP/s); of a GPU also how fast the CPU beside it reads its own memory, where experts are that
+    the link brings, and what is spent besides.
+
+    host : bytes/s; 0 where what computes is the CPU, or nobody knows.
+    launch : seconds of a token's graph.    layer : of a layer's kernels beyond the bytes they read.
+    step : of the host's work between two layers, where a layer is decided by it.
+    trip : of a layer's activations to the CPU and back.
+    """
 
     read: float
     memory: float
     flops: float
+    host: float = 0.0
+    launch: float = 0.0
+    layer: float = 0.0
+    step: float = 0.0
+    trip: float = 0.0
 
     @classmethod
-    def of(cls, device: DeviceSpec) -> MachineRates:
+    def of(cls, device: DeviceSpec, reached: int = 1) -> MachineRates:
         """Of a card: its host link if it has one, else its disk; the fastest 16-bit or 32-bit
-        arithmetic. ValueError if there is none."""
-        found = []
-        for what, names in (
-            ("host link and no disk", ("link_bandwidth_gbs", "storage_read_gbs")),
-            ("TFLOPS", ("bf16_tflops", "fp16_tflops", "fp32_tflops")),
-        ):
-            if not (known := [device[name] for name in names if name in device.figures]):
-                raise ValueError(
-                    f"{device.name}: the card has no {what} ({', '.join(names)}); add the figure "
-                    "with its source"
-                )
-            found.append(known[0])
-        read, flops = found
-        return cls(read * 1e9, device["memory_bandwidth_gbs"] * 1e9, flops * 1e12)
+        arithmetic. ValueError if there is none.
+
+        reached : 1: what is reached of its bandwidths, as far as the card says; 0: all of them, as
+            published; 2: what is lacking is lacking twice."""
+
+        def known(name: str) -> float:
+            return device.figures[name].value if name in device.figures else 0.0
+
+        def rate(name: str, part: str) -> float:
+            return 1e9 * known(name) * (known(f"{part}_reached_ratio") or 1.0) ** reached
+
+        read = rate("link_bandwidth_gbs", "link") or rate("storage_read_gbs", "storage")
+        flops = known("bf16_tflops") or known("fp16_tflops") or known("fp32_tflops")
+        if not read or not flops:
+            raise ValueError(
+                f"{device.name}: the card has no "
+                + ("TFLOPS (bf16_tflops, fp16_tflops, fp32_tflops)" if read else NO_WAY_IN)
+                + "; add the figure with its source"
+            )
+        spent = ("graph_launch_ms", "layer_ms", "step_ms", "host_trip_ms")
+        return cls(
+            read,
+            rate("memory_bandwidth_gbs", "memory"),
+            1e12 * flops,
+            rate("host_memory_bandwidth_gbs", "host"),
+            *(1e-3 * known(name) for name in spent),
+        )
+
+    def beside(self, nbytes: float) -> Rates:
+        """What decides between sending an expert of so many bytes and computing it where it lies
+        (`moelab.offloading.hybrid`), of one token: weights are read once."""
+        return Rates(
+            (0.0, 1 / self.read), (nbytes / self.memory, 0.0), (nbytes / self.host, 0.0), self.trip
+        )
 
 
 def delays_of(
@@ -212,4 +250,4 @@ def delays_in_place(
         e_bytes=round(stored),
     )
     dense = dense_bytes / spec.L  # of a layer: read, then multiplied
-    return delays, (dense / rates.memory, dense / rates.flops)
+    return delays, (dense / rates.memory + rates.layer, dense / rates.flops)

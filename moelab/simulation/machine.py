@@ -24,7 +24,8 @@ class SimulatedMachine:
     Workers take tensors or shards of them, as the engine's do; here all are of equal size. Compute runs the experts
     that are FULL in ascending order, or in one go where `Delays.together` says so, then the others
     as they are loaded. Time passes in `run` and `spend` only, and what is under way goes on from
-    layer to layer. An expert that compute waits for comes `Machine.handover` later.
+    layer to layer. An expert that compute waits for comes `Machine.handover` later. A GPU that runs a
+    token `alone` computes a layer's experts in one go when all are there.
 
     slots : of each kind.
     resident : (key, state) of what is in memory.
@@ -72,6 +73,9 @@ class SimulatedMachine:
         self._layer, self._left = -1, 0  # _left: for compute to do
         self._requests: dict[ExpertKey, Request] = {}
         self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
+        self.alone = False
+        self._lacking = 0  # experts of the step that are not there
+        self._coming: list[ExpertKey] = []  # what is copied while nothing else is
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
@@ -91,7 +95,7 @@ class SimulatedMachine:
         self._layer = step.layer
         self._left = len(step.requests) + len(step.away)
         base, each = self.machine.far
-        start = self.now
+        start = self.now + self.machine.trip
         for request in step.away:
             end = start + base + each * request.tokens
             aside = Event("host", "expert", *request.key, start, end)
@@ -99,7 +103,11 @@ class SimulatedMachine:
             start = end
         self._requests = {request.key: request for request in step.requests}
         there = [request.key for request in step.requests if request.state is State.FULL]
-        self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
+        self._lacking = len(step.requests) - len(there)
+        if self.alone and self._lacking:
+            return
+        at_once = there and (self.alone or self.delays.together)
+        self._ready.extend([there] if at_once else [[key] for key in there])
 
     def load(self, step: Step) -> None:
         """Experts come that nothing is computed with yet."""
@@ -111,7 +119,11 @@ class SimulatedMachine:
 
     def ready(self, key: ExpertKey) -> None:
         """An expert of the step is loaded."""
-        self._ready.append([key])
+        self._lacking -= 1
+        if not self.alone:
+            self._ready.append([key])
+        elif not self._lacking:
+            self._ready.append([*self._requests])
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
@@ -122,6 +134,18 @@ class SimulatedMachine:
                 heappop(self._running)[2]()  # all that end together, before anything starts
         self._wait(self.now)  # for what compute is not needed for
 
+    def beside(self, keys: Iterable[ExpertKey]) -> None:
+        """Experts come to stay, as far as nothing else has to come."""
+        self._coming = [*keys]
+
+    def settle(self) -> None:
+        """Wait for them."""
+        while self._coming or not self._disk_free:
+            self._start()
+            self.now = self._running[0][0]
+            heappop(self._running)[2]()
+        self._wait(self.now)
+
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
         while self._running:
@@ -131,6 +155,8 @@ class SimulatedMachine:
         """Let everybody who is free take what can be done."""
         if self._disk_free and (found := self.queue.next_read()) is not None:
             self._read(*found)
+        elif self._disk_free and self._coming:
+            self._copy(self._coming.pop(0))
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
@@ -148,6 +174,18 @@ class SimulatedMachine:
         read = Event(self._source, read_name(kinds), *load.key, self.now, end, nbytes)
         self._begin(DISK, read, then)
 
+    def _copy(self, key: ExpertKey) -> None:
+        seconds, nbytes = self.delays.read(key, True, True)
+        self._disk_free = False
+
+        def then() -> None:
+            self._disk_free = True
+            if key not in self.queue.held:  # else its layer has fetched it
+                self.queue.keep(key, self.queue.free["full"][0])
+
+        copied = Event(self._source, "read", *key, self.now, self.now + seconds, nbytes)
+        self._begin(DISK, copied, then)
+
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
         worker = heappop(self._idle)
         parts = 1 if piece.shard is None else self.delays.shards
@@ -162,7 +200,7 @@ class SimulatedMachine:
     def _compute_experts(self, keys: list[ExpertKey]) -> None:
         start = self.now
         if start > self._computed_until:
-            start += self.machine.handover
+            start += 0.0 if self.alone else self.machine.handover
             self._wait(start)
         only = keys[0].expert if len(keys) == 1 else -1
         end = start + self.delays.at_once([self._requests[key] for key in keys])

@@ -44,7 +44,7 @@ def overlap(spec: MoESpec, device: DeviceSpec, context: int = 0) -> Overlap:
     spec : in the dtype in which experts are copied; with ordinary attention (`kv_bytes`).
 
     Raises ValueError: the card has no link, or no rates."""
-    rates = MachineRates.of(device)
+    rates = MachineRates.of(device, reached=0)
     experts = spec.routed_bytes
     ends = geometric_bytes(spec) - 4 * spec.vocab * spec.H  # but for embedding and head, 16 bits
     read = experts + ends + kv_bytes(spec, context)

@@ -13,28 +13,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.base.specs import DeviceSpec, Event
+from moelab.base.specs import DeviceSpec, Event, ExpertKey
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
-from moelab.offloading.hybrid import Balance
+from moelab.offloading.hybrid import Balance, Rates
 from moelab.offloading.load_queue import Order, PrefetchCounts, order_of, plain_order
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, Recorded
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
-from moelab.simulation.costs import Machine, delays_in_place, delays_of
+from moelab.simulation.costs import Machine, MachineRates, delays_in_place, delays_of
 from moelab.simulation.fit import fitted
 from moelab.simulation.machine import SimulatedMachine
 from moelab.simulation.traced import as_opened, run_of
 from moelab.trace import RoutingTrace
 
+#: what is measured of a `Forward`
+NOT_SIMULATED = {"cpu": None, "mj": None, "python": None}
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
-#: for each forward, (layer, experts announced for it) of the layers that there are predictions for
-Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
+#: for each forward, (layer, experts announced for it) of the layers that there are predictions for; of a
+#: token that a GPU runs alone, who is to come beside it, or None where a controller says so
+Predictions = Sequence[Iterable[tuple[int, Iterable[int]]] | None]
 
 
 class Prefetching(NamedTuple):
@@ -89,77 +92,98 @@ def simulate(
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : of each forward, the (layer, {expert: tokens}) of its layers.
-    forwards : (tokens, phase) of each; of one that verifies drafts also these and how many are right.
+    forwards : of each, what a `Forward` has from its tokens on: (tokens, phase, drafts, right …). One
+        whose path is "token" is a GPU's that asks nobody: it fetches what is missing, by ascending id,
+        then computes all that a layer has there, while the CPU computes its share.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
     staging : loads in flight beyond what is kept (None: any number).
     order : of a step's reads and decoding; by default the engine's.
     prefetching : None reads nothing ahead.
-    balance : says which experts are computed where they lie; None: none are, and what is read comes
-        from a disk, not over a link.
+    balance : says which experts are computed where they lie; None: none are.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
     prefetching = prefetching or Prefetching([()] * len(steps), 0)
+    passes = [Forward(0.0, 0.0, *forward) for forward in forwards]
+    alone = any(one.path == "token" for one in passes)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
-    most = residency.E + prefetching.ahead + 1  # a layer's demand at most
+    if alone or not staging:
+        staging = residency.E + prefetching.ahead + 1  # a layer's demand at most
     simulated = SimulatedMachine(
         machine,
-        slot_counts(residency.pools, copies, staging or most),
+        slot_counts(residency.pools, copies, staging),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
-        source="link" if balance is not None else "disk",
+        source="link" if balance is not None or alone else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
-    controller = StepController(residency, simulated.queue, gate, order, balance=balance)
+    beside = {"balance": balance, "exclusive": residency.spare > 0}
+    controller = StepController(residency, simulated.queue, gate, order, **beside)
     done: list[Forward] = []
-    passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, forward, predicted in passes:
-        tokens, phase, *drafts = forward[:4]  # what else was measured of it is not simulated
+    predictions = prefetching.predictions
+    for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
         told = len(simulated.events)
-        for before in controller.begin_forward(phase):
-            simulated.load(before)
-            controller.load(before, simulated.loaded)
-            simulated.run()
-        begun = simulated.now
-        _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
-        took = None if any(drafts) else simulated.now - begun
-        controller.end_forward(took, simulated.events[told:])
-        done.append(Forward(begun, simulated.now, tokens, phase, *drafts))
+        begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
+        took = None if one.drafts else simulated.now - begun
+        controller.wished = _wished(predictions[at + 1 :])
+        if evicted := controller.end_forward(took, simulated.events[told:]):
+            simulated.queue.begin(-1, [], evicted, simulated.loaded)
+        done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
+
+
+def _wished(predictions: Predictions) -> list[ExpertKey] | None:
+    """Who is to come beside a token, by what was announced of it; None where nobody knows."""
+    if not predictions or predictions[0] is None:
+        return None
+    return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
 
 
 def _forward(
     simulated: SimulatedMachine,
     controller: StepController,
     step: Sequence[tuple[int, Mapping[int, int]]],
-    tokens: int,
-    predicted: Mapping[int, Iterable[int]],
+    one: Forward,
+    predictions: Iterable[tuple[int, Iterable[int]]] | None,
     distance: int,
-) -> None:
-    """One forward pass: the layers one after another, and the head."""
-    machine = simulated.machine
+) -> float:
+    """One forward pass: the layers one after another, and the head; returns when it began."""
+    machine, tokens = simulated.machine, one.tokens
+    simulated.alone = one.path == "token"
+    for before in controller.begin_forward(one.phase, simulated.alone):
+        simulated.load(before)
+        controller.load(before, simulated.loaded)
+        simulated.run()
+    begun = simulated.now
+    ahead = simulated.queue.ahead and not simulated.alone
+    predicted = dict(predictions) if ahead else {}
+    simulated.beside(controller.residency.coming)
     for layer, experts in step:
         target = layer + distance
-        if target in predicted and simulated.queue.ahead and controller.gate.enabled:
+        if target in predicted and controller.gate.enabled:
             simulated.spend(layer, machine.predict)
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
         decided = controller.decide(layer, experts)
-        simulated.spend(layer, machine.decide[0] + machine.decide[1] * len(decided.loads))
+        if not simulated.alone:
+            simulated.spend(layer, machine.decide[0] + machine.decide[1] * len(decided.loads))
         simulated.begin(decided)
         controller.load(decided, simulated.ready)
         simulated.run()
     simulated.spend(-1, machine.head[0] + machine.head[1] * tokens)
+    simulated.settle()
+    return begun
 
 
 def replay(
     run: EngineRun | RoutingTrace,
     *,
     memory: str | float | None = None,
+    hybrid: bool = False,
     cache: Any = None,
     device: str | Path | DeviceSpec | None = None,
     pools: Pools | None = None,
@@ -169,8 +193,10 @@ def replay(
     all experts in it. As it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, as does, in less memory, one
-        that has read nothing. Or a trace, as `run_of` plays it, which always needs a device.
+        that has read nothing. Or a trace, as `run_of` plays it, which always needs a device; on one
+        with a link, a GPU, which runs each decoded token alone.
     memory : of a trace's experts that are kept, "25%" or "8GB"; None: all. A run has its own.
+    hybrid : whether the CPU beside a GPU computes its share of a trace's experts that are not kept.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
@@ -181,16 +207,8 @@ def replay(
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card
     without the figures that are needed, a run whose policy is an instance, a trace of experts whose
     sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
-    GPU."""
-    if isinstance(run, RoutingTrace):
-        run = run_of(run, memory, pools=pools)
-    elif memory is not None:
-        raise ValueError("memory is of a trace; a run has its own: give pools=")
-    if not isinstance(run, EngineRun):
-        raise TypeError(
-            f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
-            "a moelab.RoutingTrace"
-        )
+    GPU, unless that ran whole tokens alone."""
+    run = _run(run, memory, hybrid, device, pools)
     settings = run.settings
     policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
@@ -200,7 +218,9 @@ def replay(
         )
     if policy == "belady":
         policy = Belady(flat(run.steps))
-    residency = as_opened(replace(settings, pools=pools or settings.pools, policy=policy))
+    kept = pools or settings.pools
+    spare = min(settings.spare, kept.F)
+    residency = as_opened(replace(settings, pools=kept, policy=policy, spare=spare))
     machine = machine_of(run, device, reads=not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
     return simulate(
@@ -211,8 +231,40 @@ def replay(
         staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
-        balance=Balance(settings.experts_bytes, run.rates) if any(run.rates) else None,
+        balance=_balance(run, device),
     )
+
+
+def _run(
+    run: EngineRun | RoutingTrace,
+    memory: str | float | None,
+    hybrid: bool,
+    device: str | Path | DeviceSpec | None,
+    pools: Pools | None,
+) -> EngineRun:
+    """What `replay` plays, of a trace as an engine would be asked for it."""
+    if isinstance(run, RoutingTrace):
+        alone = device is not None and "link_bandwidth_gbs" in _card(device).figures
+        return run_of(run, memory, pools=pools, alone=alone, hybrid=hybrid)
+    if memory is not None or hybrid:
+        raise ValueError("memory and hybrid are of a trace; a run has its own: give pools=")
+    if not isinstance(run, EngineRun):
+        raise TypeError(
+            f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
+            "a moelab.RoutingTrace"
+        )
+    return run
+
+
+def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance | None:
+    """What decided in a run, or would on a card."""
+    if not any(run.rates):
+        return None
+    rates = run.rates
+    if device is not None:
+        of_card = _beside(_card(device), run)
+        rates = [of_card if of else None for of in rates]
+    return Balance(run.settings.experts_bytes, rates, run.settings.spec.K)
 
 
 def ordered(scheduler: Any, machine: Machine) -> Callable[[Sequence[Any]], Order]:
@@ -233,19 +285,14 @@ def machine_of(
             "run.since(1), what came after it; `moelab ane plan` models prompts"
         )
     if device is not None:
-        if any(run.rates):
-            raise ValueError(
-                "this run computed experts where they lie, at rates of its own machine, which a card "
-                "does not say: leave out device="
-            )
-        device = device if isinstance(device, DeviceSpec) else load_device(device)
-        return _on_device(device, run)
+        return _on_device(_card(device), run)
     where = run.settings.device if run.settings.experts_bytes else "a model in memory"
-    if where != "cpu" or not len(run.timeline):
+    alone = any(forward.path == "token" for forward in run.forwards)  # which has told its own times
+    if (where != "cpu" and not alone) or not len(run.timeline):
         raise ValueError(
-            f"no delay is known of a run of {where} with {len(run.timeline)} events, and only a CPU's "
-            'delays are measured: give device=, one of moelab.names("device") or a card of your own, or '
-            "record a run of open_model(…, memory=…)"
+            f"no delay is known of a run of {where} with {len(run.timeline)} events, and only the delays "
+            "of a CPU, and of a GPU's whole tokens, are measured: give device=, one of "
+            'moelab.names("device") or a card of your own, or record a run of open_model(…, memory=…)'
         )
     return fitted(run, reads)
 
@@ -265,7 +312,33 @@ def _on_device(device: DeviceSpec, run: EngineRun) -> Machine:
         delays, other = delays_in_place(
             device, spec, stored, spec.expert_bytes, settings.dense_bytes
         )
-    return Machine(replace(delays, experts_bytes=settings.experts_bytes), other=other)
+    delays = replace(delays, experts_bytes=settings.experts_bytes)
+    rates = MachineRates.of(device)
+    beside = _beside(device, run) if any(run.rates) else Rates()
+    return Machine(
+        delays,
+        other=other,
+        head=(rates.launch, 0.0),
+        decide=(rates.step, 0.0),
+        far=beside.far,
+        trip=beside.trip,
+    )
+
+
+def _beside(device: DeviceSpec, run: EngineRun) -> Rates:
+    """By what a run that computes experts where they lie decides on a card. ValueError: nothing
+    computes there."""
+    rates = MachineRates.of(device)
+    if not rates.host:
+        raise ValueError(
+            f"this run computed experts where they lie, and {device.name} has no memory beside it in "
+            "which that could be done (host_memory_bandwidth_gbs): give another card"
+        )
+    return rates.beside(sum(run.settings.mean_bytes))
+
+
+def _card(device: str | Path | DeviceSpec) -> DeviceSpec:
+    return device if isinstance(device, DeviceSpec) else load_device(device)
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:

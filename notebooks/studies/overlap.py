@@ -1,7 +1,9 @@
-"""What executing predictions can save of a token at most, on the cards of Speculating Experts.
+"""What executing predictions can save of a token at most, on the cards of Speculating Experts and on
+desktop GPUs.
 
 Source: Speculating Experts §5.1, Eq. (1), with the models and GPUs of Tables 2 and 3, in bf16, at its
-prompt lengths (§5.1.1): `moelab.simulation.overlap`. GLM-4.7-Flash is left out: the paper runs it
+prompt lengths (§5.1.1): `moelab.simulation.overlap`. Beside them one model on GPUs that people have,
+which the paper did not measure. GLM-4.7-Flash is left out: the paper runs it
 with another attention than its own, whose sizes it does not give. No GPU is needed, and none is
 measured."""
 
@@ -21,12 +23,29 @@ PAIRS = {
     "a100-80gb": ("GPT-OSS-120B", 0.05, 0.08),
     "gh200-96gb": ("Qwen3-235B-A22B", 0.05, 0.08),
 }
+#: not in the paper, with the model that it runs on the smallest of its GPUs
+DESKTOP = (
+    "rtx-3060-12gb",
+    "rtx-3090",
+    "rtx-4060-ti-16gb",
+    "rtx-4070-laptop-8gb",
+    "rtx-4090",
+    "rtx-5070-ti",
+    "rtx-5080",
+    "rtx-5090",
+    "rtx-pro-6000",
+)
 CONTEXTS = (1024, 4096, 16_384, 65_536)
 
 
 def run(contexts: Sequence[int] = CONTEXTS) -> dict[str, dict[str, Numbers]]:
+    papers = {
+        (model, device): {"reported from (paper)": least, "to (paper)": most}
+        for device, (model, least, most) in PAIRS.items()
+    }
+    ours = {(PAIRS["rtx-a6000"][0], device): {} for device in DESKTOP}
     found: dict[str, dict[str, Numbers]] = {}
-    for device, (model, least, most) in PAIRS.items():
+    for (model, device), reported in (papers | ours).items():
         spec = load_model(model).with_dtype("bfloat16")
         rows = found[f"{model} on {device} (modelled)"] = {}
         for context in contexts:
@@ -36,15 +55,13 @@ def run(contexts: Sequence[int] = CONTEXTS) -> dict[str, dict[str, Numbers]]:
                 "compute ms": 1e3 * one.compute,
                 "copy share": one.copy / one.tpot,
                 "largest saving": one.gain / one.tpot,
-                "reported from (paper)": least,
-                "to (paper)": most,
-            }
+            } | reported
     return found
 
 
 KIND = "modelled"
 MEASURES = (
     "moelab/simulation/overlap.py",
-    *(f"moelab/cards/devices/{card}.toml" for card in PAIRS),
+    *(f"moelab/cards/devices/{card}.toml" for card in (*PAIRS, *DESKTOP)),
 )
 OPTIONS = {"contexts": (several(whole(1)), "tokens before the one that is decoded")}

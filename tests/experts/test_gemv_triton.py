@@ -10,13 +10,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from moelab.experts import gemv
-from moelab.experts.executor import SILU, Glu, gate_of
+from moelab.experts.executor import gate_of
+from moelab.kernels.gates import SILU, Gate
 from tests.experts import toy
 from tests.experts.banks import FEW, PLAIN, make, naive
 
 ROOT = Path(__file__).parents[2]
-GPT_OSS = Glu(1.702, 7.0, 1.0, True)
-GATES = {"silu": SILU, "clamped": Glu(limit=0.5), "gpt-oss": GPT_OSS, "relu": None}
+GPT_OSS = Gate(True, 1.702, 7.0, 1.0)
+GATES = {"silu": SILU, "clamped": Gate(limit=0.5), "gpt-oss": GPT_OSS, "relu": None}
 
 
 @st.composite
@@ -62,7 +63,7 @@ def test_a_tokens_experts_equal_a_naive_loop(kind, data, triton_device):
     assert all(map(gemv_triton.multiplies, (up.of, down.of)))
     banks = [gemv_triton.bank(of.of, of.table, gate) for of in (up, down)]
     got = gemv_triton.feed_forward(*banks, *(of.to(triton_device) for of in (x, ids, w)), activate)
-    wanted = naive(up, down, x, ids[None], w[None], gate or relu)
+    wanted = naive(up, down, x, ids[None], w[None], gate.of if gate else relu)
     assert got.shape == x.shape and got.dtype == x.dtype
     within = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     assert (got.cpu() - wanted).norm() <= within * wanted.norm()
@@ -118,8 +119,8 @@ def test_any_experts_of_a_module(layout, dtype, triton_device, monkeypatch):
     gates = {
         "ungated": None,
         "ungated bias": None,
-        "clamped": Glu(limit=10),
-        "interleaved": Glu(1.702, 7, 1.0, True),
+        "clamped": Gate(limit=10),
+        "interleaved": Gate(True, 1.702, 7, 1.0),
     }
     assert gate_of(experts) == gates.get(layout, SILU)
 

@@ -301,7 +301,13 @@ def test_delays_of_a_card_by_hand():
 
 
 def test_cards_of_the_package_and_what_they_lack():
-    assert MachineRates.of(cards.load_device("gh200-96gb")) == MachineRates(450e9, 4e12, 990e12)
+    gh200 = cards.load_device("gh200-96gb")
+    published = MachineRates.of(gh200, reached=0)
+    assert (published.read, published.memory, published.flops) == (450e9, 4e12, 990e12)
+    for reached, rates in enumerate((published, MachineRates.of(gh200), MachineRates.of(gh200, 2))):
+        assert rates.read == pytest.approx(450e9 * gh200["link_reached_ratio"] ** reached)
+        assert rates.host == pytest.approx(384e9 * gh200["host_reached_ratio"] ** reached)
+        assert rates.layer == pytest.approx(1e-3 * gh200["layer_ms"])
     with pytest.raises(ValueError, match="no host link and no disk .*storage_read_gbs"):
         MachineRates.of(cards.load_device("m2-ultra"))
     orin = cards.load_device("jetson-agx-orin-64gb")
