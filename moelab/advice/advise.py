@@ -26,6 +26,7 @@ from typing import Any
 
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
+from moelab.advice.gpu import OnGpu, is_gpu
 from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import PARTS, Question
@@ -51,12 +52,15 @@ def advise(
     calibration: str | Path | None = None,
     simulate: bool = True,
     verify: bool = False,
+    host: str | int | None = None,
 ) -> Advice:
     """What to do with a model in so much memory; `print` it, or look at it in a notebook.
 
     model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which
         config.json is enough, or a store; None is the small model.
-    memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included.
+    memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included; of a
+        GPU's memory, if the device is one.
+    host : of the CPU's memory, beside a GPU; None is all of it.
     context : tokens of a sequence, most of them the prompt; None is 4,096, or what the model takes.
     batch : sequences at a time.
     loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or
@@ -81,7 +85,12 @@ def advise(
             "own text: give its folder, no device and no trace"
         )
     machine = _card_of(device, model) or here(found.folder)
-    asked = Question(
+    more = (
+        {"host": _memory_of(host or "auto", machine, "host_memory_gb")} if is_gpu(machine) else {}
+    )
+    if host and not more:
+        raise ValueError(f"host is {host!r}, memory beside a GPU's: give a --device that is one")
+    asked = (OnGpu if more else Question)(
         found,
         machine,
         _memory_of(memory, machine),
@@ -90,7 +99,9 @@ def advise(
         parse_loss(loss),
         device is not None,
         assumed(found.spec, batch, trace, calibration, found.source),
+        **more,
     )
+    asked.require_possible()
     if not ours or not (simulate or verify):
         return modelled(asked)
     from moelab.advice.simulated import simulated
@@ -129,14 +140,12 @@ def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -
     return card
 
 
-def _memory_of(given: str | float | int, device: DeviceSpec) -> int:
+def _memory_of(given: str | float | int, device: DeviceSpec, of: str = "memory_gb") -> int:
     """Bytes of the process; ValueError for a share, which would be one of the experts."""
-    memory = budget.parse_budget(
-        given, 0, 0, lambda: round(device["memory_gb"] * 1e9) + budget.RESERVE
-    )
+    memory = budget.parse_budget(given, 0, 0, lambda: round(device[of] * 1e9) + budget.RESERVE)
     if not memory:
         raise ValueError(
-            f"memory is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
+            f"{of.removesuffix('_gb').replace('_memory', '')} is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
         )
     return memory
 
@@ -180,7 +189,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=budget.memory,
         default="auto",
         metavar="SIZE",
-        help="of the whole process, such as 8GB; auto (default): what is available",
+        help="of the whole process, such as 8GB, or of a GPU; auto (default): what is available",
+    )
+    add(
+        "--host",
+        type=budget.memory,
+        metavar="SIZE",
+        help="of the CPU's memory, beside a GPU (default: all of it)",
     )
     add(
         "--context",

@@ -1,0 +1,119 @@
+"""What each form gives on a GPU with less memory than the model, by arithmetic.
+
+Source: GPU-NDP §III-C, Eqs. 1 to 3, and Speculating Experts §5.1. A token is the launches of its
+graphs, its other weights and the experts that are found, read from the GPU's memory, and in each
+layer the missing ones, sent over the link or, with threads that compute them where they lie, the
+better split of the two (`moelab.offloading.hybrid.split`, the engine's own). How many of a layer's
+experts miss varies: they are taken to miss each by itself, at the hit rate. Bytes are those of an
+expert as it is stored, in every place. A first prompt needs each of its experts once: what is not in
+the GPU's memory comes over the link while the rest is computed. Left out: prefetching, a disk below
+the CPU's memory, the growth of attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import comb
+
+from moelab.advice.model import AS_IS, FORMS
+from moelab.advice.question import Question
+from moelab.advice.ways import Way
+from moelab.base.specs import DeviceSpec
+from moelab.base.table import size
+from moelab.offloading.budget import RESERVE
+from moelab.offloading.hybrid import Wanted, far_seconds, near_seconds, split
+from moelab.simulation.costs import MachineRates
+
+#: forms that a GPU multiplies as they are stored; others would be sent and kept in 16 bits
+AS_STORED = (AS_IS, "bf12")
+#: threads of the CPU that compute experts; 0: none do beside a GPU
+THREADS = 0
+
+
+def is_gpu(device: DeviceSpec) -> bool:
+    """Whether a card is of a GPU with a CPU's memory beside it."""
+    return {"link_bandwidth_gbs", "host_memory_bandwidth_gbs"} <= set(device.figures)
+
+
+@dataclass(frozen=True)
+class OnGpu(Question):
+    """A model on a GPU: `memory` is the GPU's.
+
+    host : bytes of the CPU's memory for the whole process."""
+
+    host: int = 0
+
+    @property
+    def staging(self) -> int:
+        return 2 * self.model.spec.K
+
+    def forms(self) -> list[str]:
+        """How experts may be stored that a GPU multiplies as they are stored."""
+        if self.model.stored in FORMS and self.model.stored not in AS_STORED:
+            return []
+        return [form for form in self.model.forms() if form in AS_STORED]
+
+    def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
+        """As of `Question`, with what the CPU's memory must hold."""
+        if (way := super().way(form, expert, loss)) is None:
+            return None
+        pinned = 0 if way.resident else way.experts
+        if pinned > self.host - RESERVE:
+            return None
+        return replace(way, device="cuda", pinned=pinned, hybrid=0 if way.resident else THREADS)
+
+    def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
+        spec = self.model.spec
+        n = round(self.assumed.distinct)
+        waiting = sum(
+            comb(n, m) * (1 - hit) ** m * hit ** (n - m) * self.missing(m, expert, rates)
+            for m in range(1, n + 1)
+        )
+        parts = {
+            "launches": rates.launch + spec.L * (rates.layer + (hit < 1) * rates.step),
+            "memory bandwidth": (self.model.dense + self.kv + spec.L * n * hit * expert)
+            / rates.memory,
+            "missing experts": spec.L * waiting,
+        }
+        return sum(parts.values()), max(parts, key=parts.get)
+
+    def missing(self, m: int, expert: int, rates: MachineRates) -> float:
+        """Seconds of m experts of a layer that are not in the GPU's memory, of one token."""
+        every = [Wanted(e, 1, expert) for e in range(m)]
+        beside = rates.beside(expert)
+        near, far = split(every, beside) if THREADS else (every, [])
+        return max(near_seconds(near, beside), far_seconds(far, beside))
+
+    def _prompt(self, expert: int, resident: bool) -> float:
+        spec, rates = self.model.spec, MachineRates.of(self.device)
+        return super()._prompt(expert, resident) + spec.L * (rates.layer + rates.step)
+
+    def require_possible(self) -> None:
+        """ValueError: more memory than the GPU has."""
+        if self.memory > (most := 1e9 * self.device["memory_gb"]):
+            raise ValueError(
+                f"memory is {size(self.memory)}, of {self.device.name}, which has {size(most)}; "
+                "--host is of the CPU's memory"
+            )
+
+    def drafts(self, way: Way) -> str:
+        return ""
+
+    def refusal(self) -> ValueError:
+        """The error where no form fits both memories within the loss: what would."""
+        spec, forms = self.model.spec, self.forms()
+        if not forms:
+            return ValueError(
+                f"{spec.name} is stored as {self.model.stored}, which a GPU would get in 16 bits: "
+                "nothing is advised for it"
+            )
+        least = min(forms, key=self.model.expert_bytes)
+        expert = self.model.expert_bytes(least)
+        few = self.fixed + (self.staging + spec.K) * expert
+        pinned = spec.L * spec.E * expert
+        name = "as they are" if least == AS_IS else f"as {least}"
+        return ValueError(
+            f"{spec.name} does not fit {size(self.memory)} of the GPU's memory and {size(self.host)} "
+            f"of the CPU's{self.allowed}. With experts {name}, give the GPU "
+            f"{size(self.fixed + pinned)} for all of them, or at least {size(few)} (--memory), and "
+            f"the CPU {size(pinned + RESERVE)} (--host)"
+        )

@@ -1,0 +1,130 @@
+"""Advice for a GPU beside a CPU's memory: against sums over every set of experts that may miss, and
+whether what is printed can be run."""
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import advise
+from moelab.__main__ import build_parser
+from moelab.advice import gpu
+from moelab.advice.model import Model
+from moelab.api import OpenOptions
+from moelab.base.specs import DeviceSpec, Figure, MoESpec
+from moelab.offloading.budget import RESERVE, kv_bytes
+from tests.advice.test_advise import SIZES, Assumed, alike
+
+RATES = {"memory": 100e9, "link": 10e9, "host": 20e9}
+TRIP = 1e-6
+
+
+def card(**more):
+    figures = {
+        "memory_gb": 100,
+        "memory_bandwidth_gbs": RATES["memory"] / 1e9,
+        "link_bandwidth_gbs": RATES["link"] / 1e9,
+        "host_memory_bandwidth_gbs": RATES["host"] / 1e9,
+        "bf16_tflops": 10,
+        "host_trip_ms": 1e3 * TRIP,
+        "graph_launch_ms": 0.02,
+        "layer_ms": 0.1,
+        "step_ms": 0.3,
+    } | more
+    return DeviceSpec("a GPU", {n: Figure(v, "", "assumed", "") for n, v in figures.items()})
+
+
+def asked(K=2, memory=3 * 10**8, host=10**10, **more):
+    spec = MoESpec("drawn", "qwen3_moe", 3, (0, 1, 2), 16, K, 640, 640, **SIZES)
+    model = Model("drawn", spec, 10**7, "drawn")
+    routing = Assumed(spec, "alike", alike(spec), layers=1)
+    return gpu.OnGpu(
+        model, card(**more), RESERVE + memory, 64, 1, 0.0, True, routing, host=RESERVE + host
+    )
+
+
+def waiting(m, expert, threads):
+    """The best of every number of experts that are sent while the others are computed in place."""
+    times = []
+    for sent in range(m + 1) if threads else (m,):
+        there = done = 0.0
+        for _ in range(sent):
+            there += expert / RATES["link"]
+            done = max(done, there) + expert / RATES["memory"]
+        far = TRIP * (sent < m) + (m - sent) * expert / RATES["host"]
+        times.append(max(done, far))
+    return min(times)
+
+
+@given(st.integers(1, 4), st.integers(5 * 10**7, 2 * 10**8), st.sampled_from([0, 4]))
+@settings(max_examples=15, deadline=None)
+def test_a_token_is_launches_reads_and_the_better_split_of_what_misses(K, memory, threads):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "THREADS", threads)
+        one = asked(K, memory)
+        for way in one.arithmetic():
+            spec, hit = one.model.spec, way.hit_rate
+            expert = one.model.expert_bytes(way.form)
+            token = 2e-5 + spec.L * (1e-4 + 3e-4 * (hit < 1))
+            token += (10**7 - spec.vocab * spec.H * 2 + kv_bytes(spec, 64)) / RATES["memory"]
+            for misses in product((False, True), repeat=K):
+                m = sum(misses)
+                likely = (1 - hit) ** m * hit ** (K - m)
+                found = (K - m) * expert / RATES["memory"] + waiting(m, expert, threads)
+                token += spec.L * likely * found
+            assert way.tpot == pytest.approx(token, rel=1e-6)
+            assert way.between[0] <= way.tpot <= way.between[1]
+            assert way.device == "cuda" and way.memory <= one.memory
+            assert way.pinned <= one.host - RESERVE and bool(way.pinned) != way.resident
+
+
+@pytest.mark.parametrize("faster", ["link", "host", "memory"])
+def test_more_memory_or_a_faster_part_is_never_slower(monkeypatch, faster):
+    monkeypatch.setattr(gpu, "THREADS", 2)
+    name = {"link": "link", "host": "host_memory", "memory": "memory"}[faster] + "_bandwidth_gbs"
+    usual, quick, rich = (
+        {way.form: way for way in one.arithmetic()}
+        for one in (asked(), asked(**{name: 2e-9 * RATES[faster]}), asked(memory=4 * 10**8))
+    )
+    for form, way in usual.items():
+        assert quick[form].tpot <= way.tpot * (1 + 1e-9) >= rich[form].tpot
+        assert rich[form].ttft <= way.ttft
+
+
+@pytest.mark.parametrize("name", ["rtx-4070-laptop-8gb", "rtx-4090", "h200-141gb"])
+def test_what_is_printed_can_be_run(name, monkeypatch):
+    """By the command line and by `open_model`: no option is unknown, or excludes another."""
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # as if a GPU were here
+    found = advise("Qwen3-30B-A3B", "auto", host="128GB", device=name, loss="any")
+    assert found.best.resident == (name == "h200-141gb")
+    for way in found.ways:
+        OpenOptions(**way.options(None)).require_possible()
+    for command in found.commands:
+        words = command.split()[1:]
+        build_parser(words).parse_args(words)
+    assert "--device cuda" in found.commands[-1] and "device='cuda'" in found.python
+    text = " ".join(str(found).split())
+    assert "modelled" in text and "of the CPU's memory, which is read at" in text
+    assert found.best.between[0] < found.best.tpot < found.best.between[1]
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"memory": "24GB", "host": "8GB"}, "the CPU [0-9.]+ GB .--host"),
+        ({"memory": "3GB"}, "give the GPU .* for all of them"),
+        ({"memory": "60GB"}, "RTX 4090, which has 24 GB"),
+        ({"memory": "20GB", "device": "m2-max", "host": "8GB"}, "memory beside a GPU"),
+        ({"host": "50%"}, "host is '50%'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_would(options, words):
+    with pytest.raises(ValueError, match=words):
+        advise(**{"model": "Qwen3-30B-A3B", "device": "rtx-4090"} | options)
+
+
+def test_two_sequences_take_more_than_one():
+    one, two = (advise("Qwen3-30B-A3B", "20GB", batch=n, device="rtx-4090") for n in (1, 2))
+    assert two.best.tpot > one.best.tpot and two.best.tpot < 2 * one.best.tpot
