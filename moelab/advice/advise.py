@@ -24,6 +24,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from moelab.advice import gpu_machine
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
 from moelab.advice.gpu import OnGpu, is_gpu
@@ -38,6 +39,8 @@ from moelab.offloading import budget
 
 #: tokens of a sequence, where nobody says how many
 CONTEXT = 4096
+#: the device that is this machine's GPU
+THIS = "cuda"
 
 
 def advise(
@@ -66,7 +69,9 @@ def advise(
     loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or
         not. A form whose loss nobody has measured is advised with "any" only; `verify` measures
         those of the best.
-    device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
+    device : a card's name, your own .toml or a `DeviceSpec`; "cuda", the GPU of this machine; without
+        one, this machine is measured, and where it has a GPU, what that gives stands beside, with
+        what is free of its own memory and `memory` of the CPU's.
     trace : the routing of your text: a file that `moelab.trace.load` reads, or a `RoutingTrace`;
         else what the model does here, or routing as `moelab.advice.assumed`.
     calibration : file of `moelab calibrate`, whose counts say how popular experts are.
@@ -84,32 +89,69 @@ def advise(
             "only a model whose weights are here can be verified, only on this machine and with its "
             "own text: give its folder, no device and no trace"
         )
-    machine = _card_of(device, model) or here(found.folder)
-    more = (
-        {"host": _memory_of(host or "auto", machine, "host_memory_gb")} if is_gpu(machine) else {}
-    )
-    if host and not more:
-        raise ValueError(f"host is {host!r}, memory beside a GPU's: give a --device that is one")
-    asked = (OnGpu if more else Question)(
+    machines = [_card_of(device, model) or here(found.folder)]
+    if device is None and gpu_machine.there():
+        with suppress(ValueError):  # torch cannot compute on it
+            machines.append(gpu_machine.here())
+    routing = assumed(found.spec, batch, trace, calibration, found.source)
+    asked = Question(
         found,
-        machine,
-        _memory_of(memory, machine),
+        machines[0],
+        0,
         _context_of(found, context),
         batch,
         parse_loss(loss),
-        device is not None,
-        assumed(found.spec, batch, trace, calibration, found.source),
-        **more,
+        device not in (None, THIS),
+        routing,
     )
-    asked.require_possible()
-    if not ours or not (simulate or verify):
-        return modelled(asked)
+    answers: list[Advice] = []
+    refused: list[ValueError] = []
+    for one in machines:
+        try:
+            question = _on(asked, one, memory, host, beside=len(machines) > 1)
+            deep = ours and (simulate or verify) and not isinstance(question, OnGpu)
+            answers.append(deeper(question, verify) if deep else modelled(question))
+        except ValueError as error:
+            refused.append(error)
+    if not answers:
+        raise refused[0]
+    return together(answers, [str(error) for error in refused])
+
+
+def _on(
+    asked: Question, machine: DeviceSpec, memory: Any, host: Any, beside: bool = False
+) -> Question:
+    """A question about a machine; `beside`: about a CPU and its GPU, when `memory` is the CPU's."""
+    if not is_gpu(machine):
+        if host and not beside:
+            raise ValueError(
+                f"host is {host!r}, memory beside a GPU's: give a --device that is one"
+            )
+        return replace(asked, device=machine, memory=_memory_of(memory, machine))
+    far = _memory_of(host or (memory if beside else "auto"), machine, "host_memory_gb")
+    near = _memory_of("auto" if beside else memory, machine)
+    fields = vars(asked) | {"device": machine, "memory": near}
+    question = OnGpu(**fields, host=far)
+    question.require_possible()
+    return question
+
+
+def deeper(asked: Question, verify: bool) -> Advice:
+    """The advice by simulation and, with `verify`, measurement."""
     from moelab.advice.simulated import simulated
 
     try:
         return simulated(asked, verify)
     except (RuntimeError, OSError) as error:
         return modelled(asked, f"The model could not be run here: {error}")
+
+
+def together(answers: list[Advice], refused: list[str]) -> Advice:
+    """One advice of a CPU's and its GPU's: the faster, with the ways and the notes of both."""
+    best, *others = sorted(answers, key=lambda one: one.best.tpot)
+    ways = sorted((way for one in answers for way in one.ways), key=lambda way: way.tpot)
+    notes = [*best.notes, *(note for one in others for note in one.notes), *refused]
+    return replace(best, ways=tuple(ways), notes=tuple(dict.fromkeys(notes)))
 
 
 def modelled(asked: Question, *notes: str) -> Advice:
@@ -131,6 +173,8 @@ def modelled(asked: Question, *notes: str) -> Advice:
 
 def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -> DeviceSpec | None:
     """A device's card. ValueError: it keeps all experts, and another command is for it."""
+    if device == THIS:
+        return gpu_machine.here()
     card = load_device(device) if isinstance(device, (str, Path)) else device
     if card and "logical_cores_count" in card.figures:
         raise ValueError(
@@ -209,7 +253,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
     )
-    add("--device", help="a device card's name or a .toml instead of this machine")
+    add("--device", help="a device card's name or a .toml instead of this machine; cuda: its GPU")
     add("--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`")
     add("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
     add(

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from moelab import advise
 from moelab.__main__ import build_parser
-from moelab.advice import gpu
+from moelab.advice import gpu, gpu_machine
 from moelab.advice.model import Model
 from moelab.api import OpenOptions
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
 from moelab.offloading.budget import RESERVE, kv_bytes
+from moelab.simulation.costs import MachineRates
 from tests.advice.test_advise import SIZES, Assumed, alike
 
 RATES = {"memory": 100e9, "link": 10e9, "host": 20e9}
@@ -128,3 +129,30 @@ def test_what_does_not_fit_is_refused_with_what_would(options, words):
 def test_two_sequences_take_more_than_one():
     one, two = (advise("Qwen3-30B-A3B", "20GB", batch=n, device="rtx-4090") for n in (1, 2))
     assert two.best.tpot > one.best.tpot and two.best.tpot < 2 * one.best.tpot
+
+
+def test_a_gpu_of_this_machine_is_measured_and_stands_beside_its_cpu(tmp_path, monkeypatch):
+    """Measured on whatever torch computes with here; without a GPU, what that gave stands for one."""
+    monkeypatch.setenv("MOELAB_CACHE", str(tmp_path))
+    monkeypatch.setattr(gpu_machine, "there", lambda: True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = gpu_machine.measured(device, "a GPU", nbytes=1 << 20, side=64)
+    assert gpu.is_gpu(found) and MachineRates.of(found) == MachineRates.of(found, reached=0)
+    kinds = {name: of.kind for name, of in found.figures.items()}
+    assert kinds.pop("layer_ms") == kinds.pop("step_ms") == kinds.pop("host_trip_ms") == "assumed"
+    assert {*kinds.values()} == {"measured"}
+    monkeypatch.setattr(gpu_machine, "here", lambda: card(host_memory_gb=64))
+    both = advise("Qwen3-30B-A3B", "60GB")
+    assert {way.device for way in both.ways} == {"cpu", "cuda"}
+    assert both.best == min(both.ways, key=lambda way: way.tpot)
+    rows = both.table()
+    assert {row["on"] for row in rows} == {"CPU", "GPU"}
+    only = advise("Qwen3-30B-A3B", "2GB", host="60GB")  # too little for the CPU alone
+    assert {way.device for way in only.ways} == {"cuda"}
+    assert any("does not fit 2 GB" in note for note in only.notes)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_none_is_advised():
+    with pytest.raises(ValueError, match="no GPU here"):
+        advise("Qwen3-30B-A3B", "24GB", device="cuda")
