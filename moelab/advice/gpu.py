@@ -76,6 +76,10 @@ class OnGpu(Question):
         }
         return sum(parts.values()), max(parts, key=parts.get)
 
+    def token(self, expert: int, hit: float) -> float:
+        """Seconds of a token of experts of so many bytes, such a share of which is found."""
+        return self._token(expert, hit, MachineRates.of(self.device))[0]
+
     def missing(self, m: int, expert: int, rates: MachineRates) -> float:
         """Seconds of m experts of a layer that are not in the GPU's memory, of one token."""
         every = [Wanted(e, 1, expert) for e in range(m)]
