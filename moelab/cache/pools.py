@@ -60,27 +60,45 @@ class Pool:
         may not enter.
 
         used, found : the experts of the step, and those of them that were in memory before; a
-            selective policy may choose among the newcomers too.
-
-        Raises ValueError: the policy chose a key that it was not offered.
-        """
+            selective policy may choose among the newcomers too."""
         if len(self.keys) < self.size:
             return None
         pinned = used
-        if getattr(self.policy, "selective", False):
+        if self.selective:
             self.keys[key], pinned = None, found - {key}
         candidates = Candidates(self.keys, pinned)
-        victim = self.policy.victim(candidates) if candidates else key
-        if candidates and victim not in candidates:
-            raise ValueError(
-                f"the policy {type(self.policy).__name__} chose {victim!r} as victim, which is not among "
-                "the candidates; victim(resident) must return one of resident"
-            )
+        victim = self.victim(candidates) if candidates else key
         if victim == key:
             self.keys.pop(key, None)
             return key
         self.leave(victim)
         return victim
+
+    def shrink(self, found: Set[ExpertKey], came: Set[ExpertKey]) -> list[ExpertKey]:
+        """Let keys leave until no more than `size` are left. Those that were used, and `found` or
+        `came`, stay unless nothing else is left; a selective policy may choose who came."""
+        pinned = found if self.selective else found | came
+        others, evicted = len(self.keys) - len(pinned), []
+        for _ in range(len(self.keys) - self.size):
+            pinned = pinned if others else frozenset()
+            evicted.append(self.victim(Candidates(self.keys, pinned)))
+            self.leave(evicted[-1])
+            others -= 1
+        return evicted
+
+    def victim(self, candidates: Candidates) -> ExpertKey:
+        """Whom the policy chooses among candidates; ValueError if it is none of them."""
+        victim = self.policy.victim(candidates)
+        if victim not in candidates:
+            raise ValueError(
+                f"the policy {type(self.policy).__name__} chose {victim!r} as victim, which is not among "
+                "the candidates; victim(resident) must return one of resident"
+            )
+        return victim
+
+    @property
+    def selective(self) -> bool:
+        return getattr(self.policy, "selective", False)
 
     def leave(self, key: ExpertKey, forget: bool = True) -> None:
         """Take a key out; `forget`: its policy is told, as no other pool of it has the key."""

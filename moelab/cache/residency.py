@@ -6,6 +6,11 @@ the experts that got more tokens so far; a full pool evicts the victim of its po
 thresholds an expert leaves as soon as it has run. All is decided when a layer's step begins, never
 from timing, so engine and simulator decide the same.
 
+A GPU that runs a whole token without asking the host decides by a rule that it can follow alone, and
+this follows it behind: with `spare` slots, what misses is kept while one of them is free, layer by
+layer, by ascending id, and nothing leaves; when the token is over, the policy evicts until as many are
+free again.
+
 A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves,
 so the δ ranks past the first pool, which are that pool's by their threshold, are in none.
 
@@ -65,11 +70,15 @@ class CacheCounters:
 
     hits : requests by the state they were found in.
     evictions : residents that left.
+    admissions : of the misses, those that stayed when their step was over.
+    away : of the misses and hits, those that were computed where they lie.
     """
 
     hits: dict[State, int] = field(default_factory=lambda: dict.fromkeys(HIERARCHY, 0))
     misses: int = 0
     evictions: int = 0
+    admissions: int = 0
+    away: int = 0
 
     @property
     def requests(self) -> int:
@@ -91,6 +100,11 @@ class Residency:
     margin : δ of §3.4, in experts. Default: 5 % of the experts in the scope when ranks matter
         (several pools, or the policy "zipmoe"), and infinite for a single pool under another
         policy, which then admits everything.
+    spare : slots of the pool that are free when a token's pass begins (`begin_forward`).
+    free : of these, those that are left in a token's pass; None in any other.
+
+    Raises ValueError for settings that there are not, and spare slots of anything but one pool of
+    whole experts.
     """
 
     def __init__(
@@ -101,6 +115,7 @@ class Residency:
         policy: str | type | CachePolicy = DEFAULT_POLICY,
         scope: str = "model",
         margin: float | None = None,
+        spare: int = 0,
     ) -> None:
         if scope not in SCOPES:
             raise ValueError(
@@ -114,6 +129,13 @@ class Residency:
         self.scope = scope
         everyone = E if scope == "layer" else L * E  # the experts that share pools
         self.holds_all = pools.F == pools.capacity >= everyone
+        if spare and not (scope == "model" and 0 < spare <= pools.F == pools.capacity):
+            raise ValueError(
+                f"{spare} spare slots of {pools} of each {scope!r}; they are slots of one pool F of the "
+                "whole 'model', at most as many as it has"
+            )
+        self.spare = 0 if self.holds_all else spare
+        self.free: int | None = None
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._now = 0
@@ -127,12 +149,13 @@ class Residency:
             margin = math.ceil(0.05 * everyone) if ranked else math.inf
         self.margin = margin
         self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
-        places = accumulate(pools[state] for state in group)
+        places = accumulate(pool.size for pool in group.values())
         self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
-    def begin_forward(self, phase: str) -> list[Step]:
-        """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"). Returns steps
-        without tokens, one a layer: what a policy with `turn` wants to be loaded first."""
+    def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
+        """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"); of a `token`
+        that a GPU runs alone, if so. Returns steps without tokens, one a layer: what a policy with
+        `turn` wants to be loaded first."""
         steps: list[Step] = []
         for group, counts in zip(self._groups, self._prompts) if phase != self._phase else ():
             if phase == "prefill":
@@ -142,7 +165,21 @@ class Residency:
                     wanted = pool.policy.turn(phase, counts, pool.size)
                     steps += self._refill(pool, wanted) if [*group] == [State.FULL] else []
         self._phase = phase
+        self.free = self.spare and min(self.spare, self.pools.F - len(self)) if token else None
+        self._found, self._came = set(), set()
         return steps
+
+    def end_forward(self) -> list[ExpertKey]:
+        """The forward pass is over. Returns who leaves: after a token's pass until `spare` slots are
+        free again, nobody after another. A selective policy may choose who came in this pass; of all
+        others, those that were used leave only when nobody else is left."""
+        if self.free is None:
+            return []
+        self.free = None
+        pools = self._groups[0].values()
+        evicted = [key for pool in pools for key in pool.shrink(self._found, self._came)]
+        self.counters.evictions += len(evicted)
+        return evicted
 
     def _refill(self, pool: Pool, wanted: Collection[ExpertKey]) -> list[Step]:
         """Let a pool of whole experts hold the wanted ones; who is there stays if there is room."""
@@ -184,13 +221,15 @@ class Residency:
             if self._scored:
                 counts = np.array([tokens[expert] for expert in experts], np.int64)
                 self._scores[layer, experts] += counts * self._scores.size
-            keep, evicted = self._place(layer, keys, before, away)
+            place = self._place if self.free is None else self._admit
+            keep, evicted = place(layer, keys, before, away)
         self._count(keys, before, keep, evicted)
         self._now += 1
         requests = [
             Request(key, tokens[key.expert], state, keep[key]) for key, state in zip(keys, before)
         ]
         apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
+        self.counters.away += len(apart[1])
         return Step(layer, apart[0], evicted, apart[1])
 
     def elsewhere(self, layer: int, tokens: Mapping[int, int]) -> None:
@@ -210,7 +249,7 @@ class Residency:
         counts stay."""
         states = [state for state in HIERARCHY if self.pools[state]]
         self._groups = [
-            {state: Pool(self.pools[state], self._make()) for state in states}
+            {state: Pool(self.pools[state] - self.spare, self._make()) for state in states}
             for _ in range(self.L if self.scope == "layer" else 1)
         ]
         policies = [pool.policy for group in self._groups for pool in group.values()]
@@ -221,7 +260,7 @@ class Residency:
                 policy.follow(self._scores)
         #: of each group, tokens of the latest prompt by expert
         self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
-        self._phase = ""
+        self._phase, self.free = "", None
         self.begin_forward("prefill")
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
@@ -296,6 +335,26 @@ class Residency:
         self._leave(group, keep, before)
         return keep, evicted
 
+    def _admit(
+        self, layer: int, keys: list[ExpertKey], before: list[State], away: Set[int]
+    ) -> tuple[dict[ExpertKey, State], list[ExpertKey]]:
+        """As `_place`, in a token's pass: what comes stays while a slot is free."""
+        keep = dict.fromkeys(keys, State.MISSED)
+        for pool in self._pools[layer].values():  # one, of whole experts
+            for key, state in zip(keys, before):
+                keep[key] = State.FULL
+                pool.policy.touch(key, self._now)
+                if state is State.FULL:
+                    self._found.add(key)
+                elif self.free and key.expert not in away:
+                    self.free -= 1
+                    self._came.add(key)
+                    pool.keys[key] = None
+                else:
+                    keep[key] = State.MISSED
+                    pool.forget(key)
+        return keep, []
+
     def _leave(
         self, group: dict[State, Pool], keep: Mapping[ExpertKey, State], before: list[State]
     ) -> None:
@@ -332,6 +391,7 @@ class Residency:
         for key, state in zip(keys, before):
             if state is State.MISSED:
                 counters.misses += 1
+                counters.admissions += keep[key] is not State.MISSED
             else:
                 counters.hits[state] += 1
                 counters.evictions += keep[key] is State.MISSED

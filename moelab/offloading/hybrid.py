@@ -19,7 +19,10 @@ pass. What has not been measured counts as nothing, so it is tried; all is measu
 transfer is worth to later tokens, and prefetching.
 
 A GPU is driven alike: near events are "compute", copies "link", experts on the CPU "host", and `trip` is
-what it takes activations to get there and back (T_a)."""
+what it takes activations to get there and back (T_a). Where it runs a whole token alone, it cannot ask: so
+it is given beforehand how many of a layer's m misses it shall fetch (`Balance.shares`), by the same balance
+for what is left to decide then. What is there is computed there, all have one token, and nothing is computed
+before all has come (E_g' = E_g)."""
 
 from __future__ import annotations
 
@@ -53,7 +56,8 @@ class Rates(NamedTuple):
 
     link : of an expert's transfer, by bytes.
     near, far : of computing one, by its tokens.
-    trip : of a layer's activations to the far place and back, if it computes any.
+    trip : of a layer's activations to the far place and back, if it computes any; 0 where the events
+        of the far place contain it.
     """
 
     link: Linear = (0.0, 0.0)
@@ -109,19 +113,25 @@ class Balance:
 
     sizes : [L][E] of bytes that an expert's reads transfer.
     rates : to go by, one for each forward pass; by default what has been measured until then.
+    K : experts of a token, where a GPU runs whole tokens.
     """
 
     def __init__(
-        self, sizes: Sequence[Sequence[tuple[int, ...]]], rates: Iterable[Rates] | None = None
+        self,
+        sizes: Sequence[Sequence[tuple[int, ...]]],
+        rates: Iterable[Rates] | None = None,
+        K: int = 0,
     ) -> None:
-        self.sizes, self.rates = sizes, Rates()
+        self.sizes, self.rates, self.K = sizes, Rates(), K
+        self._mean = np.array([fmean(map(sum, of)) for of in sizes])
+        self._token: np.ndarray | None = None  # `shares` of a token's pass
         self._given = None if rates is None else iter(rates)
         self._forwards = 0
         #: layer → its experts that are computed near, and far
         self._placed: dict[int, tuple[list[Wanted], list[Wanted]]] = {}
 
-    def begin_forward(self) -> Rates:
-        """What decides in this forward pass."""
+    def begin_forward(self, token: bool = False) -> Rates:
+        """What decides in this forward pass; of a `token` that a GPU runs alone, `shares` does."""
         if self._given is not None:
             self.rates = next(self._given)
         if self._forwards % ANEW == 0:  # units → seconds
@@ -129,31 +139,55 @@ class Balance:
                 defaultdict(lambda: deque(maxlen=RECENT)) for _ in range(3)
             )
         self._forwards += 1
+        self._token = self.shares() if token else None
         return self.rates
+
+    def shares(self) -> np.ndarray:
+        """How many of a layer's m misses are fetched, the first by id; the others are computed where
+        they lie. int64 [L, K + 1], by m: of all numbers the one that ends first, of several the least
+        (Eq. 1 of GPU-NDP, in whole experts)."""
+        m, fetched = np.indices((self.K + 1, self.K + 1))
+        left = m - fetched
+        link, near, far = (
+            at(self.rates.link, self._mean)[:, None, None],
+            at(self.rates.near, 1),
+            at(self.rates.far, 1),
+        )
+        here = fetched * link + (self.K - left) * near
+        there = (left > 0) * self.rates.trip + left * far
+        return np.where(left >= 0, np.maximum(here, there), np.inf).argmin(axis=2)
 
     def away(self, layer: int, tokens: Mapping[int, int], there: Collection[int]) -> set[int]:
         """The experts of {expert: tokens} to compute where they lie; `there` are in near memory."""
         sizes = self.sizes[layer]
         wanted = [Wanted(e, n, 0 if e in there else sum(sizes[e])) for e, n in tokens.items()]
-        _, far = self._placed[layer] = split(wanted, self.rates)
+        if self._token is None:
+            _, far = self._placed[layer] = split(wanted, self.rates)
+        else:
+            order = sorted(wanted, key=lambda one: (one.nbytes > 0, one.expert))
+            misses = sum(one.nbytes > 0 for one in wanted)
+            near = len(order) - misses + int(self._token[layer, misses])
+            _, far = self._placed[layer] = order[:near], order[near:]
         return {one.expert for one in far}
 
     def end_forward(self, events: Iterable[Event]) -> None:
-        """What happened in the forward pass: the next one is decided by it, too."""
-        near: dict[int, float] = defaultdict(float)
+        """What happened in the forward pass: the next one is decided by it, too. An event without an
+        expert is of all that its resource did in the layer."""
+        took: dict[int, float] = defaultdict(float)
         for event in events:
-            took = event.end - event.start
+            seconds = event.end - event.start
+            near, far = self._placed.get(event.layer, ((), ()))
             if event.resource == "link":
-                self._link[event.bytes].append(took)
+                if came := event.expert >= 0 or sum(one.nbytes > 0 for one in near):
+                    self._link[event.bytes / came].append(seconds / came)
             elif event.resource == "host":
-                far = self._placed[event.layer][1]
-                tokens = sum(one.tokens for one in far if one.expert == event.expert)
-                self._far[tokens].append(took)
-            elif event.kind == "expert":
-                near[event.layer] += took
-        for layer, took in near.items():  # several at once are one event
+                if those := [one.tokens for one in far if event.expert in (one.expert, -1)]:
+                    self._far[fmean(those)].append(seconds / len(those))
+            elif event.kind == "expert" and near:
+                took[event.layer] += seconds
+        for layer, seconds in took.items():  # several at once are one event
             tokens = [one.tokens for one in self._placed[layer][0]]
-            self._near[fmean(tokens)].append(took / len(tokens))
+            self._near[fmean(tokens)].append(seconds / len(tokens))
         self.rates = Rates(line(self._link), line(self._near), line(self._far), self.rates.trip)
 
 

@@ -10,7 +10,7 @@ import re
 import resource
 import sys
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -25,7 +25,9 @@ from moelab.cache.residency import CacheCounters
 class Forward(NamedTuple):
     """One run of the whole model: when, over how many tokens (of all sequences together), prefill
     or decode; of the tokens, how many were drafts, and how many of these were right; seconds that all
-    threads of the process computed, and mJ by part of the chip, where that was measured."""
+    threads of the process computed, and mJ by part of the chip, where that was measured; what a GPU
+    ran as one graph, the whole token, a layer or nothing, and seconds a layer for which it had nothing
+    to do, as Python had not told it, where that was measured."""
 
     start: float
     end: float
@@ -35,6 +37,8 @@ class Forward(NamedTuple):
     right: int = 0
     cpu: float | None = None
     mj: dict[str, float] | None = None
+    path: str = "none"  # token | layer | none
+    python: float | None = None
 
     @property
     def kept(self) -> int:
@@ -60,12 +64,15 @@ class Metrics:
     prefill_tokens, decode_tokens : tokens that went in; without drafts that were wrong, as in
         all that is said of a token.
     read_bytes, read_bytes_per_token : all reads; those of decoding over its tokens.
+    link_bytes : all that went over a link.
+    paths : {path of `Forward`: tokens decoded}.
+    python_per_layer : seconds of a layer in decoding for which a GPU waited for Python, median.
     stall, stall_per_step : time in which compute waits; that of decoding, over the decode forwards.
     busy : {resource: seconds of anything but waiting}.
     overlap_efficiency : 1 − stall ÷ busy time of the disk, or the link: 1 when all reading hides behind work, 0 when
         none does, below 0 when compute waits for more than the disk (decompression).
-    hits, misses, evictions : requests for experts by the state they were found in ({"F":
-        …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F).
+    hits, misses, evictions, admissions, away : requests for experts by the state they were found in
+        ({"F": …}), and counts of `moelab.cache.residency.CacheCounters`; hit_rate : found whole (F).
     prefetched : counts and bytes of the experts read ahead, and what became of them.
     peak_rss_bytes : of the process, see `process`; None for a simulation.
     """
@@ -82,12 +89,17 @@ class Metrics:
     busy: dict[str, float]
     overlap_efficiency: float | None
     ttft_split: dict[str, float] | None = None
+    link_bytes: int = 0
+    paths: dict[str, int] | None = None
+    python_per_layer: float | None = None
     launches: int | None = None
     cpu_seconds: float | None = None
     energy: dict[str, float] | None = None
     hits: dict[str, int] | None = None
     misses: int | None = None
     evictions: int | None = None
+    admissions: int | None = None
+    away: int | None = None
     hit_rate: float | None = None
     prefetched: dict[str, int] | None = None
     peak_rss_bytes: int | None = None
@@ -150,18 +162,19 @@ def metrics(
     return Metrics(
         ttft=median(prefill) if prefill else None,
         launches=launches or None,
-        tpot=_per_token([one for one in forwards if one.phase == "decode"]),
         throughput=_ratio(tokens["decode"], decoding),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
         read_bytes=int(sum(read.values())),
         read_bytes_per_token=_ratio(read["decode"], tokens["decode"]),
+        link_bytes=sum(event.bytes for event in events if event.resource == "link"),
         stall=waited,
         stall_per_step=_ratio(stall["decode"], len(decode)),
         busy=dict(sorted(busy.items())),
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
         **_of_prefills([*zip(forwards, split)]),
+        **_of_decoding([one for one in forwards if one.phase == "decode"]),
         **_of_cache(counters),
         **process,
     )
@@ -190,11 +203,20 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float] | None:
     return {name: median(row.get(name, 0.0) for row in rows) for name in names} or None
 
 
-def _per_token(decode: list[Forward]) -> float | None:
+def _of_decoding(decode: list[Forward]) -> dict[str, Any]:
     took = [one.end - one.start for one in decode]
+    tpot = median(took) if took else None
     if any(one.drafts for one in decode):
-        return sum(took) / sum(1 + one.right for one in decode)
-    return median(took) if took else None
+        tpot = sum(took) / sum(1 + one.right for one in decode)
+    paths: Counter[str] = Counter()
+    for one in decode:
+        paths[one.path] += one.kept
+    python = [one.python for one in decode if one.python is not None]
+    return {
+        "tpot": tpot,
+        "paths": dict(paths) or None,
+        "python_per_layer": median(python) if python else None,
+    }
 
 
 def process() -> dict[str, int | None]:

@@ -41,6 +41,7 @@ class EngineSettings:
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
     device : where experts are computed.
+    spare : slots of the pool that are free when a GPU begins a token alone.
     """
 
     spec: MoESpec
@@ -54,6 +55,7 @@ class EngineSettings:
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+    spare: int = 0
 
     @property
     def mean_bytes(self) -> tuple[float, float]:

@@ -37,24 +37,27 @@ class StepController:
     balance: Balance | None = None
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
-    def begin_forward(self, phase: str) -> list[Step]:
-        """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it."""
+    def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
+        """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it. Of a
+        `token` that a GPU runs alone, the steps are decided when it is over, by the rule that the GPU
+        has followed."""
         self.announced = None
         self.gate.begin_forward(phase)
         if self.balance is not None:
-            rates = self.balance.begin_forward()
+            rates = self.balance.begin_forward(token)
             if self.log is not None:
                 self.log.rating = rates
-        return self.residency.begin_forward(phase)
+        return self.residency.begin_forward(phase, token)
 
-    def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> None:
+    def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> list[ExpertKey]:
         """It took so long (None: not to be compared with others, as it had drafts), of these events:
-        what it has prefetched and not used is given up."""
+        what it has prefetched and not used is given up. Returns who leaves after a token's pass."""
         self.queue.drop_prefetched()
         if self.balance is not None:
             self.balance.end_forward(events)
         if seconds is not None:
             self.gate.end_forward(seconds)
+        return self.residency.end_forward()
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
         """A layer to come will probably choose these experts, the likeliest first; `load` of the

@@ -103,11 +103,13 @@ class Machine:
 
     workers : threads that decode.
     other, head : before each layer's experts, and after the last layer's: (base, per token).
-    decide : about a layer's step: (base, per expert that must be loaded).
+    decide : about a layer's step: (base, per expert that must be loaded); nothing where a GPU runs
+        whole tokens alone.
     handover : until threads have woken up, between an expert's last read and its computation, if
         that waits for it.
     predict : of a prediction of a layer's experts.
     far : of an expert that is computed where it lies: (base, per token).
+    trip : of a layer's activations there and back.
     """
 
     delays: Delays
@@ -118,6 +120,7 @@ class Machine:
     handover: Seconds = 0.0
     predict: Seconds = 0.0
     far: Linear = (0.0, 0.0)
+    trip: Seconds = 0.0
 
 
 @dataclass(frozen=True)
@@ -247,4 +250,4 @@ def delays_in_place(
         e_bytes=round(stored),
     )
     dense = dense_bytes / spec.L  # of a layer: read, then multiplied
-    return delays, (dense / rates.memory + rates.layer + rates.step, dense / rates.flops)
+    return delays, (dense / rates.memory + rates.layer, dense / rates.flops)

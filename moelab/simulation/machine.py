@@ -24,7 +24,8 @@ class SimulatedMachine:
     Workers take tensors or shards of them, as the engine's do; here all are of equal size. Compute runs the experts
     that are FULL in ascending order, or in one go where `Delays.together` says so, then the others
     as they are loaded. Time passes in `run` and `spend` only, and what is under way goes on from
-    layer to layer. An expert that compute waits for comes `Machine.handover` later.
+    layer to layer. An expert that compute waits for comes `Machine.handover` later. A GPU that runs a
+    token `alone` computes a layer's experts in one go when all are there.
 
     slots : of each kind.
     resident : (key, state) of what is in memory.
@@ -72,6 +73,8 @@ class SimulatedMachine:
         self._layer, self._left = -1, 0  # _left: for compute to do
         self._requests: dict[ExpertKey, Request] = {}
         self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
+        self.alone = False
+        self._lacking = 0  # experts of the step that are not there
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
@@ -91,7 +94,7 @@ class SimulatedMachine:
         self._layer = step.layer
         self._left = len(step.requests) + len(step.away)
         base, each = self.machine.far
-        start = self.now
+        start = self.now + self.machine.trip
         for request in step.away:
             end = start + base + each * request.tokens
             aside = Event("host", "expert", *request.key, start, end)
@@ -99,7 +102,11 @@ class SimulatedMachine:
             start = end
         self._requests = {request.key: request for request in step.requests}
         there = [request.key for request in step.requests if request.state is State.FULL]
-        self._ready.extend([there] if there and self.delays.together else [[key] for key in there])
+        self._lacking = len(step.requests) - len(there)
+        if self.alone and self._lacking:
+            return
+        at_once = there and (self.alone or self.delays.together)
+        self._ready.extend([there] if at_once else [[key] for key in there])
 
     def load(self, step: Step) -> None:
         """Experts come that nothing is computed with yet."""
@@ -111,7 +118,11 @@ class SimulatedMachine:
 
     def ready(self, key: ExpertKey) -> None:
         """An expert of the step is loaded."""
-        self._ready.append([key])
+        self._lacking -= 1
+        if not self.alone:
+            self._ready.append([key])
+        elif not self._lacking:
+            self._ready.append([*self._requests])
 
     def run(self) -> None:
         """Go on until compute has nothing left to do."""
@@ -162,7 +173,7 @@ class SimulatedMachine:
     def _compute_experts(self, keys: list[ExpertKey]) -> None:
         start = self.now
         if start > self._computed_until:
-            start += self.machine.handover
+            start += 0.0 if self.alone else self.machine.handover
             self._wait(start)
         only = keys[0].expert if len(keys) == 1 else -1
         end = start + self.delays.at_once([self._requests[key] for key in keys])

@@ -32,6 +32,8 @@ from moelab.simulation.machine import SimulatedMachine
 from moelab.simulation.traced import as_opened, run_of
 from moelab.trace import RoutingTrace
 
+#: what is measured of a `Forward`
+NOT_SIMULATED = {"cpu": None, "mj": None, "python": None}
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
 #: for each forward, (layer, experts announced for it) of the layers that there are predictions for
@@ -90,50 +92,53 @@ def simulate(
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
     steps : of each forward, the (layer, {expert: tokens}) of its layers.
-    forwards : (tokens, phase) of each; of one that verifies drafts also these and how many are right.
+    forwards : of each, what a `Forward` has from its tokens on: (tokens, phase, drafts, right …). One
+        whose path is "token" is a GPU's that asks nobody: it fetches what is missing, by ascending id,
+        then computes all that a layer has there, while the CPU computes its share.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
     staging : loads in flight beyond what is kept (None: any number).
     order : of a step's reads and decoding; by default the engine's.
     prefetching : None reads nothing ahead.
-    balance : says which experts are computed where they lie; None: none are, and what is read comes
-        from a disk, not over a link.
+    balance : says which experts are computed where they lie; None: none are.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
     prefetching = prefetching or Prefetching([()] * len(steps), 0)
+    passes = [Forward(0.0, 0.0, *forward) for forward in forwards]
+    alone = any(one.path == "token" for one in passes)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
     most = residency.E + prefetching.ahead + 1  # a layer's demand at most
     simulated = SimulatedMachine(
         machine,
-        slot_counts(residency.pools, copies, staging or most),
+        slot_counts(residency.pools, copies, most if alone else staging or most),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
-        source="link" if balance is not None else "disk",
+        source="link" if balance is not None or alone else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
-    passes = zip(steps, forwards, prefetching.predictions, strict=True)
-    for step, forward, predicted in passes:
-        tokens, phase, *drafts = forward[:4]  # what else was measured of it is not simulated
+    for step, one, predicted in zip(steps, passes, prefetching.predictions, strict=True):
         told = len(simulated.events)
-        for before in controller.begin_forward(phase):
+        simulated.alone = one.path == "token"
+        for before in controller.begin_forward(one.phase, simulated.alone):
             simulated.load(before)
             controller.load(before, simulated.loaded)
             simulated.run()
         begun = simulated.now
-        _forward(simulated, controller, step, tokens, dict(predicted), prefetching.distance)
-        took = None if any(drafts) else simulated.now - begun
-        controller.end_forward(took, simulated.events[told:])
-        done.append(Forward(begun, simulated.now, tokens, phase, *drafts))
+        _layers(simulated, controller, step, one.tokens, dict(predicted), prefetching.distance)
+        took = None if one.drafts else simulated.now - begun
+        if evicted := controller.end_forward(took, simulated.events[told:]):
+            simulated.queue.begin(-1, [], evicted, simulated.loaded)
+        done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
 
 
-def _forward(
+def _layers(
     simulated: SimulatedMachine,
     controller: StepController,
     step: Sequence[tuple[int, Mapping[int, int]]],
@@ -150,7 +155,8 @@ def _forward(
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
         decided = controller.decide(layer, experts)
-        simulated.spend(layer, machine.decide[0] + machine.decide[1] * len(decided.loads))
+        if not simulated.alone:
+            simulated.spend(layer, machine.decide[0] + machine.decide[1] * len(decided.loads))
         simulated.begin(decided)
         controller.load(decided, simulated.ready)
         simulated.run()
@@ -182,7 +188,7 @@ def replay(
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card
     without the figures that are needed, a run whose policy is an instance, a trace of experts whose
     sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
-    GPU."""
+    GPU, unless that ran whole tokens alone."""
     if isinstance(run, RoutingTrace):
         run = run_of(run, memory, pools=pools)
     elif memory is not None:
@@ -201,12 +207,11 @@ def replay(
         )
     if policy == "belady":
         policy = Belady(flat(run.steps))
-    residency = as_opened(replace(settings, pools=pools or settings.pools, policy=policy))
+    kept = pools or settings.pools
+    spare = min(settings.spare, kept.F)
+    residency = as_opened(replace(settings, pools=kept, policy=policy, spare=spare))
     machine = machine_of(run, device, reads=not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
-    rates = run.rates
-    if device is not None and any(rates):
-        rates = repeat(_beside(_card(device), run))
     return simulate(
         run.steps,
         [forward[2:] for forward in run.forwards],
@@ -215,8 +220,16 @@ def replay(
         staging=settings.staging,
         order=ordered(scheduler or settings.scheduler, machine),
         prefetching=Prefetching(run.predictions, settings.ahead),
-        balance=Balance(settings.experts_bytes, rates) if any(run.rates) else None,
+        balance=_balance(run, device),
     )
+
+
+def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance | None:
+    """What decided in a run, or would on a card."""
+    if not any(run.rates):
+        return None
+    rates = run.rates if device is None else repeat(_beside(_card(device), run))
+    return Balance(run.settings.experts_bytes, rates, run.settings.spec.K)
 
 
 def ordered(scheduler: Any, machine: Machine) -> Callable[[Sequence[Any]], Order]:
@@ -239,11 +252,12 @@ def machine_of(
     if device is not None:
         return _on_device(_card(device), run)
     where = run.settings.device if run.settings.experts_bytes else "a model in memory"
-    if where != "cpu" or not len(run.timeline):
+    alone = any(forward.path == "token" for forward in run.forwards)  # which has told its own times
+    if (where != "cpu" and not alone) or not len(run.timeline):
         raise ValueError(
-            f"no delay is known of a run of {where} with {len(run.timeline)} events, and only a CPU's "
-            'delays are measured: give device=, one of moelab.names("device") or a card of your own, or '
-            "record a run of open_model(…, memory=…)"
+            f"no delay is known of a run of {where} with {len(run.timeline)} events, and only the delays "
+            "of a CPU, and of a GPU's whole tokens, are measured: give device=, one of "
+            'moelab.names("device") or a card of your own, or record a run of open_model(…, memory=…)'
         )
     return fitted(run, reads)
 
@@ -264,8 +278,16 @@ def _on_device(device: DeviceSpec, run: EngineRun) -> Machine:
             device, spec, stored, spec.expert_bytes, settings.dense_bytes
         )
     delays = replace(delays, experts_bytes=settings.experts_bytes)
-    far = _beside(device, run).far if any(run.rates) else (0.0, 0.0)
-    return Machine(delays, other=other, far=far)
+    rates = MachineRates.of(device)
+    beside = _beside(device, run) if any(run.rates) else Rates()
+    return Machine(
+        delays,
+        other=other,
+        head=(rates.launch, 0.0),
+        decide=(rates.step, 0.0),
+        far=beside.far,
+        trip=beside.trip,
+    )
 
 
 def _beside(device: DeviceSpec, run: EngineRun) -> Rates:

@@ -139,7 +139,8 @@ def as_opened(settings: EngineSettings) -> Residency:
     """The cache of an engine before its first token: empty or, where all experts fit, full."""
     spec = settings.spec
     policy = deepcopy(settings.policy)
-    residency = Residency(spec.L, spec.E, settings.pools, policy, settings.scope)
+    how = {"scope": settings.scope, "spare": settings.spare}
+    residency = Residency(spec.L, spec.E, settings.pools, policy, **how)
     residency.fill()
     return residency
 

@@ -133,6 +133,76 @@ def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope)
             assert all(by_rank.index(key) < by_rank.index(victim) for key in stayed)
 
 
+TOKENS_IDS = st.lists(
+    st.lists(st.sets(st.integers(0, E - 1), min_size=2, max_size=2), min_size=L, max_size=L),
+    max_size=20,
+)
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@given(TOKENS_IDS, st.integers(1, L * E - 1), st.integers(1, 5), st.integers(0, 2))
+@settings(max_examples=15, deadline=None)
+def test_a_token_is_admitted_as_a_gpu_does_it(policy, tokens, slots, spare, share):
+    """Against a table, a list of free slots and a counter: the first `share` misses of a layer are
+    fetched, and stay while a slot is free."""
+    spare = min(spare, slots)
+    steps = [(layer, dict.fromkeys(of, 1)) for token in tokens for layer, of in enumerate(token)]
+    residency = Residency(
+        L, E, Pools(F=slots), Belady(steps) if policy == "belady" else policy, spare=spare
+    )
+    table, free = {}, [*range(slots)]
+    for token in tokens:
+        residency.begin_forward("decode", token=True)
+        given = free[:spare]
+        assert residency.free == len(given)
+        found, came = set(), {}
+        for layer, ids in enumerate(token):
+            misses = [e for e in sorted(ids) if (layer, e) not in table]
+            step = residency.begin(layer, dict.fromkeys(ids, 1), {*misses[share:]})
+            assert step.evicted == [] and [r.key.expert for r in step.away] == misses[share:]
+            for request in step.requests:
+                key = request.key
+                if key.expert not in misses:
+                    assert (request.state, request.keep) == (State.FULL, State.FULL)
+                    found.add(key)
+                    continue
+                if given:
+                    came[key] = given.pop(0)
+                kept = State.FULL if key in came else State.MISSED
+                assert (request.state, request.keep) == (State.MISSED, kept)
+            assert all(r.state is r.keep is State.MISSED for r in step.away)
+        table |= came
+        evicted = residency.end_forward()
+        others = table.keys() - found - came.keys()
+        selective = policy in ("zipmoe", "next-use", "prompt", "belady")
+        for key in evicted:
+            assert key in others or not others or (selective and key in came)
+            others.discard(key)
+            del table[key]
+        assert len(evicted) == max(0, len(table) + len(evicted) - slots + spare)
+        free = [n for n in range(slots) if n not in table.values()]
+        assert {*residency.resident(State.FULL)} == table.keys()
+    counters = residency.counters
+    assert counters.requests == sum(len(of) for _, of in steps)
+    assert counters.admissions - counters.evictions == len(table)
+
+
+def test_a_prompt_leaves_the_spare_slots_free_and_a_cut_off_token_gives_them_back():
+    residency = Residency(1, 9, Pools(F=4), "lru", spare=2)
+    residency.begin_forward("prefill")
+    evicted = residency.begin(0, dict.fromkeys(range(5), 1)).evicted
+    assert evicted == [] and len(residency) == 2 and residency.end_forward() == []
+    residency.begin_forward("decode", token=True)
+    residency.begin(0, {7: 1, 8: 1, 6: 1})
+    assert residency.free == 0 and len(residency) == 4
+    residency.begin_forward("decode", token=True)  # nobody has ended the one before
+    assert residency.free == 0
+    residency.begin(0, {5: 1})
+    assert len(residency.end_forward()) == 2 and len(residency) == 2
+    residency.begin_forward("prefill")
+    assert residency.free is None
+
+
 def test_reset_and_clear():
     residency = Residency(1, 4, Pools(F=1))
     for expert in (0, 1, 0):
@@ -154,6 +224,9 @@ def test_reset_and_clear():
         (lambda: Residency(2, 4, Pools(F=1), "mru"), "there is no cache 'mru'"),
         (lambda: Residency(2, 4, Pools(F=1), scope="expert"), "whole 'model' or of each 'layer'"),
         (lambda: Residency(2, 4, Pools(F=1), margin=-1), "margin is -1"),
+        (lambda: Residency(2, 4, Pools(F=1), spare=2), "2 spare slots of .* at most as many"),
+        (lambda: Residency(2, 4, Pools(F=1, C=1), spare=1), "1 spare slots of .*one pool F"),
+        (lambda: Residency(2, 4, Pools(F=2), scope="layer", spare=1), "spare slots of .*'layer'"),
         (lambda: Pools(S=-2), "pool S holds -2"),
         (lambda: Residency(2, 4, Pools(F=1)).begin(2, {0: 1}), "of 2 layers with 4 experts"),
         (lambda: Residency(2, 4, Pools(F=1)).begin(0, {4: 1}), "of 2 layers with 4 experts"),

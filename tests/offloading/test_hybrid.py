@@ -4,6 +4,7 @@ decisions by the engine's threads and the simulator's clock."""
 from collections import Counter
 from itertools import combinations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -89,6 +90,60 @@ def test_eq_1_and_3_within_an_expert(T_w, T_g, T_n, T_a, K):
     assert abs(len(here) - of_paper(T_w, T_g, T_n, T_a, K, N=1)) <= 1
     here, _ = split([Wanted(e, 1, 0) for e in range(K)], of)
     assert abs(len(here) - most_on_gpu(T_g, T_n, T_a, K, N=1)) <= 1
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    *[st.integers(0, 9)] * 6,
+    st.integers(1, 6),
+)
+@settings(max_examples=100, deadline=None)
+def test_shares_end_first_of_all_numbers(sizes, base, each, near, far, per_token, trip, K):
+    """Whole numbers, so that ties are ties: all are fetched, then all is computed (Eq. 1)."""
+    of = Rates((base, each), (near, 0), (far, per_token), trip)
+    balance = Balance([[(n, n)] * 2 for n in sizes], iter([of]), K)
+    balance.begin_forward(token=True)
+    shares = balance.shares()
+    assert shares.shape == (len(sizes), K + 1) and shares.dtype == np.int64
+    for layer, n in enumerate(sizes):
+        link = base + each * 2 * n
+        for m in range(K + 1):
+
+            def seconds(fetched, m=m, link=link):
+                away = m - fetched
+                here = fetched * link + (K - away) * near
+                return max(here, bool(away) * trip + away * (far + per_token))
+
+            share = int(shares[layer, m])
+            assert share == min(range(m + 1), key=seconds)
+            hits, misses = range(m, K), range(m)
+            if not near:  # nothing to hide behind transfers: the split of any step
+                of_all = [Wanted(e, 1, 2 * n * (e < m)) for e in range(K)]
+                assert seconds(share) == took(*split(of_all, of), of)
+            far_ones = balance_away(balance, layer, [*misses], [*hits])
+            assert far_ones == {*range(share, m)}
+
+
+def balance_away(balance, layer, misses, hits):
+    balance.sizes = [[of[0]] * (len(misses) + len(hits) + 1) for of in balance.sizes]
+    return balance.away(layer, dict.fromkeys([*misses, *hits][::-1], 1), {*hits})
+
+
+def test_of_several_at_once_each_counts():
+    """What a GPU tells of a layer: one event of all that was fetched, one of all computed."""
+    balance = Balance([[(BYTES, 0)] * 6], [Rates((3, 0), (1, 0), (5, 0))], K=4)
+    balance.begin_forward(token=True)
+    assert balance.away(0, dict.fromkeys([5, 3, 1, 0], 1), {0}) == {5}
+    balance.end_forward(
+        [
+            Event("link", "read", 0, -1, 0, 8, 2 * BYTES),
+            Event("compute", "expert", 0, -1, 8, 14),
+            Event("host", "expert", 0, -1, 0, 7),
+            Event("link", "read", -1, -1, 0, 99, BYTES),  # of no layer
+            Event("compute", "wait", 0, -1, 14, 20),
+        ]
+    )
+    assert balance.rates == Rates((4, 0), (2, 0), (7, 0))
 
 
 def test_what_was_measured_decides_and_is_forgotten():

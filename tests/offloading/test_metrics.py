@@ -38,6 +38,22 @@ def test_a_run_by_hand():
     assert found.hits == {"F": 6, "C": 3} and found.evictions == 2 and found.hit_rate == 0.5
 
 
+def test_what_a_gpu_ran_by_hand():
+    """Prompts count for nothing here; a median of two is their mean."""
+    passes = [
+        (0.0, 1.0, 9, "prefill", 0, 0, None, None, "layer", 9.0),
+        (1.0, 2.0, 1, "decode", 0, 0, None, None, "token", 1e-5),
+        (2.0, 3.0, 3, "decode", 2, 1, None, None, "layer", 3e-5),
+        (3.0, 4.0, 1, "decode", 0, 0, None, None, "token"),
+    ]
+    events = [Event("link", "read", 0, 1, 1.0, 1.5, 70), Event("link", "back", 0, 2, 1.5, 2.0, 7)]
+    found = metrics([*events, *EVENTS], passes, CacheCounters(admissions=4, away=3))
+    assert found.paths == {"token": 2, "layer": 2} and found.link_bytes == 77
+    assert found.python_per_layer == pytest.approx(2e-5)
+    assert (found.admissions, found.away) == (4, 3)
+    assert metrics([], []).paths is None
+
+
 def test_nothing_happened():
     found = metrics([], [], CacheCounters())
     assert found.ttft is found.tpot is found.overlap_efficiency is found.throughput is None
