@@ -183,6 +183,11 @@ class OpenOptions(Offloading):
         return self.speculate not in NONE
 
     @cached_property
+    def popular(self) -> torch.Tensor | None:
+        given = self.parts.get("trace")
+        return None if given is None else given.counts()
+
+    @cached_property
     def parts(self) -> dict[str, Any]:
         """What predictors are made of, files read, as far as it is given."""
         return parts_of(self.estimator, self.vectors, self.calibration)

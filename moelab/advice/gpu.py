@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import comb
 
-from moelab.advice.model import AS_IS, FORMS
+from moelab.advice.model import AS_IS, LOSSLESS
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
@@ -23,8 +23,8 @@ from moelab.offloading.budget import RESERVE
 from moelab.offloading.hybrid import Wanted, far_seconds, near_seconds, split
 from moelab.simulation.costs import MachineRates
 
-#: forms that a GPU multiplies as they are stored; others would be sent and kept in 16 bits
-AS_STORED = (AS_IS, "bf12")
+#: bytes that an expert takes in pinned memory beyond its own at most
+PAGE = 8192
 #: threads of the CPU that compute experts; 0: none do beside a GPU
 THREADS = 0
 
@@ -46,20 +46,18 @@ class OnGpu(Question):
     def staging(self) -> int:
         return 2 * self.model.spec.K
 
-    def forms(self) -> list[str]:
-        """How experts may be stored that a GPU multiplies as they are stored."""
-        if self.model.stored in FORMS and self.model.stored not in AS_STORED:
-            return []
-        return [form for form in self.model.forms() if form in AS_STORED]
-
     def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
-        """As of `Question`, with what the CPU's memory must hold."""
-        if (way := super().way(form, expert, loss)) is None:
-            return None
-        pinned = 0 if way.resident else way.experts
+        """As of `Question`, with what the CPU's memory must hold: what is not on the GPU, and a few
+        more that are exchanged (`moelab.offloading.offload.host_slots`)."""
+        if (way := super().way(form, expert, loss)) is None or way.resident:
+            return way and replace(way, device="cuda")
+        spec = self.model.spec
+        away = spec.L * spec.E - max(way.budget // expert - self.staging, 0)
+        pinned = (away + max(1, min(2 * spec.K, away // 50))) * (expert + PAGE)
         if pinned > self.host - RESERVE:
             return None
-        return replace(way, device="cuda", pinned=pinned, hybrid=0 if way.resident else THREADS)
+        ttft = self._prompt(expert, away / (spec.L * spec.E))
+        return replace(way, device="cuda", pinned=pinned, hybrid=THREADS, ttft=ttft)
 
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         spec = self.model.spec
@@ -87,9 +85,9 @@ class OnGpu(Question):
         near, far = split(every, beside) if THREADS else (every, [])
         return max(near_seconds(near, beside), far_seconds(far, beside))
 
-    def _prompt(self, expert: int, resident: bool) -> float:
+    def _prompt(self, expert: int, missing: float) -> float:
         spec, rates = self.model.spec, MachineRates.of(self.device)
-        return super()._prompt(expert, resident) + spec.L * (rates.layer + rates.step)
+        return super()._prompt(expert, missing) + spec.L * (rates.layer + rates.step)
 
     def require_possible(self) -> None:
         """ValueError: more memory than the GPU has."""
@@ -104,20 +102,16 @@ class OnGpu(Question):
 
     def refusal(self) -> ValueError:
         """The error where no form fits both memories within the loss: what would."""
-        spec, forms = self.model.spec, self.forms()
-        if not forms:
-            return ValueError(
-                f"{spec.name} is stored as {self.model.stored}, which a GPU would get in 16 bits: "
-                "nothing is advised for it"
-            )
+        spec = self.model.spec
+        forms = [of for of in self.model.forms() if of in LOSSLESS or self.loss]
         least = min(forms, key=self.model.expert_bytes)
         expert = self.model.expert_bytes(least)
         few = self.fixed + (self.staging + spec.K) * expert
-        pinned = spec.L * spec.E * expert
+        every = spec.L * spec.E * expert
         name = "as they are" if least == AS_IS else f"as {least}"
         return ValueError(
             f"{spec.name} does not fit {size(self.memory)} of the GPU's memory and {size(self.host)} "
-            f"of the CPU's{self.allowed}. With experts {name}, give the GPU "
-            f"{size(self.fixed + pinned)} for all of them, or at least {size(few)} (--memory), and "
-            f"the CPU {size(pinned + RESERVE)} (--host)"
+            f"of the CPU's{self.allowed}. With experts {name}, {size(every)}, the GPU needs at least "
+            f"{size(few)} (--memory), {size(self.fixed + every)} for all of them, and the CPU "
+            f"{size(RESERVE)} and what is not on the GPU (--host)"
         )

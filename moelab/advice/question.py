@@ -86,7 +86,7 @@ class Question:
             count * expert,
             budget,
             self.fixed + budget,
-            ttft=self._prompt(expert, budget == count * expert),
+            ttft=self._prompt(expert, float(budget < count * expert)),
             written=written,
         )
 
@@ -127,9 +127,9 @@ class Question:
         limit = max(parts, key=parts.get)
         return (self.model.dense + self.kv) / rates.memory + parts[limit], limit
 
-    def _prompt(self, expert: int, resident: bool) -> float:
-        """Seconds of the first prompt: all its experts are read once, from the disk unless all are
-        in memory, and multiplied; the head sees its last token only."""
+    def _prompt(self, expert: int, missing: float) -> float:
+        """Seconds of the first prompt: all its experts are read once, such a share of them from
+        where they are if not in memory, and multiplied; the head sees its last token only."""
         spec, rates = self.model.spec, MachineRates.of(self.device)
         tokens = self.context * self.batch
         layers = self.model.dense / 2 - spec.vocab * spec.H
@@ -137,7 +137,7 @@ class Question:
         experts = spec.L * min(tokens * spec.K, spec.E) * expert
         return max(
             (self.model.dense + experts) / rates.memory,
-            (not resident) * experts / rates.read,
+            missing * experts / rates.read,
             2 * tokens * weights / rates.flops,
         )
 

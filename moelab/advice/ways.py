@@ -91,7 +91,9 @@ class Way:
         if self.device == "cpu":
             return {}
         shared = {"hybrid": self.hybrid} if self.hybrid else {}
-        return {"device": self.device} | ({"mode": "pinned"} | shared if self.pinned else {})
+        return {"device": self.device} | (
+            {"host": f"{self.pinned // 10**6 + 1}MB"} | shared if self.pinned else {}
+        )
 
     @property
     def name(self) -> str:

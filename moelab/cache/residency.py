@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -238,11 +238,21 @@ class Residency:
         counts = {self._keys[layer][expert]: n for expert, n in tokens.items()}
         self._prompts[layer % len(self._prompts)].update(counts)
 
-    def fill(self) -> None:
-        """Mark every expert as FULL if there is room for all of them, as an engine opens them."""
-        if self.holds_all:
-            for key in (key for keys in self._keys for key in keys):
-                self._pools[key.layer][State.FULL].keys[key] = None
+    def fill(self, order: Iterable[ExpertKey] = ()) -> list[ExpertKey]:
+        """Mark as FULL what an engine opens with: every expert if there is room for all of them, else
+        of an order, the most wanted first, those that there is room for. Returns them."""
+        found = []
+        for key in chain(*self._keys) if self.holds_all else order:
+            pool = self._pools[key.layer].get(State.FULL)
+            if pool is not None and len(pool.keys) < pool.size:
+                pool.keys[key] = None
+                found.append(key)
+        if not self.holds_all:  # as if each layer had chosen them once
+            for layer in range(self.L):
+                for key in (key for key in reversed(found) if key.layer == layer):
+                    self._pools[layer][State.FULL].policy.touch(key, self._now)
+                self._now += 1
+        return found
 
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token

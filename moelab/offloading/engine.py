@@ -258,9 +258,6 @@ class Engine:
         """Release experts that have been computed since `start`, and report it; several at once are
         one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
-            if self._link is not None:
-                held = self.loader.queue.held
-                self._link.leave(held[request.key]["full"] for request in leaving)
             with self.loader.changing() as queue:
                 queue.computed(leaving)
         self._report(requests, start, clock())

@@ -21,14 +21,14 @@ from torch import Tensor
 from moelab.base.registry import make
 from moelab.base.specs import Event
 from moelab.models.experts import SeamExperts, assignments, execute
-from moelab.offloading.link import PinnedReader
 from moelab.offloading.threads import alone
+from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
 
 
-class Host(PinnedReader):
+class Host(HostPool):
     """All experts of a store, which can be computed with where they lie, in place of being read.
 
     threads : that compute.    bandwidth : bytes a second at which experts are read from here.
@@ -40,6 +40,7 @@ class Host(PinnedReader):
         self.threads = threads
         self.executor = make("executor", "fast")
         super().__init__(store, torch.device("cpu"), **options)
+        self.hold(experts_of(store))
         self.bandwidth = bandwidth
 
     def forked(self) -> None:
@@ -57,7 +58,7 @@ class Host(PinnedReader):
         self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
     ) -> list[Chunks]:
         """As of `Reader`, of whole experts."""
-        if (layer, expert) not in self._held:
+        if (layer, expert) not in self.slots:
             return super().read_parts(layer, expert, parts)
         start = time.perf_counter()
         chunks = self._chunks(layer, expert, "both", parts["both"])

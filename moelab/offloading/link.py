@@ -1,41 +1,44 @@
-"""The link to a GPU: experts are copied from pinned memory into slots of its memory while it
+"""The link to a GPU: experts are copied between the CPU's memory and slots of its memory while it
 computes.
 
-Source: Speculating Experts §5.1 (all experts in pinned memory, copied beside the compute stream);
-ZipMoE §3.3, §4. A copy waits for one thing only: that what was computed with the expert that has
-left its slot is done. Threads that read or decode copy on streams of their own and wait for it.
-From pinned memory the thread that computes sends experts by itself, as that takes less than to wake
-another, and only the GPU waits."""
+Source: Speculating Experts §5.1 (experts in pinned memory, copied beside the compute stream);
+ZipMoE §3.3, §4. One stream brings experts, one takes them back, as a link carries both ways at
+once; threads that read or decode copy on streams of their own and wait for it. From pinned memory
+the thread that computes sends experts by itself, as that takes less than to wake another, and only
+the GPU waits.
+
+No byte of a slot is overwritten while something reads it, and nothing reads one that is not there
+yet. Whatever writes into a slot waits for the event of what was last done with the expert that has
+left it (`leave`: computing, and where its bytes are taken back, that copy, which has itself waited
+for the computing), and for a copy that was sent there and not waited for. Whatever reads a slot
+waits for the copy that was sent there (`arrive`); it was enqueued by who then computes, or takes
+back, in the same thread or under the same lock. Copies on one stream keep their order."""
 
 from __future__ import annotations
 
-import os
 import threading
 import time
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
 
-from moelab.base.progress import progress
-from moelab.store.layout import ExpertStore, run
-from moelab.store.reader import Chunks, Reader, aligned_buffer
+from moelab.store.reader import aligned_buffer
 
 
 class Link:
-    """Copies to one GPU."""
+    """Copies to one GPU and back."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._mine = threading.local()
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # slot → what the compute stream does last with an expert that leaves it
+        self._there, self._back = self.new_stream(), self.new_stream()
+        # slot → what is done last with an expert that leaves it
         self._left: dict[int, Any] = {}
         # slot → (number, end) of what was sent there and has not been used
         self._coming: dict[int, tuple[int, Any]] = {}
@@ -44,43 +47,73 @@ class Link:
         self._number = 0
         self._until = 0.0  # when the last copy that has landed was there
 
+    # what a GPU does
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def now(self) -> Any:
+        """The stream that this thread computes on."""
+        return torch.cuda.current_stream(self.device)
+
+    def on(self, stream: Any) -> Any:
+        return torch.cuda.stream(stream)
+
+    def copy(self, stream: Any, source: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
+        """(begin, end) of a copy behind what the stream has to do."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        with torch.cuda.stream(stream):
+            begin.record(stream)
+            out.copy_(source, non_blocking=True)
+            end.record(stream)
+        return begin, end
+
+    # copies
+
     @contextmanager
     def into(self, slot: int) -> Iterator[None]:
         """What a thread tells the GPU within the block, to fill a slot, runs beside what is
         computed; waits for it."""
         if not hasattr(self._mine, "stream"):
-            self._mine.stream = torch.cuda.Stream(self.device)
-        stream = self._mine.stream
-        left = self._left.get(slot)
-        with torch.cuda.stream(stream):
-            if left is not None:
-                stream.wait_event(left)
+            self._mine.stream = self.new_stream()
+        self._write(self._mine.stream, slot)
+        with self.on(self._mine.stream):
             yield
-        stream.synchronize()
+        self._mine.stream.synchronize()
 
-    def send(self, copies: Iterable[tuple[Any, torch.Tensor, int, torch.Tensor]]) -> None:
-        """Copy (what, pinned memory, slot, memory in it) one after the other, behind what was sent
-        before; returns at once, see `arrive`."""
-        with torch.cuda.stream(self._stream):
-            waited = None
-            for what, source, slot, out in copies:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                if (left := self._left.get(slot)) is not None and left is not waited:
-                    self._stream.wait_event(left)
-                    waited = left
-                begin.record(self._stream)
-                out.copy_(source, non_blocking=True)
-                end.record(self._stream)
-                self._number += 1
-                self._coming[slot] = self._number, end
-                self._sent.append((what, time.perf_counter(), begin, end, source.numel()))
+    def send(
+        self, what: Any, source: torch.Tensor, slot: int, out: torch.Tensor, after: Any = None
+    ) -> Any:
+        """Copy pinned memory, when the event `after` has come, to a slot, behind what was sent
+        before; returns the event of its end at once, see `arrive`."""
+        self._write(self._there, slot)
+        if after is not None:
+            self._there.wait_event(after)
+        begin, end = self.copy(self._there, source, out)
+        self._number += 1
+        self._coming[slot] = self._number, end
+        self._sent.append((what, time.perf_counter(), begin, end, source.numel()))
+        return end
+
+    def _write(self, stream: Any, slot: int) -> None:
+        """A stream is going to write into a slot."""
+        for event in (self._left.get(slot), self._coming.pop(slot, (0, None))[1]):
+            if event is not None:
+                stream.wait_event(event)
+
+    def take_back(self, source: torch.Tensor, out: torch.Tensor, after: Iterable[Any]) -> Any:
+        """Copy memory of the GPU to pinned memory, beside what is sent and computed, when these
+        events have come; returns the event of its end at once."""
+        for event in after:
+            self._back.wait_event(event)
+        return self.copy(self._back, source, out)[1]
 
     def arrive(self, slots: Iterable[int]) -> None:
         """What this thread tells the GPU from now on is done when what was sent to these slots is
         there."""
         if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
             last = max(coming, key=itemgetter(0))[1]  # as all before it are there, then
-            torch.cuda.current_stream(self.device).wait_event(last)
+            self.now().wait_event(last)
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
         """(what, begin, end, bytes) of what was sent and is there, in order: a copy begins when it
@@ -94,14 +127,19 @@ class Link:
     def rest(self) -> None:
         """Wait until nothing is under way: only then may the memory on either side become
         another's."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._there.synchronize()
+        self._back.synchronize()
 
-    def leave(self, slots: Iterable[int]) -> None:
-        """The experts in these slots leave them when what this thread has told the GPU to compute
-        is done."""
-        done = torch.cuda.current_stream(self.device).record_event()
-        self._left |= dict.fromkeys(slots, done)
+    def leave(self, slot: int) -> Any:
+        """The expert in this slot leaves it when what this thread has told the GPU to compute is
+        done; returns that event."""
+        self.arrive([slot])
+        done = self._left[slot] = self.now().record_event()
+        return done
+
+    def leave_after(self, slot: int, event: Any) -> None:
+        """The expert leaves when this has come, too, which has waited for `leave`."""
+        self._left[slot] = event
 
 
 def link_to(device: torch.device) -> Link | None:
@@ -111,65 +149,32 @@ def link_to(device: torch.device) -> Link | None:
 
 def host_memory(n: int, device: torch.device, owner: Any) -> np.ndarray:
     """`n` bytes of the CPU's memory from a multiple of 4096 on; for a GPU pinned as long as the
-    owner lives. torch's own pinned memory would take up to twice as much, the next power of two.
-    MemoryError if they cannot be had."""
+    owner lives, where the system lets it be. torch's own pinned memory would take up to twice as
+    much, the next power of two."""
     memory = aligned_buffer(n)
-    if device.type == "cuda" and n:
-        status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, n, 0)
-        if int(status):
-            raise MemoryError(f"{n:,} bytes of memory cannot be pinned for the GPU ({status})")
-        weakref.finalize(owner, _unpin, memory)
+    pin(memory, device, owner)
     return memory
+
+
+def pin(memory: np.ndarray, device: torch.device, owner: Any) -> Callable[[], object] | None:
+    """Pin memory for a GPU as long as the owner lives; returns what ends that earlier. None, with a
+    warning, where the system refuses; then it is as true, and slower. None on a CPU."""
+    if device.type != "cuda" or not len(memory):
+        return None
+    status = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, len(memory), 0)
+    if not int(status):
+        return weakref.finalize(owner, _unpin, memory)
+    with suppress(RuntimeError):  # CUDA keeps the error for whoever launches next
+        torch.zeros(1, device=device)
+    warnings.warn(
+        f"the system refuses to pin {len(memory) / 1e9:.1f} GB of memory for the GPU ({status}), so "
+        f"experts are copied from pageable memory: slower, as the driver copies each twice and the "
+        f"CPU waits for it. Give less, host='8GB', or raise the limit (ulimit -l; in WSL, memory= in "
+        f".wslconfig)",
+        stacklevel=2,
+    )
+    return None
 
 
 def _unpin(memory: np.ndarray) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)
-
-
-class PinnedReader(Reader):
-    """All experts of a store as they are stored, in pinned memory: read and checked once, when this
-    is made.
-
-    device : the GPU that they will be copied to. options : of `Reader`; a bandwidth is refused, as
-    a link has its own."""
-
-    def __init__(self, store: ExpertStore, device: torch.device, **options: Any) -> None:
-        if options.get("bandwidth") is not None:
-            raise ValueError(
-                "bandwidth throttles a disk, and with mode='pinned' nothing is read from one: leave out "
-                "one of the two"
-            )
-        super().__init__(store, **options)
-        layers = enumerate(store.layers)
-        keys = [(layer, e) for layer, of in layers for e in range(len(of.experts))]
-        ends = np.cumsum([run(store.entries(*key), "both")[1] for key in keys]).tolist()
-        memory = host_memory(ends[-1], device, self)
-        self._held: dict[tuple[int, int], Chunks] = {}
-
-        def read(key: tuple[int, int], begin: int, end: int) -> Chunks:
-            return self.read(*key, "both", memory[begin:end])
-
-        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            found = pool.map(read, keys, [0, *ends], ends)
-            found = progress(found, "reading experts", total=len(keys), unit="experts")
-            self._held = dict(zip(keys, found))
-        self.verify = False  # nobody else can write there
-
-    def read_parts(
-        self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
-    ) -> list[Chunks]:
-        """As of `Reader`, where nothing is left to read: the buffers stay as they are."""
-        if (whole := self._held.get((layer, expert))) is None:
-            return super().read_parts(layer, expert, parts)
-        found = []
-        for part in parts:
-            offset, length = run(whole.entries, part)
-            begin = offset - whole.offset if length else 0
-            data = whole.data[begin : begin + length]
-            nbytes = self.store.stored_bytes(layer, expert, part)
-            found.append(replace(whole, part=part, data=data, offset=offset, nbytes=nbytes))
-        return found
-
-    def held(self, layer: int, expert: int) -> Chunks:
-        """An expert, whole."""
-        return self._held[layer, expert]

@@ -142,6 +142,7 @@ class LoadQueue:
         there; 0 of one that cannot.
     workers : that decode: where fewer tensors wait for them, these are decoded shard by shard.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
+    moved : told when an expert has come to stay in a "full" slot (True), and when it leaves one.
 
     demanded : what the running layer needs, the most urgent first, until it needs nothing more of it.
     prefetched : what a layer to come will probably need, the most urgent first.
@@ -160,10 +161,12 @@ class LoadQueue:
         shards: Callable[[Load, Any], int] = lambda load, tensor: 1,
         workers: int = 1,
         in_place: bool = False,
+        moved: Callable[[ExpertKey, int, bool], object] = lambda key, slot, stays: None,
     ) -> None:
         self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
         self._kinds, self._fills = KINDS, FILLS
         self._tensors, self._shards, self._workers = tensors, shards, workers
+        self._moved = moved
         if in_place:
             self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
             self._tensors = lambda key: ()
@@ -206,6 +209,7 @@ class LoadQueue:
             else:
                 self._drop(load)
         for key in evicted:
+            self._leaves(key)
             self._release(self.held.pop(key), KINDS)
             if key in self.prefetched:  # which has counted on what has just been released
                 self._drop(self.prefetched[key])
@@ -240,26 +244,34 @@ class LoadQueue:
         for request in requests:
             slots = self.held[request.key]
             self.demanded.pop(request.key, None)
+            self._leaves(request.key)
             self._release(slots, ("full",))
             if not slots:
                 del self.held[request.key]
         self._admit()
 
-    def next_read(self) -> tuple[Load, tuple[str, ...]] | None:
-        """The first read whose load has its slots: (load, kinds of slots to fill). `read_done` must
-        follow.
+    def next_read(
+        self, wanted: Callable[[ExpertKey], bool] = lambda key: True
+    ) -> tuple[Load, tuple[str, ...]] | None:
+        """The first read, of experts that are `wanted`, whose load has its slots: (load, kinds of
+        slots to fill). `read_done` must follow.
 
         One prefetch at most is being read, so that what is demanded next finds the disk free."""
         for i, (load, kinds) in enumerate(self._reads):
             if load.keep is None and self._reading_ahead is not None:
                 return None
-            if load.phase is Phase.LOADING:
+            if load.phase is Phase.LOADING and wanted(load.key):
                 del self._reads[i]
                 load.busy += 1
                 if load.keep is None:
                     self._reading_ahead = load
                 return load, kinds
         return None
+
+    @property
+    def readable(self) -> int:
+        """Reads that can begin."""
+        return sum(load.phase is Phase.LOADING for load, _ in self._reads)
 
     def next_decode(self) -> tuple[Load, Piece, str] | None:
         """The most urgent (load, piece, operation of `USES`) that can begin. `decode_done` must
@@ -385,9 +397,14 @@ class LoadQueue:
                 self._ahead += 1
 
     def _give(self, load: Load) -> None:
-        load.slots.update({kind: self.free[kind].pop() for kind in load.lacks})
+        # that which has been free longest: on a GPU what left another may still be copied back
+        load.slots.update({kind: self.free[kind].pop(0) for kind in load.lacks})
         load.phase = Phase.LOADING
         self.admitted += 1
+
+    def _leaves(self, key: ExpertKey) -> None:
+        if (slot := self.held[key].get("full")) is not None:
+            self._moved(key, slot, False)
 
     def _release(self, slots: dict[str, int], kinds: Iterable[str]) -> None:
         for kind in slots.keys() & set(kinds):
@@ -439,5 +456,6 @@ class LoadQueue:
         """Keep of a demanded expert's chunks what shall be kept, and let it be computed."""
         if load.keep is State.FULL:
             del self.demanded[load.key]
+            self._moved(load.key, load.slots["full"], True)
         self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
         self._ready(load.key)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import groupby
+from operator import attrgetter
 from queue import SimpleQueue
 from typing import Any
 
@@ -25,11 +27,11 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import decoder
 from moelab.offloading.host import Host
-from moelab.offloading.link import PinnedReader
 from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
+from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.reader import Chunks, Reader
 
 clock = time.perf_counter
@@ -78,6 +80,10 @@ class Loader:
         self.in_place = slots.sizes.in_place
         two_stages = slots.link is None
         store = reader.store
+        #: where experts lie that are not on the GPU, if they are computed there as they lie
+        self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
+        if self.pool is not None:
+            self.pool.link = slots.link
         self._make_queue = partial(
             LoadQueue,
             slots.count,
@@ -87,12 +93,11 @@ class Loader:
             shards=lambda load, name: store.entries(*load.key)[name].shards * two_stages,
             workers=workers,
             in_place=self.in_place,
+            **({} if two_stages else {"moved": self._moved}),
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) else "disk"
-        self._lands = slots.link is not None and self.in_place  # copied to a GPU as it is read
-        self._sends = self._lands and isinstance(reader, PinnedReader)
-        self._readers = 0 if self._sends else readers
+        self._readers = readers
         self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
@@ -104,6 +109,10 @@ class Loader:
         self.ready = SimpleQueue()
         self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
+        #: experts that have left the GPU's slots and are not yet being taken back → slot, event
+        self._leaving: dict[ExpertKey, tuple[int, Any]] = {}
+        if self.pool is not None:
+            self.pool.rested()
         self._lock = threading.Lock()
         self._disk, self._work = Bell(self._readers), Bell(self._workers)
         loops = [(self._read_loop, f"disk {i}") for i in range(self._readers)]
@@ -124,9 +133,10 @@ class Loader:
             before = self.queue.admitted
             yield self.queue
             admitted = self.queue.admitted - before
-            if admitted and self._sends:
+            if self.pool is not None:
                 self._send()
-        if admitted and not self._sends:
+                admitted = self.queue.readable
+        if admitted:
             self._disk.ring(admitted if self.in_place else None)
             self._work.ring()
 
@@ -149,8 +159,21 @@ class Loader:
 
     def settle(self) -> None:
         """Let the timeline know how long the GPU took for what was sent."""
-        for key, begin, end, nbytes in self.slots.link.landed() if self._sends else ():
+        for key, begin, end, nbytes in self.slots.link.landed() if self.pool else ():
             self.timeline.add(Event("link", "read", *key, begin, end, nbytes))
+
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Where the experts are, each once: by the place, bytes as they are stored."""
+        store = self.reader.store
+        found = dict.fromkeys(["gpu" if self.slots.link else "memory", "pinned", "disk"], 0)
+        near = next(iter(found))
+        pinned = getattr(self.reader, "slots", ())
+        for key in experts_of(store):
+            where = near if "full" in self.queue.held.get(key, ()) else "disk"
+            where = "pinned" if where == "disk" and key in pinned else where
+            found[where] += store.stored_bytes(*key, "both")
+        return found
 
     # the end
 
@@ -167,7 +190,7 @@ class Loader:
         self.halt()
         for thread in self.threads:
             thread.join()
-        if self._sends and self.slots is not None:
+        if self.slots is not None and self.slots.link is not None:
             self.slots.link.rest()
 
     def end(self) -> None:
@@ -213,29 +236,44 @@ class Loader:
     def _read_loop(self, me: str) -> None:
         if self._readers > DEPTH:  # what converts what it reads has no team of threads, then
             alone()
-        while (found := self._next(self._disk, self.queue.next_read)) is not None:
+        while (found := self._next(self._disk, self._next_read)) is not None:
             self._read(me, *found)
             self._used[me] = time.thread_time()
 
-    def _read(self, me: str, load: Load, kinds: tuple[str, ...]) -> None:
+    def _next_read(self) -> tuple[Load, tuple[str, ...], int | None] | None:
+        """What is to be read from the disk: (load, kinds, slot of the pool to read into)."""
+        found = self.queue.next_read(lambda key: not self._near(key))
+        if found is None or self.pool is None:
+            return found and (*found, None)
+        self._overwrite(found[0])
+        return *found, self.pool.take()
+
+    def _read(self, me: str, load: Load, kinds: tuple[str, ...], landing: int | None) -> None:
         start = clock()
         chunks = []
         error = None
         try:
-            into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
+            if landing is None:
+                into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
+            else:
+                into = {"both": self.pool.bytes(landing)}
             chunks = self.reader.read_parts(*load.key, into)
             end = clock()
             if self.in_place and self._check_first(*chunks):
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
-            if self._lands:
+            if landing is not None:
                 self.slots.land(load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
             end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
-            if error is None:
+            if landing is not None and error is None:
+                self.pool.put(load.key, landing)
+            elif landing is not None:
+                self.pool.give_back(landing)
+            elif error is None:
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
                 begin = max(start, self._served)
@@ -257,15 +295,49 @@ class Loader:
         self._checked.add(what)
         return True
 
+    # a GPU's slots, and the pool of what is not there
+
+    def _near(self, key: ExpertKey) -> bool:
+        """Whether an expert need not be read from the disk."""
+        return self.pool is not None and (key in self.pool.slots or key in self._leaving)
+
     def _send(self) -> None:
-        """All that can be read is sent from pinned memory: it may be computed as soon as the GPU
-        has been told so."""
-        copies = []
-        while (found := self.queue.next_read()) is not None:
+        """All that is in pinned memory is sent: it may be computed as soon as the GPU has been told
+        so. Who makes room for it is taken back."""
+        pool = self.pool
+        while (found := self.queue.next_read(self._near)) is not None:
             load, kinds = found
-            copies.append((load.key, load.slots["full"], chunks := self.reader.held(*load.key)))
+            if load.key in self._leaving:
+                self._take_back(load.key, load.key)
+            self._overwrite(load)
+            chunks = pool.held(*load.key)
+            sent = load.key, load.slots["full"], chunks, pool.coming(load.key)
+            pool.reads(load.key, self.slots.send(*sent))
             self.queue.read_done(load, kinds, chunks.nbytes)
-        self.slots.send(copies)
+        for key in [*self._leaving][: pool.spare]:
+            self._take_back(key)
+
+    def _moved(self, key: ExpertKey, slot: int, stays: bool) -> None:
+        """An expert has come to stay on the GPU, or leaves it."""
+        if stays and self.pool is not None:
+            self.pool.release(key)
+        elif not stays:
+            done = self.slots.link.leave(slot)
+            if self.pool is not None and key not in self.pool.slots:
+                self._leaving[key] = slot, done
+
+    def _overwrite(self, load: Load) -> None:
+        """A load's slot is going to be written: who has left it is taken back first."""
+        slot = load.slots["full"]
+        for key in [key for key, of in self._leaving.items() if of[0] == slot]:
+            self._take_back(key, load.key)
+
+    def _take_back(self, key: ExpertKey, *needed: ExpertKey) -> None:
+        """Begin to copy an expert that has left its slot to the pool."""
+        slot, done = self._leaving.pop(key)
+        end = self.pool.take_back(key, self.slots.full(slot), done, {*needed})
+        if end is not None:
+            self.slots.link.leave_after(slot, end)
 
     def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be
@@ -312,17 +384,17 @@ def threads_to_fill(slots: Slots, scratch: int) -> int:
     return max(1, min(threads, (spare * in_flight + scratch) // own)) if own else threads
 
 
-def fill(loader: Loader) -> None:
-    """Read all experts of the store. Raises what `Reader.read` raises: StoreError or OSError that
+def fill(loader: Loader, keys: Iterable[ExpertKey]) -> None:
+    """Read these experts, to stay. Raises what `Reader.read` raises: StoreError or OSError that
     name file, expert and offset."""
     layers = [
-        [Request(ExpertKey(i, e), 1, State.MISSED, State.FULL) for e in range(len(layer.experts))]
-        for i, layer in enumerate(loader.reader.store.layers)
+        [Request(key, 1, State.MISSED, State.FULL) for key in of]
+        for _, of in groupby(sorted(keys), attrgetter("layer"))
     ]
     asked = progress(layers, "reading experts", unit="layers")
-    for layer, (requests, before) in enumerate(zip(asked, [[], *layers])):
+    for requests, before in zip(asked, [[], *layers]):
         with loader.changing() as queue:
-            queue.begin(layer, requests, [], loader.ready.put)
+            queue.begin(requests[0].key.layer, requests, [], loader.ready.put)
         for _ in before:  # while this layer is read
             loader.wait()
     for _ in layers[-1]:

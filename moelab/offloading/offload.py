@@ -10,16 +10,18 @@ the experts' modules hand each call to the engine.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from moelab.base.arguments import whole
+from moelab.base.specs import ExpertKey
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
@@ -27,22 +29,19 @@ from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
 from moelab.models import plug
-from moelab.offloading.budget import available_on, parse_budget
+from moelab.offloading.budget import available, available_on, parse_budget
+from moelab.offloading.budget import memory as size
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.host import Host
-from moelab.offloading.link import PinnedReader
+from moelab.offloading.link import Link, link_to
 from moelab.offloading.load_queue import order_of
-from moelab.offloading.loading import DEPTH, Loader, fill, threads_to_fill
+from moelab.offloading.loading import DEPTH, WAITING, Loader, fill, threads_to_fill
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
-from moelab.offloading.slots import (
-    Sizes,
-    Slots,
-    divide,
-    slot_counts,
-)
+from moelab.offloading.slots import Sizes, Slots, divide, slot_counts
 from moelab.offloading.step import StepController
+from moelab.offloading.tiers import HostPool, experts_of, slot_bytes
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -99,10 +98,18 @@ class Offloading:
     )
     mode: str = option(
         "auto",
-        "how experts are read: auto, direct, buffered; pinned: for a GPU, all of them once, as they are "
-        "stored, into the CPU's memory",
+        "how experts are read: auto, direct, buffered",
         "memory",
         metavar="NAME",
+    )
+    host: str | float | int = option(
+        "auto",
+        "beside a GPU, pinned memory of the CPU for experts that are not on it, as they are stored: "
+        "bytes, 48GB, 50%% of them, or auto for what this machine has left; others are read when they "
+        "are needed",
+        "memory",
+        type=size,
+        metavar="SIZE",
     )
     bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
     verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
@@ -126,8 +133,9 @@ class Offloading:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 
-    #: whether predictions are executed
+    #: whether predictions are executed; tokens that went to each expert, [L, E], if that is known
     executes = False
+    popular = None
 
     @property
     def on(self) -> torch.device:
@@ -148,11 +156,16 @@ class Offloading:
                 f"hybrid is {self.hybrid}, with ahead={self.ahead} on {self.on}: nothing is prefetched "
                 "beside it, and both places that compute are threads of the CPU"
             )
+        if self.mode == "pinned":
+            raise ValueError(
+                "the mode is 'pinned'; beside a GPU, experts are in pinned memory as far as host= says: "
+                "leave mode out"
+            )
         kind = self.on.type
-        if kind not in ("cpu", "cuda") or self.mode == "pinned" and kind == "cpu":
+        if kind not in ("cpu", "cuda") or self.host != "auto" and kind == "cpu":
             raise ValueError(
                 f"the device is {str(self.device)!r}; experts can be offloaded for the CPU and for CUDA "
-                f"GPUs, and kept with mode='pinned' for the latter only"
+                f"GPUs, and host= is memory beside the latter only"
             )
 
 
@@ -184,23 +197,21 @@ def offload(
     build = partial(opening.build, checkpoint, how.dtype, external=True)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
+        beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))
         reader = memory.reader(how.hybrid and not residency.holds_all)
         unless_open.callback(reader.close)
-        if residency.holds_all:
-            beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))
-            run, loader = memory.loader(residency, reader)
+        loader = None
+        if first := memory.first(residency):
+            run, loader = memory.loader(residency, reader, first)
             unless_open.callback(loader.end)
-            filled = beside.submit(fill, loader)
-            model = build().to(how.on)
-            filled.result()
-            residency.fill()
-        else:
-            model = build().to(how.on)
+        filled = beside.submit(memory.fill, loader, reader, first)
+        model = build().to(how.on)
+        filled.result()
         delays = how.delays
         if callable(delays):
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
-        if not residency.holds_all:
+        if loader is None:
             if callable(how.plan) and memory.sizes.sm:
                 memory = replace(memory, pools=how.plan(model, memory, delays))
                 residency = memory.residency()
@@ -223,6 +234,7 @@ class Memory:
     """How a budget is divided.
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
+    link, host : to a GPU, if it is its memory; slots of pinned memory beside that.
     """
 
     store: ExpertStore
@@ -234,17 +246,20 @@ class Memory:
     sizes: Sizes
     pools: Pools
     staging: int
+    link: Link | None
+    host: int
 
     @classmethod
     def divided(cls, store: ExpertStore, budget: str | float | int, how: Offloading) -> Memory:
         """Raises ValueError: less than one load in flight and those prefetched; a plan beyond the
-        budget."""
+        budget; beside a GPU, less of the CPU's memory than works, or more than there is."""
         device = how.on
+        link = link_to(device)
         pools = None if callable(how.plan) else getattr(how.plan, "pools", how.plan)
         compact = store.multiplied if how.compact == "kernels" else bool(how.compact)
         # Parts of experts are kept in slots of their own, so a plan for them needs the chunks apart.
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
-        as_stored = compact and device.type == "cpu" or not store.few_bits
+        as_stored = compact or device.type != "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
         if how.hybrid and not sizes.in_place:
             raise ValueError(
@@ -273,7 +288,9 @@ class Memory:
             room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )
         kept = room - scratch - staging * sizes.in_flight
-        return cls(store, how, L, E, room, kept, sizes, pools, staging)
+        stay = min(pools.F * (L if how.scope == "layer" else 1), L * E)
+        host = 0 if link is None else host_slots(store, sizes, how.host, stay)
+        return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host)
 
     def residency(self) -> Residency:
         how = self.how
@@ -281,13 +298,43 @@ class Memory:
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
-        if how.mode == "pinned":
-            return PinnedReader(self.store, how.on, bandwidth=how.bandwidth, verify=how.verify)
         if hybrid:
             return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
-        return Reader(self.store, how.mode, bandwidth=how.bandwidth, verify=how.verify)
+        options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
+        if self.link is None:
+            return Reader(self.store, **options)
+        given = self.host, self.sizes.in_place, how.cache
+        return HostPool(self.store, how.on, *given, **options)
 
-    def loader(self, residency: Residency, reader: Reader) -> tuple[EngineRun, Loader]:
+    @cached_property
+    def order(self) -> list[ExpertKey]:
+        """All experts, those that shall be near first: the most popular or, if that is not known, the
+        first of each layer."""
+        counts = self.how.popular
+        if counts is None or counts.shape != (self.L, self.E):
+            counts = torch.zeros(self.L, self.E)
+        return sorted(experts_of(self.store), key=lambda key: -counts[key].item())
+
+    def first(self, residency: Residency) -> list[ExpertKey]:
+        """The experts that the engine opens with: all, or on a GPU those that fit; none where they
+        would be read into memory that the CPU computes from, or a policy knows the run to come."""
+        by_class = isinstance(self.how.cache, str | type)
+        opens = self.link is not None and self.sizes.in_place and by_class
+        return residency.fill(self.order if opens else ())
+
+    def fill(self, loader: Loader | None, reader: Reader, first: list[ExpertKey]) -> None:
+        """Read the experts that the engine opens with, each once."""
+        if first:
+            fill(loader, first)
+        if self.link is not None:
+            there = {*first}
+            reader.hold(key for key in self.order if key not in there)
+        if self.link is not None and len(first) == len(self.order):
+            reader.close()  # nothing pinned stays
+
+    def loader(
+        self, residency: Residency, reader: Reader, first: Iterable[ExpertKey] = ()
+    ) -> tuple[EngineRun, Loader]:
         """What loads the model's experts into this memory, and records it."""
         how = self.how
         spec = self.store.spec
@@ -305,15 +352,45 @@ class Memory:
             self.store.weights_bytes,
             how.scheduler,
             how.on.type,
+            tuple(first),
         )
         count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
-        slots = Slots(self.store, count, self.sizes, how.on)
+        slots = Slots(self.store, count, self.sizes, how.on, self.link)
         workers = how.workers
         readers = DEPTH
         if residency.holds_all:
             workers = readers = threads_to_fill(slots, self.store.scratch)
+        if self.link is not None and self.sizes.in_place:
+            readers = min(readers, self.host - 1)
         run = EngineRun(settings, residency)
         return run, Loader(slots, reader, workers, run.timeline, ahead, run.fetched, readers)
+
+
+def host_slots(store: ExpertStore, sizes: Sizes, budget: str | float | int, stay: int) -> int:
+    """How many slots of pinned memory a budget gives to the experts that do not stay on the GPU, and
+    to a few that are spare where they come and go (`moelab.offloading.tiers`). ValueError for less
+    than works, or more than there is."""
+    experts = experts_of(store)
+    size = slot_bytes(store)
+    away = len(experts) - stay
+    least, most = 0, len(experts)
+    if sizes.in_place:
+        least = DEPTH + 1
+        landing = (os.cpu_count() or 1) + WAITING if not away else least
+        most = max(landing, away + max(1, min(2 * store.spec.K, away // 50)))
+    room = parse_budget(budget, len(experts) * size, store.weights_bytes)
+    if room < least * size:
+        raise ValueError(
+            f"host is {room:,} bytes; {least * size:,} are the least that works: {least} experts that are "
+            f"read, or exchanged; give '{-(-least * size // 10**6)}MB' or more"
+        )
+    count = min(most, room // size)
+    if budget != "auto" and count * size > (there := available()):
+        raise ValueError(
+            f"host is {room:,} bytes, of which {count * size:,} are needed, and this machine has {there:,} "
+            f"left: give less, or auto; what does not fit is read when it is needed"
+        )
+    return count
 
 
 def _bound_code_caches() -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from moelab.base.specs import Event, MoESpec
+from moelab.base.specs import Event, ExpertKey, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.offloading import perfetto
@@ -42,6 +42,7 @@ class EngineSettings:
     scheduler : what orders its reads and decoding.
     device : where experts are computed.
     spare : slots of the pool that are free when a GPU begins a token alone.
+    first : experts that are there before the first token, beside what a cache with room for all has.
     """
 
     spec: MoESpec
@@ -55,6 +56,7 @@ class EngineSettings:
     dense_bytes: int
     scheduler: Any = "default"
     device: str = "cpu"
+    first: tuple[ExpertKey, ...] = ()
     spare: int = 0
 
     @property

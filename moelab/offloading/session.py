@@ -191,6 +191,13 @@ class Session:
         `moelab.offloading.metrics`."""
         return self.run.metrics(**process())
 
+    @property
+    def tiers(self) -> dict[str, int]:
+        """Of an offloaded model: bytes of its experts on the "gpu" (or in the "memory" that the CPU
+        computes from), of others in "pinned" memory beside it, and of those that are only on the
+        "disk"."""
+        return {} if self.engine is None else self.engine.loader.tiers
+
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""
         return self._parts.enter_context(context)

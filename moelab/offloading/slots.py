@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from moelab.cache.pools import Pools
-from moelab.offloading.link import host_memory, link_to
+from moelab.offloading.link import Link, host_memory
 from moelab.store.codec import RAW
 from moelab.store.headers import DTYPES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
@@ -65,9 +65,10 @@ class Slots:
         count: dict[str, int],
         sizes: Sizes | None = None,
         device: torch.device | str = "cpu",
+        link: Link | None = None,
     ) -> None:
         self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
-        self.link = link_to(self.device)
+        self.link = link
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
@@ -78,9 +79,6 @@ class Slots:
         else:
             nbytes = count["full"] * self.sizes.full
             self._full = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-        #: slot of a GPU → what is read for it, and spare ones
-        self._landing: dict[int, np.ndarray] = {}
-        self._spare: list[np.ndarray] = []
         self._store = store
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
         self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
@@ -93,34 +91,26 @@ class Slots:
         ]
 
     def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU, which `land`
-        copies it to."""
+        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU."""
         size = getattr(self.sizes, kind)
-        if kind in self._host:
-            return self._host[kind][slot * size : (slot + 1) * size]
-        if slot not in self._landing:
-            spare = self._spare  # empty when more are read at a time than ever before
-            self._landing[slot] = spare.pop() if spare else host_memory(size, self.device, self)
-        return self._landing[slot]
+        return self._host[kind][slot * size : (slot + 1) * size]
 
-    def _full_slot(self, slot: int) -> torch.Tensor:
+    def full(self, slot: int) -> torch.Tensor:
+        """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
 
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
         memory."""
         with self.link.into(slot):
-            there = self._full_slot(slot)[: len(chunks.data)]
+            there = self.full(slot)[: len(chunks.data)]
             there.copy_(torch.from_numpy(chunks.data), non_blocking=True)
-        if (memory := self._landing.pop(slot, None)) is not None:
-            self._spare.append(memory)
 
-    def send(self, copies: list[tuple[Any, int, Chunks]]) -> None:
-        """As `land` from pinned memory, of (what, slot, chunks), but only the GPU waits."""
-        self.link.send(
-            (what, torch.from_numpy(one.data), slot, self._full_slot(slot)[: len(one.data)])
-            for what, slot, one in copies
-        )
+    def send(self, what: Any, slot: int, chunks: Chunks, after: Any) -> Any:
+        """As `land` from pinned memory, from the event `after` on, but only the GPU waits; returns
+        the event of its end."""
+        there = self.full(slot)[: len(chunks.data)]
+        return self.link.send(what, torch.from_numpy(chunks.data), slot, there, after)
 
     def touch(self) -> None:
         """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find
@@ -141,7 +131,7 @@ class Slots:
         key = (slot, self._shapes[layer])
         if key in self._views:
             return self._views[key]
-        memory = self._full_slot(slot)
+        memory = self.full(slot)
         found = {
             name: self._unpacked(name, entry, memory[begin:end], reuse)
             if self._packed and entry.codec is not RAW
@@ -160,11 +150,11 @@ class Slots:
             out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
         if reuse:
             self._scratch[name, entry.shape] = out
-        if blob.is_cuda:
-            from moelab.store import bf12_triton  # the one codec that is read there in place
+        if blob.is_cuda and not entry.codec.few_bits:
+            from moelab.store import bf12_triton  # the one other codec that is read there in place
 
             return bf12_triton.unpack(blob, out)
-        entry.codec.decompress(blob.numpy(), out)
+        entry.codec.decompress(blob if blob.is_cuda else blob.numpy(), out)
         return out
 
     def matrices(

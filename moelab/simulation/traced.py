@@ -136,12 +136,12 @@ def guesses(trace: RoutingTrace, name: str, ahead: int = 1) -> list[dict[int, li
 
 
 def as_opened(settings: EngineSettings) -> Residency:
-    """The cache of an engine before its first token: empty or, where all experts fit, full."""
+    """The cache of an engine before its first token: with what it was opened with."""
     spec = settings.spec
     policy = deepcopy(settings.policy)
     how = {"scope": settings.scope, "spare": settings.spare}
     residency = Residency(spec.L, spec.E, settings.pools, policy, **how)
-    residency.fill()
+    residency.fill(settings.first)
     return residency
 
 

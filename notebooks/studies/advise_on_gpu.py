@@ -1,7 +1,7 @@
 """The advice for a GPU beside what is measured on it: `moelab bench advise --device cuda`.
 
 A synthetic model of a card's geometry with a few of its layers, routed as is fitted to real traces,
-in each lossless form, with shares of its experts in the GPU's memory. Each way is predicted twice:
+in each form, with shares of its experts in the GPU's memory. Each way is predicted twice:
 with launches as of another GPU, and with launches fitted to two rows, the checkpoint as it is with
 all experts and with the share nearest to a half, which then say nothing about the prediction and
 are marked so."""

@@ -81,7 +81,7 @@ def tokens(
     room: int,
     ways: Iterable[str],
 ) -> Iterator[tuple[str, Record]]:
-    """Everything in the GPU's memory; then shares of it, all experts in pinned memory, in ways of
+    """Everything in the GPU's memory; then shares of it, the others in pinned memory, in ways of
     `ARMS`. The first round of each counts nothing: kernels are compiled, and attention is planned
     for each length."""
     with (
@@ -99,7 +99,7 @@ def tokens(
         with ExitStack() as stack:
             runs = {
                 form: stack.enter_context(
-                    opened(folder / form, device, memory=int(of * room), mode="pinned", ahead=None)
+                    opened(folder / form, device, memory=int(of * room), ahead=None)
                 )
                 for form in ("model", "bf12")
             }

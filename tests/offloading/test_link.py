@@ -1,11 +1,6 @@
-"""Experts on a GPU: with a GPU's own streams where there is one, and everywhere with a link that
-only keeps their order.
+"""Experts on a GPU: with a GPU's own streams where there is one, and everywhere with `Delayed`, a
+link that copies late."""
 
-`Ordered` does what streams do as far as order goes: what is sent is in its slot only once that was
-waited for."""
-
-import time
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -15,10 +10,12 @@ import torch
 from moelab import convert, open_model, simulate
 from moelab.experts.located import locate
 from moelab.models.seam import discover
-from moelab.offloading.link import Link, PinnedReader
+from moelab.offloading.offload import host_slots
+from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import Reader
 from tests.models import tiny
+from tests.offloading.links import Delayed
 from tests.offloading.test_offload import generate
 
 CPU = torch.device("cpu")
@@ -26,42 +23,6 @@ DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
 ]
-
-
-class Ordered(Link):
-    """`log` : what happened to slots: "copy", "send" or "leave". What is sent is there only when it
-    is waited for."""
-
-    def __init__(self, device):
-        super().__init__(device)
-        self.log, self.sent, self.told = [], {}, []
-
-    @contextmanager
-    def into(self, slot):
-        self.log.append(("copy", slot))
-        yield
-
-    def send(self, copies):
-        for what, source, slot, out in copies:
-            self.log.append(("send", slot))
-            self.sent[slot] = out, source
-            self.told.append((what, now := time.perf_counter(), now + 1e-6, source.numel()))
-
-    def arrive(self, slots):
-        for slot in slots:
-            if slot in self.sent:
-                out, source = self.sent.pop(slot)
-                out.copy_(source)
-
-    def rest(self):
-        self.arrive([*self.sent])
-
-    def landed(self):
-        while self.told:
-            yield self.told.pop(0)
-
-    def leave(self, slots):
-        self.log += [("leave", slot) for slot in slots]
 
 
 @pytest.fixture(scope="module")
@@ -86,14 +47,15 @@ def forms(tmp_path_factory):
 def opened(monkeypatch):
     """Opens a model for a device, "cpu" as if it were a GPU."""
 
-    def opens(folder, memory, device, **options):
+    def opens(folder, memory, device, host="auto", **options):
         if device == "cpu":
-            monkeypatch.setattr("moelab.offloading.slots.link_to", Ordered)
-            if options.pop("mode", None) == "pinned":
-                monkeypatch.setattr(
-                    "moelab.offloading.offload.Reader",
-                    lambda store, _, **given: PinnedReader(store, CPU, **given),
-                )
+            monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
+            monkeypatch.setattr(
+                "moelab.offloading.offload.host_slots",
+                lambda store, sizes, _, stay: host_slots(store, sizes, host, stay),
+            )
+        else:
+            options["host"] = host
         return open_model(folder, memory=memory, device=device, **options)
 
     yield opens
@@ -115,14 +77,19 @@ def on(model, device, **options):
     return out.sequences, torch.stack(out.logits)
 
 
+def tiers_of(store):
+    return [store.stored_bytes(*key, "both") for key in experts_of(store)]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
 @pytest.mark.parametrize(
     "memory, options",
     [
         (0.3, {"workers": 2}),
-        (0.3, {"mode": "pinned", "prefetch": "router"}),
-        (1.0, {"mode": "pinned"}),
+        (0.3, {"prefetch": "router"}),
+        (0.3, {"host": 0.3, "prefetch": "router", "cache": "lru"}),
+        (1.0, {}),
     ],
 )
 def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms, opened):
@@ -130,11 +97,13 @@ def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms,
     with opened(forms[form], memory, device, **options) as lm:
         for got, wanted in zip(on(lm, device), on(reference, device)):
             assert torch.equal(got, wanted)
-        link = lm.moelab.engine.loader.slots.link
         assert lm.moelab.metrics().misses or memory == 1.0
-        if device == "cpu" and memory < 1:
-            sends = options.get("mode") == "pinned" and form != "huffman"
-            assert {what for what, _ in link.log} == {"send" if sends else "copy", "leave"}
+        assert sum(lm.moelab.tiers.values()) == sum(tiers_of(lm.moelab.store))
+        if device == "cpu":
+            done = {"copy", *(memory < 1.0) * ["leave"]}
+            if form != "huffman" and memory < 1.0:
+                done |= {"send", "back"}
+            assert {*lm.moelab.engine.loader.slots.link.log} == done
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -166,7 +135,8 @@ def test_pinned_chunks_are_those_that_are_read(form, forms):
         if form != "model"
         else CheckpointStore(Checkpoint.at(forms[form]), torch.bfloat16)
     )
-    with Reader(store) as reader, PinnedReader(store, CPU) as pinned:
+    with Reader(store) as reader, HostPool(store, CPU) as pinned:
+        pinned.hold(experts_of(store))
         for layer, of in enumerate(store.layers):
             for expert in range(len(of.experts)):
                 for part in ("E", "SM", "both"):
@@ -185,21 +155,21 @@ def test_a_damaged_store_is_not_pinned(forms, tmp_path):
         f.seek(entry.planes[0][1][0].offset)
         f.write(b"moelab")
     with pytest.raises(StoreError, match="expert 3 of MoE layer 0"):
-        PinnedReader(store, CPU)
+        HostPool(store, CPU).hold(experts_of(store))
 
 
-def test_only_a_gpu_can_be_pinned_for_and_its_link_is_not_throttled(forms):
-    with pytest.raises(ValueError, match="CUDA"):
+def test_only_beside_a_gpu_is_there_a_host(forms):
+    with pytest.raises(ValueError, match="host="):
         open_model(forms["raw"], memory=0.5, mode="pinned")
-    with pytest.raises(ValueError, match="bandwidth"):
-        PinnedReader(ExpertStore(forms["raw"]), CPU, bandwidth=1e9)
+    with pytest.raises(ValueError, match="CUDA"):
+        open_model(forms["raw"], memory=0.5, host="1GB")
     for device in ("meta", "tpu", "cuda:99"):
         with pytest.raises(ValueError, match=device):
             open_model(forms["raw"], memory=0.5, device=device)
 
 
 def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
-    with opened(forms["raw"], 0.4, "cpu", mode="pinned") as lm:
+    with opened(forms["raw"], 0.4, "cpu") as lm:
         on(lm, "cpu")
         metrics, run = lm.moelab.metrics(), lm.moelab.run
         assert "disk" not in metrics.busy and metrics.busy["link"] > 0

@@ -21,7 +21,7 @@ def test_it_needs_a_gpu():
 
 
 def test_every_budget_is_predicted_and_measured(monkeypatch, tmp_path):
-    def opened(folder, mode=None, device=None, of=advise_on_gpu.open_model, **options):
+    def opened(folder, host=None, device=None, of=advise_on_gpu.open_model, **options):
         return of(folder, **options)
 
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))

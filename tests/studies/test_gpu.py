@@ -7,9 +7,8 @@ import torch
 from moelab import convert
 from moelab.base.specs import MoESpec
 from moelab.bench.synthesize import synthesize
-from moelab.offloading.link import PinnedReader
 from notebooks.studies import gpu
-from tests.offloading.test_link import CPU, Ordered
+from tests.offloading.links import Delayed
 
 SPEC = MoESpec(
     "small", "qwen3_moe", 2, (0, 1), 8, 2, 128, 128, vocab=128, heads=4, kv_heads=2, head_dim=32
@@ -23,19 +22,24 @@ def test_it_needs_a_gpu():
 
 
 def test_tokens_of_every_arm(monkeypatch, tmp_path):
-    def opened(folder, mode=None, device=None, of=gpu.open_model, **options):
+    def opened(folder, device=None, of=gpu.open_model, **options):
         return of(folder, **options)
 
     monkeypatch.setattr(gpu, "open_model", opened)
-    monkeypatch.setattr("moelab.offloading.slots.link_to", Ordered)
-    monkeypatch.setattr(
-        "moelab.offloading.offload.Reader",
-        lambda store, mode, bandwidth, verify: PinnedReader(store, CPU, verify=verify),
-    )
+    monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
     synthesize(tmp_path / "model", SPEC)
     convert(tmp_path / "model", tmp_path / "bf12", codec="bf12")
     rows = dict(
-        gpu.tokens(tmp_path, CPU, list(range(3, 15)), 1, 8, (0.4,), SPEC.experts_bytes, gpu.ARMS)
+        gpu.tokens(
+            tmp_path,
+            torch.device("cpu"),
+            list(range(3, 15)),
+            1,
+            8,
+            (0.4,),
+            SPEC.experts_bytes,
+            gpu.ARMS,
+        )
     )
     assert len(rows) == 2 + 2 * len(gpu.ARMS) and all(
         row["TPOT ms"] > 0 < row["TTFT ms"] for row in rows.values()

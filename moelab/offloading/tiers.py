@@ -1,0 +1,264 @@
+"""Three exclusive tiers: a GPU's memory, pinned memory of the CPU, and the disk.
+
+An expert's bytes lie in one of the first two at most, so 58 GB of experts run on 24 + 48 GB without
+a second copy. Who comes to the GPU leaves its pinned slot; who is evicted there is copied back into
+a spare one, while the other comes: a link carries both ways at once. Where the pinned slots are
+fewer than the experts that are not on the GPU, the rest is on disk; a policy of
+`moelab.cache.policies` says who leaves for it, which costs nothing, as all bytes are on disk
+besides. What is read from there is read into a pinned slot and sent on. Experts that are decoded on
+their way cannot be taken back as they are stored: those that fit stay in this memory for good.
+
+Why no byte of a slot is overwritten while something reads it, and no reader finds others: a slot is
+*spare*, being *filled*, or an expert's *home*. Readers find a slot by its expert only (`slots`), so
+nobody begins to read one that is not a home. What the GPU did last with a slot is an event
+(`_last`): the end of the latest copy from it, all being on one stream, or of the copy that fills
+it. Whoever fills a slot waits for that event: the CPU before it reads from disk, the GPU on its own
+stream, and so does the copy to the GPU of what is still being taken back. The event goes with the
+slot, not with the expert, so it is waited for whoever had the slot. On the GPU's side the same holds
+by `moelab.offloading.link`. Nothing here is safe from other threads: the loader's lock is held, or
+nothing is being loaded. Who computes from this memory on the CPU sees to it that nobody is released
+or evicted meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Set
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from moelab.base.progress import progress
+from moelab.base.specs import ExpertKey
+from moelab.cache.policies import DEFAULT_POLICY, make_policy
+from moelab.cache.pools import Candidates
+from moelab.offloading.link import Link, pin
+from moelab.store.layout import ExpertStore, run
+from moelab.store.reader import Chunks, Reader, aligned_buffer
+
+
+class HostPool(Reader):
+    """Experts of a store in the CPU's memory, pinned for a GPU; reads the others.
+
+    store : the experts.    device : where they are computed.    count : slots; by default, one for
+        each expert.
+    exchanges : whether experts come and go; else those that are read first stay for good.
+    cache : who leaves for the disk: a name or a class of policies. Those that need more than its two
+        methods are for the GPU; then it is the default here.
+    options : of `Reader`.
+
+    link : to that GPU, set by who has it.
+    home : int64 [L, E], the address of an expert's bytes; 0 where they are not, or have not been
+        seen to have come (`landed`).
+    pinned : whether the GPU reaches this memory by itself."""
+
+    def __init__(
+        self,
+        store: ExpertStore,
+        device: torch.device,
+        count: int | None = None,
+        exchanges: bool = False,
+        cache: Any = DEFAULT_POLICY,
+        **options: Any,
+    ) -> None:
+        super().__init__(store, **options)
+        self.size = slot_bytes(store)
+        self.count = len(experts_of(store)) if count is None else count
+        self.device, self.exchanges = device, exchanges
+        self.link: Link | None = None
+        E = max(len(layer.experts) for layer in store.layers)
+        self.home = np.zeros((len(store.layers), E), np.int64)
+        self.slots: dict[ExpertKey, int] = {}  # of those that are here, or on their way
+        #: key → end of the copy that takes it back
+        self._coming: dict[ExpertKey, Any] = {}
+        self._policy = make_policy(cache)()
+        if not isinstance(cache, str | type) or any(
+            hasattr(self._policy, more) for more in ("turn", "follow")
+        ):
+            self._policy = make_policy(DEFAULT_POLICY)()
+        if hasattr(self._policy, "shape"):
+            self._policy.shape(*self.home.shape)
+        self._now = 0  # counts what the policy is told of
+        self._memory: np.ndarray | None = None
+        self._allocate()
+
+    def _allocate(self) -> None:
+        self._memory = aligned_buffer(self.count * self.size)
+        self._unpin = pin(self._memory, self.device, self)
+        self.pinned = self._unpin is not None or self.device.type != "cuda"
+        self.rested()
+
+    def rested(self) -> None:
+        """Nothing is under way any more: a slot that is no expert's home is spare."""
+        self.landed()
+        for key in [*self._coming]:  # the copy was another process's
+            self._leave(key)
+        self._last: dict[int, Any] = {}  # slot → what the GPU does last with it
+        taken = {*self.slots.values()}
+        self._spare = deque(slot for slot in range(self.count) if slot not in taken)
+
+    def close(self) -> None:
+        """Give back files and memory; nothing may be under way. Memory is had again when it is
+        needed."""
+        super().close()
+        for key in [*self.slots]:
+            self._leave(key)
+        if self._memory is not None and self._unpin is not None:
+            self._unpin()
+        self._memory = None
+
+    # where experts are
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that are taken."""
+        return 0 if self._memory is None else len(self._memory)
+
+    @property
+    def spare(self) -> int:
+        """Slots into which an expert can be taken without another's leaving."""
+        return len(self._spare)
+
+    def bytes(self, slot: int) -> np.ndarray:
+        """The memory of a slot, uint8."""
+        return self._memory[slot * self.size : (slot + 1) * self.size]
+
+    def held(self, layer: int, expert: int) -> Chunks:
+        """An expert, whole, that has its home here."""
+        return self._chunks(layer, expert, "both", self.bytes(self.slots[layer, expert]))
+
+    def hold(self, keys: Iterable[ExpertKey]) -> None:
+        """Read these experts, as many as there are spare slots, into their homes, and check them."""
+        keys = [*keys][: self.spare]
+        slots = [self._spare.popleft() for _ in keys]
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            read = pool.map(
+                lambda key, slot: self.read(*key, "both", self.bytes(slot)), keys, slots
+            )
+            for key, slot, _ in zip(
+                keys, slots, progress(read, "reading experts", total=len(keys), unit="experts")
+            ):
+                self.put(key, slot)
+
+    def read_parts(
+        self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
+    ) -> list[Chunks]:
+        """As of `Reader`; of an expert that has its home here for good nothing is left to read, and
+        the buffers stay as they are."""
+        if self.exchanges or (layer, expert) not in self.slots:
+            return super().read_parts(layer, expert, parts)
+        whole = self.held(layer, expert)
+        found = []
+        for part in parts:
+            offset, length = run(whole.entries, part)
+            begin = offset - whole.offset if length else 0
+            data = whole.data[begin : begin + length]
+            nbytes = self.store.stored_bytes(layer, expert, part)
+            found.append(replace(whole, part=part, data=data, offset=offset, nbytes=nbytes))
+        return found
+
+    # who comes and goes
+
+    def take(self) -> int:
+        """A slot for the CPU to read into, then to `put` or `give_back`; somebody may leave for the
+        disk. One must be left that is not being read into."""
+        if self._memory is None:
+            self._allocate()
+        slot = self._free()
+        if (last := self._last.pop(slot, None)) is not None:
+            last.synchronize()
+        return slot
+
+    def put(self, key: ExpertKey, slot: int) -> None:
+        """A slot that was read into is the home of an expert, unless that has one."""
+        if key in self.slots:
+            self.give_back(slot)
+            return
+        self._enter(key, slot)
+        self.home[key] = self.bytes(slot).ctypes.data
+
+    def give_back(self, slot: int) -> None:
+        self._spare.append(slot)
+
+    def reads(self, key: ExpertKey, end: Any) -> None:
+        """A copy reads this expert's home, until this event."""
+        self._last[self.slots[key]] = end
+        self._touch(key)
+
+    def coming(self, key: ExpertKey) -> Any:
+        """The event from which on an expert is at its home, if that may be to come."""
+        return self._coming.get(key)
+
+    def release(self, key: ExpertKey) -> None:
+        """An expert is on the GPU, or a copy that was announced brings it there: its slot is
+        spare."""
+        if key in self.slots:
+            self._spare.append(self._leave(key))
+
+    def take_back(
+        self,
+        key: ExpertKey,
+        gpu: torch.Tensor,
+        after: Any = None,
+        needed: Set[ExpertKey] = frozenset(),
+    ) -> Any:
+        """Copy an expert, uint8 on the GPU, to a spare slot, or that of one who leaves for the disk
+        and is not `needed`, when the event `after` has come, by default what this thread has told
+        the GPU to compute. Returns the event of its end; None if there is no slot, or it is here: its
+        bytes on the GPU are nobody's loss."""
+        if key in self.slots or (slot := self._free(needed)) is None:
+            return None
+        length = run(self.store.entries(*key), "both")[1]
+        events = [self.link.now().record_event() if after is None else after]
+        if slot in self._last:
+            events.append(self._last[slot])
+        home = torch.from_numpy(self.bytes(slot)[:length])
+        self._last[slot] = self._coming[key] = self.link.take_back(gpu[:length], home, events)
+        self._enter(key, slot)
+        return self._coming[key]
+
+    def landed(self) -> list[ExpertKey]:
+        """Experts that were being taken back and, since the last call, are seen to be at home."""
+        done = [key for key, end in self._coming.items() if end.query()]
+        for key in done:
+            del self._coming[key]
+            self.home[key] = self.bytes(self.slots[key]).ctypes.data
+        return done
+
+    def _enter(self, key: ExpertKey, slot: int) -> None:
+        self.slots[key] = slot
+        self._touch(key)
+
+    def _touch(self, key: ExpertKey) -> None:
+        self._policy.touch(ExpertKey(*key), self._now)
+        self._now += 1
+
+    def _leave(self, key: ExpertKey) -> int:
+        """The slot of an expert that is here no more."""
+        self.home[key] = 0
+        self._coming.pop(key, None)
+        if hasattr(self._policy, "forget"):
+            self._policy.forget(key)
+        return self.slots.pop(key)
+
+    def _free(self, needed: Set[ExpertKey] = frozenset()) -> int | None:
+        """A spare slot, or that of one who leaves for the disk; None if all are needed."""
+        if self._spare:
+            return self._spare.popleft()
+        others = Candidates(self.slots, needed)
+        return self._leave(self._policy.victim(others)) if others else None
+
+
+def experts_of(store: ExpertStore) -> list[ExpertKey]:
+    """A store's experts, the first of each layer first."""
+    layers = enumerate(store.layers)
+    keys = (ExpertKey(layer, e) for layer, of in layers for e in range(len(of.experts)))
+    return sorted(keys, key=lambda key: key[::-1])
+
+
+def slot_bytes(store: ExpertStore) -> int:
+    """Of a slot for any expert as it is stored."""
+    return max(run(entries, "both")[1] for layer in store.layers for entries in layer.experts)
