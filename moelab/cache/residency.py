@@ -247,11 +247,11 @@ class Residency:
             if pool is not None and len(pool.keys) < pool.size:
                 pool.keys[key] = None
                 found.append(key)
-        if not self.holds_all:  # as if each layer had chosen them once
-            for layer in range(self.L):
-                for key in (key for key in reversed(found) if key.layer == layer):
-                    self._pools[layer][State.FULL].policy.touch(key, self._now)
-                self._now += 1
+        layers = groupby(sorted(found), attrgetter("layer")) if not self.holds_all else ()
+        for layer, keys in layers:  # as if each had chosen them once
+            for key in keys:
+                self._pools[layer][State.FULL].policy.touch(key, self._now)
+            self._now += 1
         return found
 
     def clear(self) -> None:

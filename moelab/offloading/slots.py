@@ -154,7 +154,7 @@ class Slots:
             from moelab.store import bf12_triton  # the one other codec that is read there in place
 
             return bf12_triton.unpack(blob, out)
-        entry.codec.decompress(blob if blob.is_cuda else blob.numpy(), out)
+        entry.codec.decompress(blob if entry.codec.few_bits else blob.numpy(), out)
         return out
 
     def matrices(

@@ -78,13 +78,14 @@ class FewBits(Codec):
         return sum(prod(of) * times * dtype.itemsize for dtype, of, times in parts)
 
     def split(self, blob: Any, shape: Shape) -> Tensors:
-        """The parts of a blob, as views of it where they can be; ValueError unless it is as long as
-        it must be."""
-        raw = as_bytes(blob)
-        size = self.nbytes(shape)
-        if len(raw) != size:
-            raise ValueError(f"the {self.name} blob has {len(raw)} bytes; {size} were expected")
-        rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+        """The parts of a blob, bytes or a uint8 tensor anywhere, as views of it where they can be;
+        ValueError unless it is as long as it must be."""
+        rest, size = blob, self.nbytes(shape)
+        if not isinstance(blob, Tensor):
+            raw = as_bytes(blob)
+            rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+        if len(rest) != size:
+            raise ValueError(f"the {self.name} blob has {len(rest)} bytes; {size} were expected")
         found = {}
         at = 0
         for name, (dtype, of, times) in self.parts(shape).items():
@@ -282,7 +283,7 @@ def _widen(form: Format, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> bool:
     """Whether rows are whole blocks and codes and scales what the kernel takes them for: no NaN,
     and scales that times 256 are still numbers of fp32 (fp8), or not NaN (MXFP4)."""
-    if target.shape[-1] % PART or target.dtype not in KINDS:
+    if target.shape[-1] % PART or target.dtype not in KINDS or not target.is_cpu:
         return False
     if form.kind == "fp8":
         nan = int((codes.view(torch.uint8) << 1).amax()) == 254

@@ -26,7 +26,8 @@ class Event:
 
     def synchronize(self):
         while not self.done:
-            assert self.device.run(1), "two streams wait for each other"
+            with self.device.lock:
+                assert self.done or self.device.run(1), "two streams wait for each other"
 
     def elapsed_time(self, end):
         return 1e-3
