@@ -167,6 +167,7 @@ def replay(
     run: EngineRun | RoutingTrace,
     *,
     memory: str | float | None = None,
+    hybrid: bool = False,
     cache: Any = None,
     device: str | Path | DeviceSpec | None = None,
     pools: Pools | None = None,
@@ -176,8 +177,10 @@ def replay(
     all experts in it. As it was, or with another cache or on another machine.
 
     run : `lm.moelab.run`; that of a model in memory needs a device, as does, in less memory, one
-        that has read nothing. Or a trace, as `run_of` plays it, which always needs a device.
+        that has read nothing. Or a trace, as `run_of` plays it, which always needs a device; on one
+        with a link, a GPU, which runs each decoded token alone.
     memory : of a trace's experts that are kept, "25%" or "8GB"; None: all. A run has its own.
+    hybrid : whether the CPU beside a GPU computes its share of a trace's experts that are not kept.
     cache : another policy: a name of `moelab.names("cache")`, or your own; "belady" knows the run's
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
@@ -189,15 +192,7 @@ def replay(
     without the figures that are needed, a run whose policy is an instance, a trace of experts whose
     sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
     GPU, unless that ran whole tokens alone."""
-    if isinstance(run, RoutingTrace):
-        run = run_of(run, memory, pools=pools)
-    elif memory is not None:
-        raise ValueError("memory is of a trace; a run has its own: give pools=")
-    if not isinstance(run, EngineRun):
-        raise TypeError(
-            f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
-            "a moelab.RoutingTrace"
-        )
+    run = _run(run, memory, hybrid, device, pools)
     settings = run.settings
     policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
@@ -222,6 +217,27 @@ def replay(
         prefetching=Prefetching(run.predictions, settings.ahead),
         balance=_balance(run, device),
     )
+
+
+def _run(
+    run: EngineRun | RoutingTrace,
+    memory: str | float | None,
+    hybrid: bool,
+    device: str | Path | DeviceSpec | None,
+    pools: Pools | None,
+) -> EngineRun:
+    """What `replay` plays, of a trace as an engine would be asked for it."""
+    if isinstance(run, RoutingTrace):
+        alone = device is not None and "link_bandwidth_gbs" in _card(device).figures
+        return run_of(run, memory, pools=pools, alone=alone, hybrid=hybrid)
+    if memory is not None or hybrid:
+        raise ValueError("memory and hybrid are of a trace; a run has its own: give pools=")
+    if not isinstance(run, EngineRun):
+        raise TypeError(
+            f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
+            "a moelab.RoutingTrace"
+        )
+    return run
 
 
 def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance | None:

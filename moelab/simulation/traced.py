@@ -18,9 +18,10 @@ import torch
 from moelab.base.specs import MoESpec
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, Residency
 from moelab.cards import other_bytes
 from moelab.offloading.budget import parse_budget
+from moelab.offloading.hybrid import Rates
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.trace import DECODE, PREFILL, RoutingTrace
@@ -64,6 +65,8 @@ def run_of(
     memory: str | float | None = None,
     cache: Any = DEFAULT_POLICY,
     pools: Pools | None = None,
+    alone: bool = False,
+    hybrid: bool = False,
 ) -> EngineRun:
     """The run of an engine that keeps experts in so much memory: without times, with all else that
     `moelab.simulate` and the views take.
@@ -71,6 +74,8 @@ def run_of(
     memory : of the experts that are kept, "25%", "8GB" or bytes; loads in flight lie beside it.
         None: all of them. A share needs no sizes.
     pools : in place of it.
+    alone : whether it is a GPU that runs each decoded token without asking the host.
+    hybrid : whether some experts are computed where they lie, at rates that a device says.
 
     Raises ValueError: a trace without routing; a budget that is none; one in bytes where the
     experts' sizes are not known."""
@@ -79,9 +84,11 @@ def run_of(
     if not any(steps):
         raise ValueError(f"the trace of {spec.name} has no routing: no expert ran in it")
     each = spec.expert_bytes if spec.H else 0
+    pools = pools or Pools(F=kept(spec, memory))
+    alone = alone and pools.F == pools.capacity > 0
     settings = EngineSettings(
         spec,
-        pools or Pools(F=kept(spec, memory)),
+        pools,
         cache,
         "model",
         1,
@@ -89,10 +96,13 @@ def run_of(
         0,
         (((each, 0),) * spec.E,) * spec.L,
         other_bytes(spec) if spec.H else 0,
+        spare=-(-pools.F // SPARE) if alone else 0,
     )
     run = EngineRun(settings, as_opened(settings))
-    run.steps, run.forwards = steps, forwards
-    run.predictions = [[] for _ in steps]
+    run.steps, run.predictions = steps, [[] for _ in steps]
+    paths = {"decode": "token"} if alone else {}
+    run.forwards = [one._replace(path=paths.get(one.phase, "none")) for one in forwards]
+    run.rates = [Rates() if hybrid else None for _ in steps]
     return run
 
 

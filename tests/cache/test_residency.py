@@ -143,8 +143,8 @@ TOKENS_IDS = st.lists(
 @given(TOKENS_IDS, st.integers(1, L * E - 1), st.integers(1, 5), st.integers(0, 2))
 @settings(max_examples=15, deadline=None)
 def test_a_token_is_admitted_as_a_gpu_does_it(policy, tokens, slots, spare, share):
-    """Against a table, a list of free slots and a counter: the first `share` misses of a layer are
-    fetched, and stay while a slot is free."""
+    """Against a table and a list of free slots: the first `share` misses of a layer are fetched, and
+    stay while a slot is free."""
     spare = min(spare, slots)
     steps = [(layer, dict.fromkeys(of, 1)) for token in tokens for layer, of in enumerate(token)]
     residency = Residency(
@@ -153,7 +153,7 @@ def test_a_token_is_admitted_as_a_gpu_does_it(policy, tokens, slots, spare, shar
     table, free = {}, [*range(slots)]
     for token in tokens:
         residency.begin_forward("decode", token=True)
-        given = free[:spare]
+        given = free[:]
         assert residency.free == len(given)
         found, came = set(), {}
         for layer, ids in enumerate(token):
@@ -179,8 +179,8 @@ def test_a_token_is_admitted_as_a_gpu_does_it(policy, tokens, slots, spare, shar
             assert key in others or not others or (selective and key in came)
             others.discard(key)
             del table[key]
-        assert len(evicted) == max(0, len(table) + len(evicted) - slots + spare)
         free = [n for n in range(slots) if n not in table.values()]
+        assert spare // 4 <= len(free) and (not evicted or len(free) <= spare)
         assert {*residency.resident(State.FULL)} == table.keys()
     counters = residency.counters
     assert counters.requests == sum(len(of) for _, of in steps)

@@ -1,6 +1,7 @@
 """Tokens that a GPU runs alone: the simulator against the device's rules in a naive loop, its clock
 against a closed form, and a replay of what was recorded."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -49,8 +50,10 @@ def of_a_gpu(ids, slots, spare, rates):
     of each token, (fetched, away), of each layer; its seconds; the table in the end; how many were
     admitted and evicted."""
     table, recent, told, counts = {}, [], [], [0, 0]
+    usual = spare
     for token, of in zip(ids, rates, strict=True):
-        free = spare
+        free = slots - len(table)
+        began = counts[0]
         used, layers, seconds = set(), [], HEAD
         for layer, chosen in enumerate(token):
             misses = [e for e in sorted(chosen) if (layer, e) not in table]
@@ -77,7 +80,8 @@ def of_a_gpu(ids, slots, spare, rates):
             here = len(fetched) * nbytes * READ + (hits + len(fetched)) * EXPERT
             seconds += OTHER + max(here, bool(away) * TRIP + len(away) * FAR)
             layers.append((fetched, away))
-        while len(table) > slots - spare:
+        usual += (counts[0] - began - usual) / 8
+        while len(table) > slots - min(spare, max(spare // 4, math.ceil(1.5 * usual))):
             old = [key for key in recent if key in table]
             del table[([key for key in old if key not in used] or old)[0]]
             counts[1] += 1

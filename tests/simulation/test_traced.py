@@ -97,6 +97,23 @@ def test_the_simulator_hits_as_a_plain_loop_over_the_trace(cache):
     assert found.ttft > found.tpot > 0 and found.kind == "simulated"
 
 
+def test_on_a_gpu_each_decoded_token_goes_alone_and_the_cpu_takes_its_share():
+    spec = replace(load_model(CARD), moe_layers=(0, 1, 2))
+    trace = a_trace(sizes=((6, 5), (3, 9)), spec=spec)
+    how = {"memory": "25%", "device": "rtx-4090"}
+    link, both = moelab.simulate(trace, **how), moelab.simulate(trace, hybrid=True, **how)
+    assert [one.path for one in link.forwards] == [
+        "token" if one.phase == "decode" else "none" for one in link.forwards
+    ]
+    assert link.metrics().paths == {"token": 14} and link.counters.away == 0
+    assert both.counters.away > 0 and both.tpot < link.tpot
+    assert both.metrics().link_bytes < link.metrics().link_bytes
+    with pytest.raises(ValueError, match="no memory beside it"):
+        moelab.simulate(trace, memory="25%", device="m2-max", hybrid=True)
+    with pytest.raises(ValueError, match="pools="):
+        moelab.simulate(run_of(trace), hybrid=True, device="rtx-4090")
+
+
 def test_time_needs_a_device_and_sizes_and_says_so():
     trace = a_trace()
     with pytest.raises(ValueError, match="device="):
