@@ -1,7 +1,7 @@
 """The advice for a GPU beside what is measured on it: `moelab bench advise --device cuda`.
 
 A synthetic model of a card's geometry with a few of its layers, routed as is fitted to real traces,
-in each form, with shares of its experts in the GPU's memory. Each way is predicted twice:
+in three forms, with shares of its experts in the GPU's memory. Each way is predicted twice:
 with launches as of another GPU, and with launches fitted to two rows, the checkpoint as it is with
 all experts and with the share nearest to a half, which then say nothing about the prediction and
 are marked so."""
@@ -38,6 +38,7 @@ from .timing import working
 CONTEXT = PROMPT + WARM + TIMED
 #: the model of a card, and the part of its layers
 MODEL, SCALE = "Qwen3-30B-A3B", 0.125
+FORMS = (AS_IS, "bf12", "int4")
 
 
 def asked_of(place: Path, share: float) -> OnGpu:
@@ -96,7 +97,7 @@ def on_gpu(
             synthesize(place / "model", spec, routing=ids)
         for share in progress(shares, "advice", unit="budgets"):
             asked = asked_of(place / "model", share)
-            for way in asked.arithmetic():
+            for way in (one for one in asked.arithmetic() if one.form in FORMS):
                 ran[way.form, share] = asked, way, *measured(asked, way, rounds)
     known = looks(share for form, share in ran if form == AS_IS)
     fits = {}
