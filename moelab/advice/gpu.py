@@ -1,7 +1,7 @@
 """What each form gives on a GPU with less memory than the model, by arithmetic.
 
 Source: GPU-NDP §III-C, Eqs. 1 to 3, and Speculating Experts §5.1. A token is the launches of its
-graphs, its other weights and the experts that are found, read from the GPU's memory, and in each
+graphs, one where a GPU runs it alone, else one a layer and the host's work between, its other weights and the experts that are found, read from the GPU's memory, and in each
 layer the missing ones, sent over the link or, with threads that compute them where they lie, the
 better split of the two (`moelab.offloading.hybrid.split`, the engine's own). How many of a layer's
 experts miss varies: they are taken to miss each by itself, at the hit rate. Bytes are those of an
@@ -11,6 +11,7 @@ the CPU's memory, the growth of attention."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from math import comb
 
@@ -25,8 +26,10 @@ from moelab.simulation.costs import MachineRates
 
 #: bytes that an expert takes in pinned memory beyond its own at most
 PAGE = 8192
-#: threads of the CPU that compute experts; 0: none do beside a GPU
-THREADS = 0
+#: threads of the CPU that compute experts, if it has as many cores
+THREADS = 8
+#: architectures of which a GPU runs a whole token alone (`moelab.fast.layers.FAMILIES`)
+ALONE = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 
 
 def is_gpu(device: DeviceSpec) -> bool:
@@ -43,6 +46,19 @@ class OnGpu(Question):
     host: int = 0
 
     @property
+    def alone(self) -> bool:
+        """Whether the GPU runs a token without asking the host between layers, which then computes
+        some of what misses."""
+        return self.batch == 1 and self.model.spec.model_type in ALONE
+
+    @property
+    def threads(self) -> int:
+        """Of the CPU that compute experts."""
+        if not self.alone:
+            return 0
+        return THREADS if self.on_card else min(THREADS, os.cpu_count() or 1)
+
+    @property
     def staging(self) -> int:
         return 2 * self.model.spec.K
 
@@ -57,17 +73,18 @@ class OnGpu(Question):
         if pinned > self.host - RESERVE:
             return None
         ttft = self._prompt(expert, away / (spec.L * spec.E))
-        return replace(way, device="cuda", pinned=pinned, hybrid=THREADS, ttft=ttft)
+        return replace(way, device="cuda", pinned=pinned, hybrid=self.threads, ttft=ttft)
 
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         spec = self.model.spec
         n = round(self.assumed.distinct)
+        asked = hit < 1 and not self.alone  # the host, between layers
         waiting = sum(
             comb(n, m) * (1 - hit) ** m * hit ** (n - m) * self.missing(m, expert, rates)
             for m in range(1, n + 1)
         )
         parts = {
-            "launches": rates.launch + spec.L * (rates.layer + (hit < 1) * rates.step),
+            "launches": rates.launch + spec.L * (rates.layer + asked * rates.step),
             "memory bandwidth": (self.model.dense + self.kv + spec.L * n * hit * expert)
             / rates.memory,
             "missing experts": spec.L * waiting,
@@ -82,7 +99,7 @@ class OnGpu(Question):
         """Seconds of m experts of a layer that are not in the GPU's memory, of one token."""
         every = [Wanted(e, 1, expert) for e in range(m)]
         beside = rates.beside(expert)
-        near, far = split(every, beside) if THREADS else (every, [])
+        near, far = split(every, beside) if self.threads else (every, [])
         return max(near_seconds(near, beside), far_seconds(far, beside))
 
     def _prompt(self, expert: int, missing: float) -> float:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from moelab.kernels.gates import SILU, Gate
 from moelab.models.experts import SeamExperts, eager
 from moelab.models.unchanged import Unchanged
 
@@ -35,6 +36,18 @@ class Tally:
     routed: int = 0  # choices of an expert by a token; executed and dropped add up to it
     executed: int = 0
     slots: int = 0  # rows that were computed, padding included
+    later: Any = field(default=0, repr=False, compare=False)  # choices that a GPU has counted
+
+    def settle(self) -> Tally:
+        """Add what a GPU has counted, which is waited for."""
+        n, self.later = int(self.later), 0
+        self.add(n, n, n)
+        return self
+
+    def add(self, routed: int, executed: int, slots: int) -> None:
+        self.routed += routed
+        self.executed += executed
+        self.slots += slots
 
     @property
     def dropped(self) -> int:
@@ -57,6 +70,14 @@ class Executor(ABC):
     def __init__(self) -> None:
         self.tally = Tally()
 
+    @property
+    def tally(self) -> Tally:
+        return self._tally.settle()
+
+    @tally.setter
+    def tally(self, tally: Tally) -> None:
+        self._tally = tally
+
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         return self.run(x, ids, weights, experts)
 
@@ -65,9 +86,12 @@ class Executor(ABC):
         """[T, H]; must `count` what it did."""
 
     def count(self, routed: int, executed: int, slots: int) -> None:
-        self.tally.routed += routed
-        self.tally.executed += executed
-        self.tally.slots += slots
+        self._tally.add(routed, executed, slots)
+
+    def count_later(self, executed: Tensor) -> None:
+        """Count choices that were all executed, in as many rows; of a GPU, without waiting for
+        it."""
+        self._tally.later = self._tally.later + executed
 
 
 class Exact(Executor):
@@ -178,18 +202,35 @@ def names(experts: Any) -> tuple[str, str]:
 
 
 def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up, probed at all sizes and signs: some architectures
-    clamp at 7 or 10. Probed again once anything of the module is changed."""
-    known = getattr(experts, "silu", None)  # there, as a table of ours would keep the model
+    """Whether the activation is silu(gate) · up."""
+    return gate_of(experts) == SILU
+
+
+def gate_of(experts: Any) -> Gate | None:
+    """The activation as kernels have it, probed at all sizes and signs; None for another. Probed
+    again once anything of the module is changed."""
+    known = getattr(experts, "gate", None)  # there, as a table of ours would keep the model
     if known is None or known[0].listeners() is None:
         parts = Unchanged([*experts.module.modules()][1:], called=[experts.module])
-        known = experts.silu = parts, experts.has_gate and _gates_by_silu(experts)
-    return known[1] and known[0].listeners() is not None
+        known = experts.gate = parts, _probed(experts) if experts.has_gate else None
+    return known[1] if known[0].listeners() is not None else None
 
 
-def _gates_by_silu(experts: Any) -> bool:
+def _probed(experts: Any) -> Gate | None:
+    """The gate that gives of g = 1 and the smallest u, −1, 1 and the largest u what an activation
+    gives, if it gives the same of all numbers."""
     far = torch.logspace(-2, 6, 25)
-    values = torch.cat([-far, torch.linspace(-9, 9, 19), far])
-    gate, up = torch.meshgrid(values, values, indexing="ij")
-    found = experts.activate(torch.cat([gate, up], -1))
-    return torch.allclose(found, F.silu(gate) * up, atol=1e-6)
+    values = torch.cat([-far, torch.linspace(-9, 9, 19), far]).double().sort()[0]
+    one = values.tolist().index(1)
+    g, u = torch.meshgrid(values, values, indexing="ij")
+    for interleaved in (False, True):
+        both = torch.stack([g, u], -1 if interleaved else -2).flatten(-2)
+        found = experts.activate(both)
+        least, low, high, most = found[one, [0, -1 - one, one, -1]]
+        step = (high - low) / 2  # sigmoid(alpha)
+        limit = (most - least) / 2 / step
+        numbers = step.logit(), limit if limit < values[-1] else torch.tensor(inf), high / step - 1
+        gate = Gate(interleaved, *(round(number.item(), 4) for number in numbers))
+        if torch.allclose(found, gate(g, u), atol=1e-6):
+            return gate
+    return None

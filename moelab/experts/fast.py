@@ -1,5 +1,5 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is
-measured on this machine.
+measured on this machine. On a GPU, GEMV for one token, else a grouped GEMM (`grouped_gemm`).
 
 The first time in a process that a kind of experts has several tokens an expert, both compute one expert with 8,
 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both
@@ -14,8 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.experts import gemv
 from moelab.experts.executor import Sorted
 from moelab.experts.gemv import GEMV
+from moelab.experts.grouped_gemm import feed_forward
 from moelab.experts.located import locate
 from moelab.kernels.products import crossover
 
@@ -23,12 +25,21 @@ PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
 class Fast(GEMV):
-    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`."""
+    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`; on a GPU grouped,
+    where that can be."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if len(x) > 1 and x.device.type in gemv.GPUS:
+            return self._grouped(x, ids, weights, experts)
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
         way = GEMV if tokens <= PAIR or tokens <= self._few(x, ids, experts) else Sorted
         return way.run(self, x, ids, weights, experts)
+
+    def _grouped(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+        if (y := feed_forward(x, ids, weights, experts)) is None:
+            return GEMV.run(self, x, ids, weights, experts)
+        self.count_later((ids < experts.num_experts).sum())
+        return y
 
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:

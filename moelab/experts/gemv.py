@@ -9,9 +9,9 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, plain, silu_gated
+from moelab.experts.executor import Sorted, gate_of, plain, silu_gated
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
@@ -55,27 +55,25 @@ class GEMV(Sorted):
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
-        if silu_gated(experts):
-            return feed_forward(*found, bounds, x, tokens, rows, weights)
+        if gate := gate_of(experts):
+            return feed_forward(*found, bounds, x, tokens, rows, weights, gate)
         up, down = found
         y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
         return combine(y, rows, weights, x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A token's experts in a few launches; None where the kernels are not for them."""
-        kernels = _triton()
         chosen = ids[0].cpu().numpy()
-        if kernels is None or x.dtype != torch.bfloat16 or not _fusable(experts):
+        if x.dtype != torch.bfloat16 or (chosen >= experts.num_experts).any():
             return None
-        if (chosen >= experts.num_experts).any():
-            return None
-        found = locate(experts, chosen, x.dtype, "cuda")
-        if found is None or not all(map(kernels.multiplies, found)):
+        if (found := locate(experts, chosen, x.dtype, "cuda")) is None:
             return None
         tables = torch.from_numpy(np.stack([of.rows for of in found]))
-        up, down = map(kernels.bank, found, tables.to(x.device, non_blocking=True))
+        compute = self.on_gpu(experts, found, tables.to(x.device, non_blocking=True))
+        if compute is None:
+            return None
         self.count(len(chosen), len(chosen), len(chosen))
-        return kernels.feed_forward(up, down, x, _first(len(chosen), x.device), weights[0])
+        return compute(x, _first(len(chosen), x.device), weights[0])
 
     # layers of a single token in one call, see `moelab.fast.layers`
 
@@ -93,15 +91,15 @@ class GEMV(Sorted):
 
     def count_layers(self, found: Any) -> None:
         """Count what was `Computed` of layers in one call."""
-        n = found.layers * found.ids.shape[1]
+        n = found.ids.shape[0] * found.ids.shape[1]
         self.count(n, n, n)
 
     def banks(
         self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
     ) -> tuple[Any, Any] | None:
         """`Matrices` of up and of down of SiLU-gated experts of each layer, rows [L, E, 4], 0 for
-        experts that are not resident; all are, by default. On a GPU lists of `gemv_triton.Bank`.
-        None if there are no such kernels for these."""
+        experts that are not resident; all are, by default. On a GPU a list, of each layer what
+        `on_gpu` gives. None if there are no such kernels for these."""
         if any((of.source is None) != (resident is None) or not _fusable(of) for of in experts):
             return None
         held = next(experts[0].module.parameters(), None)
@@ -109,16 +107,21 @@ class GEMV(Sorted):
         found = _in_one(experts, dtype, resident, device)
         if found is None or device not in GPUS:
             return found if device == "cpu" else None
+        tables = torch.from_numpy(np.stack([of.rows for of in found], 1)).to(held.device)
+        alike = zip(*([of._replace(rows=rows) for rows in of.rows] for of in found))
+        calls = [self.on_gpu(*given) for given in zip(experts, alike, tables)]
+        return None if None in calls else calls
+
+    def on_gpu(
+        self, experts: Any, found: tuple[Matrices, Matrices], tables: Tensor
+    ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+        """What computes a token's experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H], with
+        matrices whose rows of up and down `tables` [2, n, 4] has there; it may be captured. None if
+        there are no such kernels."""
         kernels = _triton()
-        if kernels is None or not all(map(kernels.multiplies, found)):
+        if kernels is None or not _fusable(experts) or not all(map(kernels.multiplies, found)):
             return None
-        return tuple(
-            [
-                kernels.bank(of._replace(rows=rows), table)
-                for rows, table in zip(of.rows, torch.from_numpy(of.rows).to(held.device))
-            ]
-            for of in found
-        )
+        return partial(kernels.feed_forward, *map(kernels.bank, found, tables))
 
 
 def _in_one(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
 from typing import Any
@@ -104,7 +104,10 @@ def _capturing(device: torch.device) -> tuple[torch.cuda.Stream, WeakSet[Graph]]
 
 
 class GraphLayer(OneTokenLayer):
-    """The forward of one decoder layer; with a router in its block, that is part of the graph."""
+    """The forward of one decoder layer; with a router in its block, that is part of the graph.
+
+    ran : what was run as one graph since this was last set to "none": a "token", or a "layer".
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module, SingleToken(module.self_attn))
@@ -114,6 +117,7 @@ class GraphLayer(OneTokenLayer):
         self.inputs = [weight.new_zeros(1, 1, n) for n in (H, D, D)]  # x, cos and sin
         self.where = torch.zeros(4, dtype=torch.int64, device=weight.device)
         self.placed = []
+        self.ran = "none"
         #: a cache of no generation, to be captured with
         self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
@@ -158,6 +162,11 @@ class GraphLayer(OneTokenLayer):
 
     def compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Any]:
         """x + attention(norm(x)), the norm of that, and what the router makes of it."""
+        y, normed = self.to_block(x, cos, sin)
+        return y, normed, self.router and self.router.own(normed.view(1, -1))
+
+    def to_block(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """x + attention(norm(x)) and the norm of that."""
         from moelab.fast import attention_triton
 
         attn = self.attention.module
@@ -172,8 +181,26 @@ class GraphLayer(OneTokenLayer):
         mixed = attention_triton.attend(*heads, cos, sin, self.where, attn.scaling)
         self.where[2:3].add_(1)
         y = x + F.linear(mixed.view(1, 1, -1), o.weight, o.bias)
-        normed = _normed(second, y)
-        return y, normed.view_as(y), self.router and self.router.own(normed)
+        return y, _normed(second, y).view_as(y)
+
+    def with_experts(
+        self, x: Tensor, cos: Tensor, sin: Tensor, experts: Iterator[Callable], chosen: list
+    ) -> Tensor:
+        """x after the layer: its block is computed by its own code, experts by the next of these, whose
+        weights and ids [1, K] are added to the chosen ones."""
+        y, normed = self.to_block(x, cos, sin)
+        block = self.module.mlp
+        if self.router:
+
+            def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+                chosen.append((w, ids))
+                return next(experts)(x, ids[0], w[0])
+
+            block = compat.with_children(block, {"gate": self.router.own, "experts": compute})
+        return y + type(block).forward(block, normed)
+
+    def alike(self) -> tuple | None:
+        return super().alike() if self.has_plain_routing() else None
 
     def fill(self, x: Tensor, token: tuple) -> None:
         """Copy the graph's inputs."""
@@ -187,6 +214,7 @@ class GraphLayer(OneTokenLayer):
             y, normed, routed = self.graph()
             y = y.clone()
             normed = normed.clone()
+            self.ran = "layer"
             if self.router:
                 self.router.made = normed, [made.clone() for made in routed]
             return y, normed
@@ -244,42 +272,59 @@ class GraphRouter(Router):
 
 
 class GraphStretch(Stretch):
-    """Layers alike with their experts, all in memory, in one graph."""
+    """Layers with their experts, dense ones among them, in one graph.
+
+    experts : one callable for each layer that has some, (x [1, H], ids [K], weights [K]) → [1, H], that
+        may be captured; as long as they are the same ones, the graph is.
+    refused : of which they were, with which nothing could be captured.
+    """
 
     def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
         super().__init__(model, layers)
-        self.of = None
+        self.of = self.refused = None
         self.graph = None
 
     def compute(
-        self, x: Tensor, token: tuple, memories: list[CacheMemory], up: list, down: list
+        self, x: Tensor, token: tuple, memories: list[CacheMemory], experts: list[Callable]
     ) -> tuple[Tensor, Tensor, Computed]:
         with LOCK:
             in_turn(x.device)
-            if self.of is not up:  # other matrices now
-                with torch.inference_mode(False), torch.no_grad():
-                    self.graph = self._captured(up, down)
-                self.of = up
             self.layers[0].fill(x, token)
             for layer, memory in zip(self.layers, memories):
                 layer.place(memory)
             y, w, ids = (made.clone() for made in self.graph())
+            self.layers[0].ran = "token"
             return y, w, Computed(len(memories), ids, None)
 
-    def _captured(self, ups: list, downs: list) -> Graph:
-        from moelab.experts import gemv_triton
+    def prepare(self, experts: list[Callable]) -> bool:
+        """Capture a graph with these experts, if it is not of them."""
+        if self.of is experts or self.refused is experts:
+            return self.of is experts
+        with LOCK:
+            return self._capture(experts)
 
+    def _capture(self, experts: list[Callable]) -> bool:
         first = self.layers[0]
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
-            (x, cos, sin), chosen = first.inputs, []
-            for layer, up, down in zip(self.layers, ups, downs):
-                y, normed, (_, w, ids) = layer.compute(x, cos, sin)
-                out = gemv_triton.feed_forward(up, down, normed.view(1, -1), ids[0], w[0])
-                x = y + out.view_as(y)
-                chosen.append((w, ids))
+            (x, cos, sin), chosen, left = first.inputs, [], iter(experts)
+            for layer in self.layers:
+                x = layer.with_experts(x, cos, sin, left, chosen)
             return x, *(torch.cat(each) for each in zip(*chosen))
 
         for layer in self.layers:
             layer.place(None)
-        return Graph(compute, first.where.device)
+        self.of = self.graph = None
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                self.graph = Graph(compute, first.where.device)
+        except Exception as error:
+            self.refused = experts
+            warnings.warn(
+                f"decoding with a CUDA graph a layer, not one a token: {type(self.model).__name__} "
+                f"cannot be captured whole here ({error})",
+                stacklevel=2,
+            )
+            return False
+        self.of = experts
+        return True

@@ -32,14 +32,16 @@ from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
-#: transformers' families whose models do nothing between their layers, and whose blocks of experts
-#: give these the router's choice, and back what they give
-FAMILIES = "Mixtral", "Olmoe", "Qwen3Moe"
+#: transformers' families whose models do nothing between their layers, and whose blocks give experts
+#: the router's choice
+FAMILIES = "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"
+#: blocks that do nothing else
+BARE = "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"
 
 
 class Computed(NamedTuple):
-    """What a call has done: so many layers, their choices [L, K], and seconds of
-    `time.perf_counter` at which each one's experts began and ended, [L, 2]; None on a GPU."""
+    """What a call has done: so many layers, the choices [L, K] of those that have a router, and seconds
+    of `time.perf_counter` at which each one's experts began and ended, [L, 2]; None on a GPU."""
 
     layers: int
     ids: np.ndarray | Tensor
@@ -84,6 +86,24 @@ class OneTokenLayer(FusedModule):
             hear(y)
         return y + compat.children_of(self.module)["mlp"](normed)
 
+    def is_sparse(self) -> bool:
+        """Whether it has experts."""
+        return "experts" in compat.children_of(self.module.mlp)
+
+    def alike(self) -> tuple | None:
+        """What layers of a stretch have in common, their class first; None for one that can be in
+        none."""
+        attention = self.attention.module
+        return type(self), repr(self.shape), attention.scaling, id(attention.config)
+
+    def has_plain_routing(self) -> bool:
+        """Whether its block, of experts or dense, and these are transformers' own, and its router, if
+        any, one of ours."""
+        block = self.module.mlp
+        if forward(block) is not None or not self.is_sparse():
+            return forward(block) is None
+        return forward(block.experts) is None and isinstance(forward(block.gate), Router)
+
 
 class DecodeLayer(OneTokenLayer):
     """A layer whose norms and attention have kernels of ours.
@@ -111,6 +131,18 @@ class DecodeLayer(OneTokenLayer):
         same = agree(twin, cls(twin, parts), parts[1], parts[0].H)
         return cls(module, parts) if same else None
 
+    def alike(self) -> tuple | None:
+        """Only a block that does nothing but route, to experts as many of which are chosen from as
+        many."""
+        if not self.is_sparse() or not self.has_plain_routing():
+            return None
+        if type(self.module.mlp).__name__ not in BARE:
+            return None
+        gate = self.module.mlp.gate
+        router = forward(gate)
+        chosen = router.normalised, router.dtype, gate.top_k, gate.weight.shape
+        return *super().alike(), *chosen
+
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(x)
         normed = torch.empty_like(x)
@@ -120,11 +152,12 @@ class DecodeLayer(OneTokenLayer):
 
 
 class Stretch:
-    """Layers alike, one after the other, each with a router and experts; the first one calls it.
+    """Layers, one after the other; the first one calls it.
 
     An executor of experts says where these lie: `token` of `moelab.experts.gemv.GEMV`.
-    `compute(x, token, memories, up, down)` of a subclass gives x after as many layers as can be
-    computed, their weights [L, K], and what was `Computed`."""
+    `compute(x, token, memories, experts)` of a subclass gives x after as many layers as can be
+    computed, weights [L, K] of those with a router, and what was `Computed`. Of an engine that is not
+    told what was done, it is prepared only."""
 
     def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
         self.model = model
@@ -133,15 +166,21 @@ class Stretch:
         #: of each thread: x after the last call, and how many layers it computed
         self.last = threading.local()
         blocks = [layer.module.mlp for layer in layers]
-        self.experts = [block.experts for block in blocks]
-        self.routers = [forward(block.gate) for block in blocks]
-        silent = [self.all, *blocks]
+        sparse = [block for block in blocks if "experts" in compat.children_of(block)]
+        self.experts = [block.experts for block in sparse]
+        self.routers = [forward(block.gate) for block in sparse]
+        heard = [module for block in sparse for module in (block.gate, block.experts)]
+        silent = [self.all]
         for position, layer in enumerate(layers):
             layer.stretch = self
             layer.position = position
-            silent += [layer.module, *layer.modules, *layer.module.mlp.experts.children()]
-        heard = [module for block in blocks for module in (block.gate, block.experts)]
+            silent += [layer.module, *layer.modules, *layer.module.mlp.modules()]
+        silent = [module for module in silent if module not in heard]
         self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
+
+    def prepare(self, experts: Any) -> bool:
+        """Make what computes with experts that lie so; whether that is possible."""
+        return True
 
     def has_computed(self, position: int, x: Tensor) -> bool:
         """Whether x is this thread's, after the layer at this position."""
@@ -161,7 +200,9 @@ class Stretch:
             memories = [layer.attention.memory(cache) for layer in self.layers]
             if None in memories or (heard := self.parts.listeners()) is None:
                 return None
-            y, w, found = self.compute(x, token, memories, *experts)
+            if not self.prepare(experts) or done is None:
+                return None
+            y, w, found = self.compute(x, token, memories, experts)
             done(found)
         if not found.layers:
             return None
@@ -169,7 +210,7 @@ class Stretch:
             memory.grow()
         ids = torch.as_tensor(found.ids)
         for i, hear in heard:  # two modules of each layer
-            if i // 2 < found.layers:
+            if i // 2 < len(ids):
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])
         self.last.x = y
         self.last.layers = found.layers
@@ -185,8 +226,13 @@ class DecodeStretch(Stretch):
         self.gates = np.array([router.module.weight.data_ptr() for router in self.routers])
 
     def compute(
-        self, x: Tensor, token: tuple, memories: list[CacheMemory], up: Matrices, down: Matrices
+        self,
+        x: Tensor,
+        token: tuple,
+        memories: list[CacheMemory],
+        experts: tuple[Matrices, Matrices],
     ) -> tuple[Tensor, Tensor, Computed]:
+        up, down = experts
         router = self.routers[0]
         y = x.clone()
         H = x.shape[-1]
@@ -207,31 +253,17 @@ class DecodeStretch(Stretch):
             normed = torch.from_numpy(memory[1]).view(x.dtype)[:H]
             _, w[done], ids[done] = self.routers[done].own(normed[None])
             done = decode_layers(*given, *made, done)
-        return y, w, Computed(done, ids, since + times / 1e9)
+        return y, w, Computed(done, ids[:done], since + times / 1e9)
 
 
 def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
-    """A model's stretches: layers that have our forwards, each with a router of ours and experts in
-    a block that does nothing else.
+    """A model's stretches: runs of layers that have our forwards and are `alike`.
 
     kinds : class of layers → of their stretches."""
-    family = type(model).__name__.removesuffix("Model")
-    if family not in FAMILIES or not CLOCK[0]:
+    if type(model).__name__.removesuffix("Model") not in FAMILIES or not CLOCK[0]:
         return []
     layers = [forward(module) for module in compat.children_of(model)["layers"]]
-    runs = groupby(layers, lambda layer: _alike(layer, f"{family}SparseMoeBlock"))
-    return [kinds[alike[0]](model, [*run]) for alike, run in runs if alike]
-
-
-def _alike(layer: Any, block_class: str) -> tuple | None:
-    """What layers of a stretch have in common; None for one that can be in none."""
-    if not isinstance(layer, OneTokenLayer):
-        return None
-    block = layer.module.mlp
-    attention = layer.attention.module
-    if type(block).__name__ != block_class or forward(block) or forward(block.experts):
-        return None
-    if not isinstance(router := forward(block.gate), Router):
-        return None
-    chosen = router.normalised, router.dtype, router.module.top_k, router.module.weight.shape
-    return type(layer), repr(layer.shape), attention.scaling, id(attention.config), *chosen
+    runs = groupby(layers, lambda layer: isinstance(layer, OneTokenLayer) and layer.alike())
+    found = [(alike, [*run]) for alike, run in runs if alike]
+    routed = [(alike, run) for alike, run in found if any(map(OneTokenLayer.is_sparse, run))]
+    return [kinds[alike[0]](model, run) for alike, run in routed]

@@ -8,6 +8,7 @@ that know no weights follow it."""
 from __future__ import annotations
 
 import inspect
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,11 @@ I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
 F16 = ir.HalfType()
 F32 = ir.FloatType()
 VOID = ir.VoidType()
+#: processor → (LLVM's function for its instruction, with these arguments)
+_PAUSES: dict[str, tuple[str, list[ir.Constant]]] = {
+    **dict.fromkeys(("x86_64", "AMD64"), ("llvm.x86.sse2.pause", [])),
+    **dict.fromkeys(("aarch64", "arm64"), ("llvm.aarch64.hint", [ir.Constant(I32, 1)])),
+}
 #: numba's type of a tag → the kind of weights (`moelab.kernels.vectors`) that it stands for
 TAGS: dict[types.Type, Any] = {}
 
@@ -205,6 +211,36 @@ def take(counter):
         counter.builder,
         counter.builder.atomic_rmw("add", counter.at(I64), fill(I64, 1), "monotonic"),
     )
+
+
+@emitted(types.int64)
+def acquired(address):
+    """The int64 at an address; what its writer `released` before is seen after it."""
+    b = address.builder
+    return Value(b, b.load_atomic(address.at(I64), "acquire", 8))
+
+
+@emitted()
+def released(address, value):
+    """Write the int64 at an address, behind all that this thread has written before."""
+    address.builder.store_atomic(value.llvm, address.at(I64), "release", 8)
+
+
+@emitted()
+def pause(address):
+    """What a processor wants to be told by a thread that looks at an address again and again."""
+    name, args = _PAUSES.get(platform.machine(), ("", []))
+    if name:
+        kind = ir.FunctionType(VOID, [arg.type for arg in args])
+        b = address.builder
+        b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
+
+
+@emitted()
+def sleep(function, microseconds):
+    """Let the thread sleep, by the C library's usleep at an address."""
+    of = ir.FunctionType(I32, [I32])
+    function.builder.call(function.at(of), [microseconds.to(I32, "trunc").llvm])
 
 
 @emitted()

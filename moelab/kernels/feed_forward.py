@@ -1,7 +1,7 @@
 """What surrounds the products of a step's experts, compiled: dispatch by expert, the gate, the
 weighted sum.
 
-As calls of torch these are overhead-dominated for a single token; where the gate is SiLU, a whole
+As calls of torch these are overhead-dominated for a single token; where the gate is a `Gate`, a whole
 expert is one call.
 
     ids [T, K] → experts hit [M], rows [N]    x [T, H] → h fp32 [N, 2I] → silu(gate) · up [N, I] → y [N, H] → [T, H]
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import address, exponential, kept
+from moelab.kernels.gates import SILU, Gate
 from moelab.kernels.products import F32, KINDS, Matrices, multiply_into
 from moelab.kernels.threads import team
 from moelab.kernels.tiles import weight, write
@@ -76,22 +77,25 @@ def feed_forward(
     tokens: np.ndarray,
     rows: np.ndarray,
     w: Tensor,
+    gate: Gate = SILU,
 ) -> Tensor:
-    """Weighted experts down(silu(gate) · up), [T, H], in one call; up has gates first."""
+    """Weighted experts down(gate(up)), [T, H], in one call."""
     x = x.contiguous()
     w = _readable(w)
     kind = KINDS[x.dtype]
     out = torch.empty(len(x), down.R, dtype=x.dtype)
     inputs = (kind.tag, x.data_ptr(), *x.shape)
     weights = (KINDS[w.dtype].tag, w.data_ptr())
-    both = plans(up, down, kind), up.rows, down.rows
-    gated(*both, bounds, *inputs, tokens, rows, *weights, out.data_ptr(), team())
+    both = plans(up, down, kind, gate), up.rows, down.rows
+    outputs = kind.tag, out.data_ptr()
+    gated(*both, bounds, *inputs, tokens, rows, *weights, *outputs, team())
     return out
 
 
-def plans(up: Matrices, down: Matrices, x: Kind) -> tuple:
-    """Of `gated`: how these matrices are multiplied, with inputs x, and how many rows they have."""
-    return up.plan(x), down.plan(FLOAT32), up.R, down.R
+def plans(up: Matrices, down: Matrices, x: Kind, gate: Gate = SILU) -> tuple:
+    """Of `gated`: how these matrices are multiplied, with inputs x, how many rows they have, and
+    what is between them."""
+    return up.plan(x), down.plan(FLOAT32), up.R, down.R, tuple(gate)
 
 
 def _readable(w: Tensor) -> Tensor:
@@ -115,20 +119,32 @@ def _combine(w_kind, kind, y, rows, w, out):
             write(kind, out, t * len(total) + h, total[h])
 
 
+@kernel
+def _between(g, u, alpha, limit, plus):
+    g = limit if g > limit else g
+    u = limit if u > limit else -limit if u < -limit else u
+    return g / (np.float32(1) + exponential(-alpha * g)) * (u + plus)
+
+
 # A division that may raise an error keeps a loop from becoming vectors.
 @kernel(error_model="numpy")
-def gated(plans, up, down, bounds, kind, x, T, n, tokens, rows, w_kind, w, out, team):
+def gated(plans, up, down, bounds, kind, x, T, n, tokens, rows, w_kind, w, out_kind, out, team):
     """`feed_forward`, of matrices [M, 4] each."""
-    up_plan, down_plan, two_I, H = plans
+    up_plan, down_plan, two_I, H, (interleaved, alpha, limit, plus) = plans
     N = bounds[-1]
     I = two_I // 2
+    shape = np.float32(alpha), np.float32(limit), np.float32(plus)
     h = np.empty((N, two_I), np.float32)
     a = np.empty((N, I), np.float32)
     y = np.empty((N, H), np.float32)
     multiply_into(up_plan, up, bounds, kind, x, T, n, tokens, two_I, address(h), team)
     for j in range(N):
-        for i in range(I):
-            a[j, i] = h[j, i] / (np.float32(1) + exponential(-h[j, i])) * h[j, I + i]
+        if interleaved:
+            for i in range(I):
+                a[j, i] = _between(h[j, 2 * i], h[j, 2 * i + 1], *shape)
+        else:
+            for i in range(I):
+                a[j, i] = _between(h[j, i], h[j, I + i], *shape)
     multiply_into(down_plan, down, bounds, F32, address(a), N, I, tokens[:0], H, address(y), team)
     kept(a)
-    _combine(w_kind, kind, y, rows, w, out)
+    _combine(w_kind, out_kind, y, rows, w, out)

@@ -114,7 +114,23 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
         if not np.all(up[:, 0]):
             return i
         times[i, 0] = now(*clock)
-        gated(plans, up, down, bounds, kind, normed, 1, H, tokens, rows, score_kind, at, out, team)
+        gated(
+            plans,
+            up,
+            down,
+            bounds,
+            kind,
+            normed,
+            1,
+            H,
+            tokens,
+            rows,
+            score_kind,
+            at,
+            kind,
+            out,
+            team,
+        )
         times[i, 1] = now(*clock)
         for h in range(H):
             write(kind, x, h, weight(kind, y, h) + weight(kind, out, h))

@@ -8,6 +8,7 @@
     loading         the threads that read and decode what the queue hands out
     decoders        what a worker does to a compressed tensor
     slots, link     the memory; copies to a GPU's
+    prompts         several tokens on a GPU: many experts in a call; what chunks of a prompt cost
     hybrid, host    which experts are computed where they lie instead of being sent; what computes them
     prefetch_gate   in which tokens predictions are followed
     drafts          how many tokens are guessed ahead and verified in one pass

@@ -16,11 +16,11 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -32,19 +32,18 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
+from moelab.offloading.device import DeviceTables
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock
+from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
-#: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
-#: no guessing (§5.2)
-PREFILL = 2
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.2
 MEMORY = 20  # decode steps that the mean of this share looks back on
@@ -64,19 +63,26 @@ class Engine:
     loader : reads and decodes; closed with the engine.
     controller : decides, for the loader's queue.
     run : records what happens.
+    threads : of the CPU, that compute missing experts where they lie.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
         somebody else reports it.
+    python : seconds a layer of the last token that a GPU ran alone, for which that had nothing to do.
     serial : whether to compute a layer's experts only when all are there (if there is memory for
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
+    def __init__(
+        self, loader: Loader, controller: StepController, run: EngineRun, threads: int = 0
+    ) -> None:
         self.loader = loader
+        self.threads = threads
         #: computes some experts where they lie, beside this
         self.host = loader.reader if isinstance(loader.reader, Host) else None
-        if self.host is not None:
-            controller.balance = Balance(run.settings.experts_bytes)
+        if threads:
+            K = run.settings.spec.K
+            controller.balance = Balance(run.settings.experts_bytes, K=K)
+        self._balance = controller.balance
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -86,6 +92,8 @@ class Engine:
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
         self.idle_since: float | None = None
+        self.python: float | None = None
+        self._chunks = PromptChunks(run.settings.spec)
         self._drafts = 0  # in the forward
         self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
@@ -94,12 +102,18 @@ class Engine:
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks)
         self._banks: dict[int, tuple[Any, Any]] = {}
+        #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
+        self._tables: tuple[Any, DeviceTables | None] = (None, None)
+        self._current = False
+        #: whether the next token may be one that the GPU runs alone, this one is, and has been launched
+        self._alone = self._runs = self._launched = False
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
         renew_in_children(self)
 
     def _restart(self) -> None:
         """After an error, or in a forked process: nothing is in memory, and threads are new."""
+        self._forget_tables()
         self.loader.stop()
         self.residency.clear()
         self.loader.start()
@@ -117,6 +131,7 @@ class Engine:
         self.closed = True
         self.loader.halt()
         with self._one:  # a layer that runs needs its memory until it has noticed
+            self._forget_tables()
             self.loader.end()
             self._at_end.detach()
 
@@ -150,6 +165,10 @@ class Engine:
             self._restart()
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
+        if self._current:
+            self._hand_back()
+        if self.residency.free is not None:  # the GPU does not run this token alone after all
+            self.controller.begin_forward("decode")
         layer = experts.layer
         E = experts.num_experts
         controller = self.controller
@@ -168,76 +187,69 @@ class Engine:
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
         """The layer by transformers' own operations, each expert as it is loaded; [T, H]."""
-
-        def contribution(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
-            tensors = self.weights(experts.layer, expert, reuse=True)
-            return experts.contribution(x, tokens, w, tensors)
-
         there, loads = self._split(step)
-        requests = chain(there, self._as_loaded(loads))
-        found = self._one_by_one(requests, ids, weights, experts.num_experts, contribution)
+        parts = {expert: rows for expert, *rows in assignments(ids, experts.num_experts)}
+        found = []
+        for request in chain(there, self._as_loaded(loads)):
+            start = clock()
+            expert = request.key.expert
+            choice, tokens = parts[expert]
+            tensors = self.weights(experts.layer, expert, reuse=True)
+            y = experts.contribution(x, tokens, weights[tokens, choice], tensors)
+            found.append((expert, tokens, y))
+            self._executed([request], start)
         return experts.accumulate(x, found)
 
     def _with_executor(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
-        """The layer by an executor: experts in memory together, then each as it is loaded or, on a
-        GPU, as many as are loaded by then; [T, H]. No bit is promised."""
-
-        def together(requests: list[Request], everything: bool) -> Tensor:
+        """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
+        bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
+        experts are all computed together, and those of several tokens in `_batches`."""
+        aside = self._begin_aside(x, ids, weights, experts, step)
+        there, loads = self._split(step, self._far and len(x) == 1)
+        out = torch.zeros_like(x)
+        if there and not (self._far and len(x) > 1):
             start = clock()
-            chosen = ids if everything else _only(requests, ids, E)
-            y = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(requests, start)
-            return y
-
-        def alone(expert: int, tokens: Tensor, w: Tensor) -> Tensor:
-            chosen = torch.full((len(tokens), 1), expert)
-            return execute(experts.executor, x[tokens], chosen, w[:, None], experts)
-
-        E, (there, loads) = experts.num_experts, self._split(step, self._far and len(x) == 1)
-        away = [request.key.expert for request in step.away]
-        if away:
-            given = experts, away, x, ids, weights, self.timeline.add
-            aside = self.host.submit(self.host.compute, *given)
-        out = together(there, not (loads or away)) if there else torch.zeros_like(x)
-        if not self._far:
-            late = self._as_loaded(loads)
-            added = self._one_by_one(late, ids, weights, E, alone) if loads else []
-            for _, tokens, y in sorted(added, key=itemgetter(0)):  # whichever was loaded first
-                out.index_add_(0, tokens, y)
-            if away:
+            chosen = _only(there, ids, experts.num_experts) if loads or step.away else ids
+            out = execute(experts.executor, x, chosen, weights, experts)
+            self._executed(there, start)
+            there = []
+        if there or loads:
+            tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+            choices = Choices(x, ids, weights, tokens)
+            for batch in chain([there] if there else [], self._batches(loads)):
                 start = clock()
-                out += aside.result()
-                self.idle_since = end = clock()
-                self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
-            return out
-        while loads:
-            late = [loads.pop(self.loader.wait())]
-            while loads and not self.loader.ready.empty():
-                late.append(loads.pop(self.loader.wait()))
-            out += together(late, False)
+                experts.source.computing = [request.key.expert for request in batch]
+                choices.compute(experts.source.computing, experts)
+                self._executed(batch, start)
+            out = out + choices.sum()
+        if aside is not None:
+            start = clock()
+            out += aside.result().to(out.device)
+            self.idle_since = end = clock()
+            self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
         return out
 
-    def _one_by_one(
-        self,
-        requests: Iterable[Request],
-        ids: Tensor,
-        weights: Tensor,
-        E: int,
-        compute: Callable[[int, Tensor, Tensor], Tensor],
-    ) -> list[tuple[int, Tensor, Tensor]]:
-        """(expert, its tokens [n], what `compute` makes of (expert, tokens, their weights [n])) of
-        each request."""
-        parts = {expert: rows for expert, *rows in assignments(ids, E)}
-        found = []
-        for request in requests:
-            expert = request.key.expert
-            start = clock()
-            choice, tokens = parts[expert]
-            found.append((expert, tokens, compute(expert, tokens, weights[tokens, choice])))
-            self._executed([request], start)
-        return found
+    def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
+        """As each is loaded; on a GPU as many as are loaded by then, of half of the staging at most: the
+        link fills one half while the other is computed."""
+        most = self.run.settings.staging // 2 if self._far else 1
+        while loads:
+            batch = [loads.pop(self.loader.wait())]
+            while not self.loader.ready.empty() and len(batch) < most:
+                batch.append(loads.pop(self.loader.wait()))
+            yield batch
+
+    def _begin_aside(
+        self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
+    ) -> Future | None:
+        """Have the host compute what it is to: beside what happens here."""
+        if not step.away:
+            return None
+        away = [request.key.expert for request in step.away]
+        given = (of.cpu() for of in (x, ids, weights))
+        return self.host.worker.submit(self.host.compute, experts, away, *given, self.timeline.add)
 
     def _as_loaded(self, loads: dict[ExpertKey, Request]) -> Iterator[Request]:
         while loads:
@@ -276,11 +288,17 @@ class Engine:
 
     @contextmanager
     def token(self, modules: list[SeamExperts], dtype: torch.dtype) -> Iterator[tuple]:
-        """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`), as far as their
-        experts are resident for good."""
-        with self._one:
-            self._require_sound()
-            yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
+        """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`): on a CPU as far as their
+        experts are resident for good, on a GPU all of them, wherever their experts are."""
+        with self._one, self._sound():
+            if not self._far:
+                yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
+            elif (tables := self._begin_token(modules, dtype)) is None:
+                yield None, None
+            else:
+                yield tables.calls, partial(self._token_launched, modules) if self._runs else None
+                if self._runs and not self._launched:  # somebody listens to its parts
+                    self._hand_back()
 
     def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
         chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
@@ -309,23 +327,103 @@ class Engine:
             self._banks[layers[0]] = state, banks
         return banks
 
+    # a whole token on a GPU, see `moelab.offloading.device`
+
+    def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> DeviceTables | None:
+        """The tables by which the GPU computes the token that begins, alone if it `_runs`; None where
+        it cannot."""
+        loader, residency = self.loader, self.residency
+        executor = modules[0].executor
+        self._runs = self._alone
+        self._alone = self.decoding and not self._drafts
+        if len(modules) != residency.L or any(of.executor is not executor for of in modules):
+            return None
+        state = loader, executor, dtype
+        if self._tables[0] != state:
+            K, threads = self.run.settings.spec.K, self.threads
+            self._tables = state, DeviceTables.of(loader, modules, dtype, K, threads)
+        tables = self._tables[1]
+        self._alone = self._alone and tables is not None
+        if not self._alone:
+            return None
+        shares = self._balance.shares() if self._balance and self._runs else None
+        with loader.changing() as queue:
+            if not self._current:
+                tables.read(queue)
+            self._current = tables.begin(residency.free or 0 if self._runs else 0, shares)
+        if not self._current:
+            self._alone = False
+            return None
+        if self._runs:
+            tables.serve()
+        return tables
+
+    def _token_launched(self, modules: list[SeamExperts], found: Any) -> None:
+        self._tables[1].end()
+        self._launched = True
+        modules[0].executor.count_layers(found)
+
+    def _token_done(self) -> None:
+        """Take over what the GPU has done alone: by the rule that it has followed."""
+        tables = self._tables[1]
+        self._launched = False
+        layers, events = tables.layers()
+        for layer, did in enumerate(layers):
+            fetching, computing, end = did.times
+            self._report_other(fetching, layer)
+            step = self.controller.decide(layer, counts(did.experts, self.residency.E))
+            with self.loader.changing() as queue:
+                came = tables.apply(queue, step, did)
+            if came:
+                nbytes = sum(int(tables.nbytes[key]) for key in came)
+                copied = layer, -1, fetching, computing
+                self.timeline.add(Event("link", "read", *copied, nbytes))
+                self.timeline.add(Event("compute", "wait", *copied))
+            self.idle_since = end
+            self.timeline.add(Event("compute", "expert", layer, -1, computing, end))
+        for event in events:
+            self.timeline.add(event)
+        alone = layers[-1].times[-1] - layers[0].times[0]
+        self.python = max(0.0, clock() - self._began - alone) / len(layers)
+
+    def _hand_back(self) -> None:
+        """From here on the host decides again, when what the GPU does alone is done; of a token that
+        was interrupted nothing is left."""
+        self._current = self._launched = self._runs = False
+        if (tables := self._tables[1]) is not None and self.loader.slots is not None:
+            tables.rest()
+
+    def _forget_tables(self) -> None:
+        self._hand_back()
+        if (tables := self._tables[1]) is not None:
+            tables.close()
+        self._tables = None, None
+
     # a forward pass
 
     def begin_forward(self, info: ForwardInfo, exact: bool = True) -> float:
         """A forward pass begins, `exact` if its experts are computed by transformers' own
         operations; returns the time."""
         with self._one, self._sound():
+            if self._launched:
+                self._hand_back()
             self._events = len(self.timeline)
+            self._alone = self._alone and info.phase == "decode" and info.tokens == 1 and not exact
+            self._runs = False
+            self.python = None
+            if self._far:  # of several tokens, all is computed here
+                self.controller.balance = self._balance if self._alone else None
             with self.loader.changing():
-                steps = self.controller.begin_forward(info.phase)
+                steps = self.controller.begin_forward(info.phase, self._alone)
             for step in steps:  # what shall be there before
                 with self.loader.changing():
                     self.controller.load(step, self.loader.ready.put)
                 for _ in step.loads:
                     self.loader.wait()
         self.decoding = info.phase == "decode"
+        self._chunks.begin(info)
         self._drafts = info.drafts
-        if (self.decoding or self.host) and not exact and not self._far:
+        if (self.decoding or self.threads) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
         self._began = self.idle_since = clock()
@@ -333,6 +431,9 @@ class Engine:
 
     def end_forward(self) -> float:
         """Report what came after the last layer's experts; returns the time."""
+        if self._launched:
+            with self._one, self._sound():
+                self._token_done()
         now = clock()
         self.loader.settle()
         self._report_other(now, -1)
@@ -344,9 +445,14 @@ class Engine:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
-        with self.loader.changing():
+        self._chunks.end(self.timeline.since(self._events))
+        with self.loader.changing() as queue:
             took = None if self._drafts else now - self._began
-            self.controller.end_forward(took, self.timeline.since(self._events))
+            evicted = self.controller.end_forward(took, self.timeline.since(self._events))
+            for key in evicted:
+                queue.leave(key)
+            if self._current:
+                self._tables[1].remove(evicted)
         return now
 
     def _narrow(self) -> None:
@@ -354,7 +460,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        others = self.host.threads if self.host else 0
+        others = self.threads
         if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
@@ -404,6 +510,8 @@ class EngineSource:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        #: the experts of which a call computes some, so that it waits for no others to land
+        self.computing: list[int] = []
         layers = engine.loader.reader.store.layers
         experts = [entries for layer in layers for entries in layer.experts]
         self._stored = {entry.dtype for entries in experts for entry in entries.values()}
@@ -421,6 +529,11 @@ class EngineSource:
                 f"this executor on a model in memory"
             ) from None
 
+    @property
+    def memory(self) -> tuple[Tensor, int]:
+        """Where experts lie: uint8 of `device`, and the bytes of a slot."""
+        return self.engine.loader.slots.memory
+
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:
@@ -433,9 +546,9 @@ class EngineSource:
         return loader.slots.matrices(slots, layer, experts)
 
 
-def counts(ids: Tensor, E: int) -> dict[int, int]:
+def counts(ids: Tensor | list[int], E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
-    found = Counter(ids.flatten().tolist())
+    found = Counter(ids if isinstance(ids, list) else ids.flatten().tolist())
     found.pop(E, None)
     return dict(found)
 

@@ -1,31 +1,183 @@
-"""A second place that computes: all experts in the CPU's memory, as they are stored, and threads that
-compute some of them there, while others are sent over a link (`moelab.offloading.hybrid`).
+"""Experts computed where they lie, in the CPU's memory as they are stored, while others are sent over
+a link (`moelab.offloading.hybrid`) or computed on a GPU.
 
-On a machine without a GPU both places are groups of threads of one CPU, and the link is a copy from
-memory to memory, throttled to `bandwidth`: so a scheduler for two devices runs, and is measured, on
-what people have."""
+`Worker` is the thread that does it, with a team of its own: for a GPU it answers a
+`moelab.offloading.mailbox`, a token at a time, in one compiled call without the GIL. On a machine
+without a GPU both places are groups of threads of one CPU, and the link is a copy from memory to
+memory, throttled to `bandwidth`: so a scheduler for two devices runs, and is measured, on what people
+have."""
 
 from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.forks import renew_in_children
 from moelab.base.registry import make
 from moelab.base.specs import Event
+from moelab.experts.executor import gate_of, plain
+from moelab.experts.located import locate
+from moelab.kernels.feed_forward import plans
+from moelab.kernels.gates import Gate
+from moelab.kernels.products import KINDS, Matrices
+from moelab.kernels.serve import TIMER, compute_there, serve
+from moelab.kernels.threads import team
 from moelab.models.experts import SeamExperts, assignments, execute
+from moelab.offloading.mailbox import Mailbox
+from moelab.offloading.slots import located
 from moelab.offloading.threads import alone
 from moelab.offloading.tiers import HostPool, experts_of
-from moelab.store.headers import DTYPES, Tensors
+from moelab.store.headers import DTYPES, NAMES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
+
+
+class Lying(NamedTuple):
+    """Experts of L layers that lie in the CPU's memory as they are stored.
+
+    up, down : their matrices; rows [L, E, 4] are as if each expert's bytes began at address 0.
+    rows : int64 [2, L, E, 4], those of both.
+    moves : int64 [2, 4], by how much a row of up and one of down move with where an expert begins.
+    home : int64 [L, E], where it begins; 0 where it is not there. May change between tokens.
+    """
+
+    up: Matrices
+    down: Matrices
+    gate: Gate
+    rows: np.ndarray
+    moves: np.ndarray
+    home: np.ndarray
+
+    def given(self, dtype: torch.dtype) -> tuple[tuple, tuple]:
+        """(plan, experts) of `moelab.kernels.serve`, for hidden states of a dtype."""
+        kind = KINDS[dtype]
+        plan = kind.tag, plans(self.up, self.down, kind, self.gate)
+        return plan, (self.rows, self.moves, self.home)
+
+
+def lying(
+    modules: list[SeamExperts], store: ExpertStore, home: np.ndarray, dtype: torch.dtype
+) -> Lying | None:
+    """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
+    kernels cannot compute them as they lie."""
+    found = []
+    for of in modules:
+        of = copy.copy(of)
+        of.source = _FromZero(store)
+        gate = gate_of(of) if plain(of) else None
+        chosen = np.arange(of.num_experts)
+        if gate is None or of.source.matrices(of.layer, chosen, dtype) is None:
+            return None
+        found.append((gate, *locate(of, chosen, dtype)))
+    gates, *both = zip(*found)
+    if len({(g, *((m.kind, m.R, m.transposed) for m in of)) for g, *of in zip(gates, *both)}) > 1:
+        return None
+    rows = np.array([[one.rows for one in of] for of in both])
+    up, down = (of[0]._replace(rows=table) for of, table in zip(both, rows))
+    bias = modules[0].has_bias
+    moves = np.array([(1, of.kind.other > 0, bias, 0) for of in (up, down)], np.int64)
+    return Lying(up, down, gates[0], rows, moves, home)
+
+
+class _FromZero:
+    """A source of the seam that knows where an expert's matrices lie from its first byte on."""
+
+    def __init__(self, store: ExpertStore) -> None:
+        self.store = store
+
+    def matrices(
+        self, layer: int, experts: Any, dtype: torch.dtype
+    ) -> dict[str, tuple[str, np.ndarray]] | None:
+        of = self.store.layers[layer].experts
+        if {entry.dtype for entries in of for entry in entries.values()} != {NAMES.get(dtype)}:
+            return None
+        names, (codecs, *others), rows, _ = located(of, True)
+        if "" in codecs or any(other != codecs for other in others):
+            return None
+        return {name: (codec, table) for name, codec, table in zip(names, codecs, rows)}
+
+
+class Worker:
+    """A thread that computes, with a team of `threads`; it sleeps until there is something to do."""
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+        self._box: Mailbox | None = None  # of the token that is computed
+        self.forked()
+        renew_in_children(self)
+
+    def forked(self) -> None:
+        """A thread of its own, also in a child process."""
+        thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
+        self.submit, self._end = thread.submit, thread.shutdown
+
+    def close(self) -> None:
+        """End the thread when it has done what it is at; a GPU does not wait for it any more."""
+        if self._box is not None:
+            self._box.stop()
+        self._end()
+
+    @contextmanager
+    def token(self, box: Mailbox, experts: Lying, number: int) -> Iterator[list[Event]]:
+        """Answer what is posted of a token, the `number` larger than that of the last, within the
+        block, at whose end the GPU must have ended it.
+
+        The list then has when its experts were computed; those of a layer are computed together, so
+        each has an equal part of their time. Raises at the end what was raised there, and RuntimeError
+        if the GPU has gone on without an answer: then the token is worth nothing, and the mailbox
+        neither, as after an error in the block."""
+        box.begin(number)
+        self._box = box
+        events: list[Event] = []
+        serving = self.submit(_serve, box, experts, number)
+        try:
+            yield events
+            box.end(number)
+            events += serving.result()
+            box.check()
+        except BaseException:
+            box.stop()
+            raise
+        finally:
+            self._box = None
+
+
+def _serve(box: Mailbox, experts: Lying, number: int) -> list[Event]:
+    try:
+        ids = np.full((box.L, box.K), -1)
+        times = np.zeros((box.L, 2), np.int64)
+        since = time.perf_counter() - time.clock_gettime_ns(TIMER[1]) / 1e9
+        given = (*experts.given(box.dtype), tuple(box.at.values()), number)
+        if failed := serve(*given, (ids, times), TIMER, team()):
+            layer = -1 - failed
+            raise RuntimeError(
+                f"layer {layer} of token {number} wants experts {ids[layer].tolist()} (−1: none) "
+                f"computed where they lie, but not all lie in the CPU's memory"
+            )
+    except BaseException:
+        box.stop()
+        raise
+    done = (since + times / 1e9).tolist()
+    return [
+        event
+        for layer, (chosen, span) in enumerate(zip(ids.tolist(), done))
+        for event in _events(layer, [e for e in chosen if e >= 0], *span)
+    ]
+
+
+def _events(layer: int, experts: list[int], start: float, end: float) -> list[Event]:
+    """Of experts computed together: each has an equal part of the time."""
+    at = np.linspace(start, end, len(experts) + 1).tolist()
+    return [Event("host", "expert", layer, e, *span) for e, *span in zip(experts, at, at[1:])]
 
 
 class Host(HostPool):
@@ -37,22 +189,18 @@ class Host(HostPool):
     def __init__(
         self, store: ExpertStore, threads: int, bandwidth: float | None, **options: Any
     ) -> None:
-        self.threads = threads
+        self.worker = Worker(threads)
         self.executor = make("executor", "fast")
         super().__init__(store, torch.device("cpu"), **options)
         self.hold(experts_of(store))
         self.verify = False  # nobody else can write there
         self.bandwidth = bandwidth
-
-    def forked(self) -> None:
-        """A thread of its own, also in a child process."""
-        super().forked()
-        thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
-        self.submit, self._end = thread.submit, thread.shutdown
+        #: layer, dtype → its experts as kernels find them
+        self._lying: dict[tuple[int, torch.dtype], Lying | None] = {}
 
     def close(self) -> None:
         """End the thread when it has done what it is at."""
-        self._end()
+        self.worker.close()
         super().close()
 
     def read_parts(
@@ -89,7 +237,8 @@ class Host(HostPool):
         tell: Callable[[Event], object],
     ) -> Tensor:
         """What these experts contribute, [T, H]; `tell` is told when each was computed."""
-
+        if len(x) == 1 and (experts := self._find(layer, x.dtype)) is not None:
+            return self._compute_one(layer.layer, experts, chosen, x, ids[0], weights[0], tell)
         here = copy.copy(layer)
         here.source = lambda *key: cast(self.tensors(*key), x.dtype)
         parts = {expert: rows for expert, *rows in assignments(ids, layer.num_experts)}
@@ -102,3 +251,22 @@ class Host(HostPool):
             out.index_add_(0, tokens, execute(self.executor, x[tokens], alone, w, here))
             tell(Event("host", "expert", layer.layer, expert, start, time.perf_counter()))
         return out
+
+    def _find(self, layer: SeamExperts, dtype: torch.dtype) -> Lying | None:
+        key = layer.layer, dtype
+        if key not in self._lying:
+            home = self.home[layer.layer :][:1]
+            self._lying[key] = lying([layer], self.store, home, dtype)
+        return self._lying[key]
+
+    def _compute_one(self, layer, experts, chosen, x, ids, weights, tell) -> Tensor:
+        start = time.perf_counter()
+        x = x.contiguous()
+        w = weights.float()
+        y = torch.empty(x.shape)
+        away = np.where(np.isin(ids, chosen), ids, -1)
+        given = 0, x.data_ptr(), away, w.data_ptr(), y.data_ptr(), team()
+        compute_there(*experts.given(x.dtype), *given)
+        for event in _events(layer, chosen, start, time.perf_counter()):
+            tell(event)
+        return y.to(x.dtype)

@@ -95,6 +95,12 @@ class Link:
         self._sent.append((what, time.perf_counter(), begin, end, source.numel()))
         return end
 
+    def overwrite(self, slot: int) -> None:
+        """What this thread tells the GPU from now on may write into a slot. Nobody else does before
+        that has left, or the GPU has come to rest."""
+        self._write(self.now(), slot)
+        self._left.pop(slot, None)
+
     def _write(self, stream: Any, slot: int) -> None:
         """A stream is going to write into a slot."""
         for event in (self._left.get(slot), self._coming.pop(slot, (0, None))[1]):

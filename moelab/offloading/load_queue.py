@@ -209,8 +209,7 @@ class LoadQueue:
             else:
                 self._drop(load)
         for key in evicted:
-            self._leaves(key)
-            self._release(self.held.pop(key), KINDS)
+            self.leave(key)
             if key in self.prefetched:  # which has counted on what has just been released
                 self._drop(self.prefetched[key])
         left = list(wanted.values())
@@ -220,6 +219,17 @@ class LoadQueue:
         self._reads = [read for read in self._reads if read[0].phase is not Phase.DROPPED]
         self._reads.sort(key=lambda read: read[0].keep is None)  # what is demanded first
         self._admit()
+
+    def keep(self, key: ExpertKey, slot: int) -> None:
+        """An expert is whole in a slot that was free, without having been loaded from here."""
+        self.free["full"].remove(slot)
+        self.held[key] = {"full": slot}
+        self._moved(key, slot, True)
+
+    def leave(self, key: ExpertKey) -> None:
+        """An expert leaves memory."""
+        self._leaves(key)
+        self._release(self.held.pop(key), KINDS)
 
     def prefetch(self, requests: Iterable[Any]) -> None:
         """Load experts for a layer to come, as they are given and not FULL, behind everything that

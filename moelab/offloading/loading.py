@@ -317,6 +317,20 @@ class Loader:
         for key in [*self._leaving][: pool.spare]:
             self._take_back(key)
 
+    @property
+    def leaving(self) -> dict[ExpertKey, int]:
+        """Experts that have left a slot, and lie there as long as nobody has taken them back."""
+        return {key: slot for key, (slot, _) in self._leaving.items()}
+
+    def writable(self, n: int) -> list[int]:
+        """As many free slots, those that have been free longest, if there are so many, which what this
+        thread tells the GPU from now on may write into. The lock is held."""
+        leaving = {*self.leaving.values()}
+        found = [slot for slot in self.queue.free["full"] if slot not in leaving][:n]
+        for slot in found:
+            self.slots.link.overwrite(slot)
+        return found
+
     def _moved(self, key: ExpertKey, slot: int, stays: bool) -> None:
         """An expert has come to stay on the GPU, or leaves it."""
         if stays and self.pool is not None:

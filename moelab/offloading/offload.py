@@ -24,7 +24,7 @@ from moelab.base.arguments import whole
 from moelab.base.specs import ExpertKey
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, Residency
 from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
@@ -115,9 +115,10 @@ class Offloading:
     verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
     hybrid: int = option(
         0,
-        "threads that compute missing experts where they lie, in the CPU's memory, which then holds all, "
-        "while others are sent (at bandwidth, if given): of each layer, as many as ends soonest by what "
-        "has been measured; not with exact, as last bits differ",
+        "threads that compute missing experts where they lie, in the CPU's memory, while others are sent: "
+        "of each layer, as many as ends soonest by what has been measured; beside a GPU those of one "
+        "token, without one (memory then holds all, and sends at bandwidth, if given) of prompts, too; "
+        "not with exact, as last bits differ",
         "memory",
         type=whole(1),
         metavar="N",
@@ -151,10 +152,9 @@ class Offloading:
             raise ValueError(
                 f"the plan is {self.plan!r}; it must be pools, or one of `moelab.zipmoe.planning.plans`"
             )
-        if self.hybrid and (self.ahead or self.on.type != "cpu"):
+        if self.hybrid and self.ahead:
             raise ValueError(
-                f"hybrid is {self.hybrid}, with ahead={self.ahead} on {self.on}: nothing is prefetched "
-                "beside it, and both places that compute are threads of the CPU"
+                f"hybrid is {self.hybrid}, with ahead={self.ahead}: nothing is prefetched beside it"
             )
         if self.mode == "pinned":
             raise ValueError(
@@ -220,7 +220,7 @@ def offload(
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        engine = Engine(loader, controller, run)
+        engine = Engine(loader, controller, run, how.hybrid)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -235,6 +235,7 @@ class Memory:
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
     link, host : to a GPU, if it is its memory; slots of pinned memory beside that.
+    spare : of `Residency`.
     """
 
     store: ExpertStore
@@ -248,6 +249,7 @@ class Memory:
     staging: int
     link: Link | None
     host: int
+    spare: int
 
     @classmethod
     def divided(cls, store: ExpertStore, budget: str | float | int, how: Offloading) -> Memory:
@@ -284,21 +286,26 @@ class Memory:
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         if how.executes:  # all that a layer will execute is loaded while the one before computes
             workers = max(workers, store.spec.K)
+        if link is not None and room - scratch >= (store.spec.K + 2) * sizes.full:
+            ahead = max(ahead, store.spec.K - 1)  # scratch slots of a token that runs alone
         pools, staging = divide(
             room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
         )
         kept = room - scratch - staging * sizes.in_flight
-        stay = min(pools.F * (L if how.scope == "layer" else 1), L * E)
+        spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
+        if link is not None and how.scope == "model" and pools.F == pools.capacity < L * E:
+            spare = min(-(-pools.F // SPARE), L * store.spec.K) * sizes.in_place
+        stay = min(pools.F * (L if how.scope == "layer" else 1), L * E) - spare
         host = 0 if link is None else host_slots(store, sizes, how.host, stay)
-        return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host)
+        return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
 
     def residency(self) -> Residency:
         how = self.how
-        return Residency(self.L, self.E, self.pools, how.cache, how.scope)
+        return Residency(self.L, self.E, self.pools, how.cache, how.scope, spare=self.spare)
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
-        if hybrid:
+        if hybrid and self.link is None:
             return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
         if self.link is None:
@@ -353,6 +360,7 @@ class Memory:
             how.scheduler,
             how.on.type,
             tuple(first),
+            self.spare,
         )
         count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
         slots = Slots(self.store, count, self.sizes, how.on, self.link)

@@ -25,6 +25,7 @@ from moelab.models.identity import require_unwritten
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
+from moelab.models.unchanged import forward as replaced
 from moelab.offloading.drafts import ASKED, COUNTS, DraftGate, Drafting, PromptLookup, drafting
 from moelab.offloading.engine import Cancelled, Engine, counts
 from moelab.offloading.interrupts import deferred
@@ -126,6 +127,8 @@ class Session:
         self.gates: dict[bool, DraftGate] = {}
         self.planned: Any = None
         self.meter: Any = None
+        #: forwards of layers that a GPU runs as graphs, once there was a token
+        self._graphs: list[Any] | None = None
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
         self._cancelled = set() if engine is None else engine.cancelled  # of these
         self._model, self._layers = id(model), discover(model)
@@ -291,10 +294,21 @@ class Session:
         end = clock() if self.engine is None else self.engine.end_forward()
         for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        forward = Forward(start, end, info.tokens, info.phase, info.drafts, cpu=used, mj=mj or None)
+        more = {"path": self._path(module), "python": self.engine and self.engine.python}
+        given = start, end, info.tokens, info.phase, info.drafts
+        forward = Forward(*given, cpu=used, mj=mj or None, **more)
         self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
+
+    def _path(self, model: Any) -> str:
+        """What a GPU ran as one graph in the forward pass that ends, as of `Forward`."""
+        if self._graphs is None:
+            self._graphs = [of for of in map(replaced, model.modules()) if hasattr(of, "ran")]
+        found = {of.ran for of in self._graphs}
+        for of in self._graphs:
+            of.ran = "none"
+        return next((path for path in ("token", "layer") if path in found), "none")
 
     def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
         if self._forward is not None:  # else a part of the model was called by itself

@@ -95,6 +95,11 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._host[kind][slot * size : (slot + 1) * size]
 
+    @property
+    def memory(self) -> tuple[torch.Tensor, int]:
+        """All slots of joined tensors, uint8, and the bytes of one."""
+        return self._full, self.sizes.full
+
     def full(self, slot: int) -> torch.Tensor:
         """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
@@ -166,36 +171,39 @@ class Slots:
         if self.link is not None:
             self.link.arrive(slots)
         if layer not in self._tables:
-            self._tables[layer] = self._table(layer)
+            of = self._store.layers[layer].experts
+            self._tables[layer] = located(of, self.sizes.in_place)
         names, codecs, rows, moves = self._tables[layer]
         (found, *others) = {codecs[expert] for expert in experts}
         if others or "" in found:
             return None
         chosen = np.array(experts)
-        where = moves.take(chosen, 1) * np.array(slots)[:, None] + rows.take(chosen, 1)
+        begins = np.array(slots)[:, None] * self.sizes.full + self._full.data_ptr()
+        where = moves.take(chosen, 1) * begins + rows.take(chosen, 1)
         return {name: (codec, table) for name, codec, table in zip(names, found, where)}
 
-    def _table(self, layer: int) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
-        """Of a layer: names; each expert's codecs or formats by name, "" for one that kernels do not
-        read; rows in slot 0, and by how much they move from slot to slot, int64 [names, experts, 4]
-        both."""
-        experts = self._store.layers[layer].experts
-        in_place = self.sizes.in_place
-        names = list(experts[0])
-        codecs = []
-        rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
-        for e, entries in enumerate(experts):
-            where = places(entries, in_place)[0]
-            found = []
-            for n, (begin, end, entry) in enumerate(map(where.get, names)):
-                codec = entry.codec if in_place else RAW
-                found.append(codec.kernel(entry.dtype, entry.shape))
-                if found[-1]:
-                    rows[n, e] = codec.row(begin, end - begin, entry.shape)
-            codecs.append(tuple(found))
-        moves[..., 0] = 1  # one address or, packed, two
-        moves[..., 1] = rows[..., 1] > 0
-        return names, codecs, rows + moves * self._full.data_ptr(), moves * self.sizes.full
+
+def located(
+    experts: list[dict[str, TensorEntry]], in_place: bool
+) -> tuple[list[str], list[tuple[str, ...]], np.ndarray, np.ndarray]:
+    """Of a layer's experts: names; each one's codecs or formats by name, "" for one that kernels do
+    not read; rows, if its bytes began at address 0, and by how much they move with it, int64
+    [names, experts, 4] both."""
+    names = list(experts[0])
+    codecs = []
+    rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
+    for e, entries in enumerate(experts):
+        where = places(entries, in_place)[0]
+        found = []
+        for n, (begin, end, entry) in enumerate(map(where.get, names)):
+            codec = entry.codec if in_place else RAW
+            found.append(codec.kernel(entry.dtype, entry.shape))
+            if found[-1]:
+                rows[n, e] = codec.row(begin, end - begin, entry.shape)
+        codecs.append(tuple(found))
+    moves[..., 0] = 1  # one address or, packed, two
+    moves[..., 1] = rows[..., 1] > 0
+    return names, codecs, rows, moves
 
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:

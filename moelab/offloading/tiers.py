@@ -188,6 +188,11 @@ class HostPool(Reader):
         self._last[self.slots[key]] = end
         self._touch(key)
 
+    def touched(self, key: ExpertKey) -> None:
+        """An expert was read here."""
+        if key in self.slots:
+            self._touch(key)
+
     def coming(self, key: ExpertKey) -> Any:
         """The event from which on an expert is at its home, if that may be to come."""
         return self._coming.get(key)

@@ -1,6 +1,7 @@
 """Advice for a GPU beside a CPU's memory: against sums over every set of experts that may miss, and
 whether what is printed can be run."""
 
+import re
 from itertools import product
 
 import pytest
@@ -14,6 +15,7 @@ from moelab.advice import gpu, gpu_machine
 from moelab.advice.model import Model
 from moelab.api import OpenOptions
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
+from moelab.fast.layers import FAMILIES
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
 from tests.advice.test_advise import SIZES, Assumed, alike
@@ -37,8 +39,8 @@ def card(**more):
     return DeviceSpec("a GPU", {n: Figure(v, "", "assumed", "") for n, v in figures.items()})
 
 
-def asked(K=2, memory=3 * 10**8, host=10**10, **more):
-    spec = MoESpec("drawn", "qwen3_moe", 3, (0, 1, 2), 16, K, 640, 640, **SIZES)
+def asked(K=2, memory=3 * 10**8, host=10**10, model_type="qwen3_moe", **more):
+    spec = MoESpec("drawn", model_type, 3, (0, 1, 2), 16, K, 640, 640, **SIZES)
     model = Model("drawn", spec, 10**7, "drawn")
     routing = Assumed(spec, "alike", alike(spec), layers=1)
     return gpu.OnGpu(
@@ -59,31 +61,29 @@ def waiting(m, expert, threads):
     return min(times)
 
 
-@given(st.integers(1, 4), st.integers(5 * 10**7, 2 * 10**8), st.sampled_from([0, 4]))
+@given(st.integers(1, 4), st.integers(5 * 10**7, 2 * 10**8), st.booleans())
 @settings(max_examples=15, deadline=None)
-def test_a_token_is_launches_reads_and_the_better_split_of_what_misses(K, memory, threads):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu, "THREADS", threads)
-        one = asked(K, memory)
-        for way in one.arithmetic():
-            spec, hit = one.model.spec, way.hit_rate
-            expert = one.model.expert_bytes(way.form)
-            token = 2e-5 + spec.L * (1e-4 + 3e-4 * (hit < 1))
-            token += (10**7 - spec.vocab * spec.H * 2 + kv_bytes(spec, 64)) / RATES["memory"]
-            for misses in product((False, True), repeat=K):
-                m = sum(misses)
-                likely = (1 - hit) ** m * hit ** (K - m)
-                found = (K - m) * expert / RATES["memory"] + waiting(m, expert, threads)
-                token += spec.L * likely * found
-            assert way.tpot == pytest.approx(token, rel=1e-6)
-            assert way.between[0] <= way.tpot <= way.between[1]
-            assert way.device == "cuda" and way.memory <= one.memory
-            assert way.pinned <= one.host - RESERVE and bool(way.pinned) != way.resident
+def test_a_token_is_launches_reads_and_the_better_split_of_what_misses(K, memory, alone):
+    one = asked(K, memory, model_type="qwen3_moe" if alone else "phimoe")
+    for way in one.arithmetic():
+        spec, hit = one.model.spec, way.hit_rate
+        expert = one.model.expert_bytes(way.form)
+        token = 2e-5 + spec.L * (1e-4 + 3e-4 * (hit < 1 and not alone))
+        token += (10**7 - spec.vocab * spec.H * 2 + kv_bytes(spec, 64)) / RATES["memory"]
+        for misses in product((False, True), repeat=K):
+            m = sum(misses)
+            likely = (1 - hit) ** m * hit ** (K - m)
+            found = (K - m) * expert / RATES["memory"] + waiting(m, expert, alone)
+            token += spec.L * likely * found
+        assert way.tpot == pytest.approx(token, rel=1e-6)
+        assert way.between[0] <= way.tpot <= way.between[1]
+        assert way.device == "cuda" and way.memory <= one.memory
+        assert way.pinned <= one.host - RESERVE and bool(way.pinned) != way.resident
+        assert bool(way.hybrid) == (alone and not way.resident)
 
 
 @pytest.mark.parametrize("faster", ["link", "host", "memory"])
-def test_more_memory_or_a_faster_part_is_never_slower(monkeypatch, faster):
-    monkeypatch.setattr(gpu, "THREADS", 2)
+def test_more_memory_or_a_faster_part_is_never_slower(faster):
     name = {"link": "link", "host": "host_memory", "memory": "memory"}[faster] + "_bandwidth_gbs"
     usual, quick, rich = (
         {way.form: way for way in one.arithmetic()}
@@ -92,6 +92,11 @@ def test_more_memory_or_a_faster_part_is_never_slower(monkeypatch, faster):
     for form, way in usual.items():
         assert quick[form].tpot <= way.tpot * (1 + 1e-9) >= rich[form].tpot
         assert rich[form].ttft <= way.ttft
+
+
+def test_only_architectures_that_have_them_are_promised_whole_tokens():
+    families = {re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower() for name in FAMILIES}
+    assert {*gpu.ALONE} == families
 
 
 @pytest.mark.parametrize("name", ["rtx-4070-laptop-8gb", "rtx-4090", "h200-141gb"])
@@ -126,9 +131,9 @@ def test_what_does_not_fit_is_refused_with_what_would(options, words):
         advise(**{"model": "Qwen3-30B-A3B", "device": "rtx-4090"} | options)
 
 
-def test_two_sequences_take_more_than_one():
-    one, two = (advise("Qwen3-30B-A3B", "20GB", batch=n, device="rtx-4090") for n in (1, 2))
-    assert two.best.tpot > one.best.tpot and two.best.tpot < 2 * one.best.tpot
+def test_two_sequences_ask_the_host_between_layers():
+    one, two = (advise("Qwen3-30B-A3B", "20GB", batch=n, device="rtx-4090").best for n in (1, 2))
+    assert one.hybrid and not two.hybrid and two.tpot > one.tpot
 
 
 def test_a_gpu_of_this_machine_is_measured_and_stands_beside_its_cpu(tmp_path, monkeypatch):

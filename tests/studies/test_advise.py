@@ -1,6 +1,8 @@
 """The bench of an advice for a GPU as far as a CPU goes: its ways run on the CPU, which is taken for
 one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def test_it_needs_a_gpu():
 
 
 def test_every_budget_is_predicted_and_measured(monkeypatch, tmp_path):
-    def opened(folder, host=None, device=None, of=advise_on_gpu.open_model, **options):
+    def opened(folder, host=None, device=None, hybrid=0, of=advise_on_gpu.open_model, **options):
         return of(folder, **options)
 
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))
@@ -47,7 +49,7 @@ def test_launches_are_found_in_two_tokens(monkeypatch, tmp_path):
         '"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "decoder_sparse_step": 1, '
         '"mlp_only_layers": [], "tie_word_embeddings": false, "torch_dtype": "bfloat16"}'
     )
-    asked = advise_on_gpu.asked_of(tmp_path, 0.5)
+    asked = replace(advise_on_gpu.asked_of(tmp_path, 0.5), batch=2)
     real = gpu.OnGpu(**vars(asked) | {"device": true})
     expert = asked.model.expert_bytes("as it is")
     found = advise_on_gpu.fitted(asked, real.token(expert, 1.0), real.token(expert, 0.7), 0.7)

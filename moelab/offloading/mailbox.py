@@ -1,0 +1,105 @@
+"""A mailbox in memory that a GPU and the CPU share: experts of a single token that the GPU does not
+have are computed by the CPU where they lie, while the GPU computes the others.
+
+The memory is pinned and mapped, so both sides read and write it by the same addresses; without a GPU
+it is ordinary memory, and the protocol is the same. There is room for one letter, as of a token's
+layers one is computed at a time:
+
+    GPU, stream order                            CPU, one thread (`moelab.kernels.serve`)
+    post   x, away, w, then posted := ticket     wait for posted ≠ the ticket answered last
+           (its own experts meanwhile)           y := Σ w · expert(x), then done := ticket
+    take   wait for done = ticket, out += y
+
+ticket = number · L + layer, where tokens are numbered from 1. A layer whose experts the GPU computes
+alone posts nothing and waits for nothing, so it costs the link nothing.
+
+Why it holds:
+- *Each word has one writer.* posted, x, away, w and late are the GPU's, done and y are the thread's,
+  stop and over the driver's; no two of them share a cache line. So nothing is read, changed and
+  written back: a GPU's atomics are not atomic to the CPU over PCIe, its aligned loads and stores are
+  (CUDA C++ Programming Guide, "Mapped Memory").
+- *No value is torn, none is stale.* A word is 8 bytes, aligned, stored at once. It is stored with
+  release behind what it stands for, and loaded with acquire before that is read (system scope on the
+  GPU). x, away and w are written again only by the next post, which the stream puts behind this
+  one's take, so behind done = ticket, and that behind all that the thread has read. y is written
+  again only after the next post, so after its take.
+- *No wake-up is lost.* Nobody waits for an event, but for a state that stays until it has been
+  answered: posted = ticket until the next post, done = ticket until the next answer. Tickets only
+  grow, and nothing is reset, so an answer is never one of an earlier token.
+- *Nobody waits for ever.* The thread leaves when the driver sets over to the number of a token that
+  the GPU has ended, or stop. The GPU leaves when stop is set, or after `patience` looks at done: it
+  then writes its ticket to late, and does not wait again. After either a mailbox is not used again,
+  and what the GPU has computed since is worth nothing: `check` says so."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.offloading.link import host_memory
+
+LINE = 128  # bytes: some processors fetch two cache lines together
+#: of the addresses; the GPU's, the thread's, the driver's
+FIELDS = "posted", "x", "away", "w", "late", "done", "y", "stop", "over"
+#: looks at `done`, of a microsecond or so over PCIe, after which the CPU is taken for dead
+PATIENCE = 10_000_000
+
+
+class Mailbox:
+    """That of a model's L layers of K experts a token, hidden size H, for hidden states of `dtype`.
+
+    at : name → address, of x [H], away int64 [K] (ids to compute here, −1 for others), w fp32 [K],
+        y fp32 [H] and the other `FIELDS`, int64.
+    patience : how often the GPU looks for an answer.
+    """
+
+    def __init__(
+        self, L: int, K: int, H: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        self.L = L
+        self.K = K
+        self.H = H
+        self.dtype = dtype
+        self.patience = PATIENCE
+        sizes = dict.fromkeys(FIELDS, 8) | {
+            "x": H * dtype.itemsize,
+            "away": 8 * K,
+            "w": 4 * K,
+            "y": 4 * H,
+        }
+        ends = np.cumsum([-(-size // LINE) * LINE for size in sizes.values()]).tolist()
+        self._memory = host_memory(ends[-1], torch.device(device), self)
+        self._memory[:] = 0
+        self._begins = dict(zip(FIELDS, [0, *ends]))
+        self.at = {name: self._memory.ctypes.data + at for name, at in self._begins.items()}
+
+    def view(self, name: str, dtype: torch.dtype = torch.int64, n: int = 1) -> Tensor:
+        """A field of n numbers of a type."""
+        begin = self._begins[name]
+        return torch.from_numpy(self._memory[begin : begin + n * dtype.itemsize]).view(dtype)
+
+    def begin(self, number: int) -> None:
+        """Token `number` begins. Raises RuntimeError if the mailbox cannot be used for it."""
+        self.check()
+        if number <= int(self.view("over")):
+            raise RuntimeError(f"token {number} is not later than the one before")
+
+    def end(self, number: int) -> None:
+        """The GPU has ended this token: nothing more of it will be posted."""
+        self.view("over")[0] = number
+        self.check()
+
+    def stop(self) -> None:
+        """End all waiting, for good."""
+        self.view("stop")[0] = 1
+
+    def check(self) -> None:
+        """Raise RuntimeError if the GPU has not got an answer: for a token that it has ended."""
+        if ticket := int(self.view("late")):
+            raise RuntimeError(
+                f"the CPU did not compute its experts of layer {ticket % self.L} of token "
+                f"{ticket // self.L} in time: the GPU went on without them; the model begins anew"
+            )
+        if int(self.view("stop")):
+            raise RuntimeError("computing experts on the CPU was stopped within a token")

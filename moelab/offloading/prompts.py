@@ -1,0 +1,84 @@
+"""Prompts: several tokens of a layer on a GPU, those of many experts in one call, while other experts land.
+
+Source: ZipMoE §3.3 (work-conserving); Speculating Experts §5.1 (double buffering). A layer's choices
+are sorted by expert once, on the GPU. Each call computes the rows of its experts, and no others; what
+they contribute is put where the choice was, and summed over K at the end: so no result depends on the
+order in which experts arrive.
+
+A prompt that comes in chunks runs all layers for each, so what does not fit into memory is read once
+a chunk: that is said, with what it costs (`PromptChunks`)."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moelab.base.specs import Event, MoESpec
+from moelab.models.experts import SeamExperts, execute
+from moelab.models.forward import ForwardInfo
+
+#: choices an expert from which on a layer's tokens want all experts, so that the next layer's need
+#: no guessing (Speculating Experts §5.2)
+PREFILL = 2
+
+
+class Choices:
+    """The choices of T tokens: x [T, H], ids and weights [T, K].
+
+    tokens : expert → its tokens."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, tokens: Mapping[int, int]) -> None:
+        self.x, self.shape = x, ids.shape
+        hit = sorted(tokens)
+        ends = accumulate(tokens[expert] for expert in hit)
+        self._at = {expert: slice(end - tokens[expert], end) for expert, end in zip(hit, ends)}
+        self._order = torch.argsort(ids.flatten(), stable=True)
+        sorts = (of.flatten()[self._order, None] for of in (ids, weights))
+        self._sorted = self._order // ids.shape[1], *sorts
+        self._parts = x.new_zeros(ids.numel(), x.shape[1])
+
+    def compute(self, chosen: Sequence[int], experts: SeamExperts) -> None:
+        """What these experts contribute, by the layer's executor."""
+
+        def rows(of: Tensor) -> Tensor:
+            parts = [of[self._at[expert]] for expert in chosen]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+        tokens, ids, weights = map(rows, self._sorted)
+        y = execute(experts.executor, self.x[tokens], ids, weights, experts)
+        self._parts.index_copy_(0, rows(self._order), y)
+
+    def sum(self) -> Tensor:
+        """[T, H]."""
+        return self._parts.view(*self.shape, -1).sum(1)
+
+
+class PromptChunks:
+    """Warns, once, when a prompt comes in chunks that each read experts anew."""
+
+    def __init__(self, spec: MoESpec) -> None:
+        self._least = PREFILL * spec.E / spec.K  # tokens that want all experts
+        self._prompt = self._chunk = self._told = False
+
+    def begin(self, info: ForwardInfo) -> None:
+        """A forward pass begins."""
+        before = self._prompt
+        self._prompt = info.phase == "prefill" and info.tokens >= self._least
+        self._chunk = self._prompt and before and info.cached > 0
+
+    def end(self, events: Iterable[Event]) -> None:
+        """It is over, and these are its events."""
+        if not self._chunk or self._told:
+            return
+        if nbytes := sum(event.bytes for event in events if event.kind.startswith("read")):
+            self._told = True
+            warnings.warn(
+                f"this prompt comes in chunks, and each of them reads the experts that memory does not "
+                f"hold anew: {nbytes / 1e6:,.1f} MB for this one. A larger prefill_chunk_size, or none, "
+                f"reads them fewer times",
+                stacklevel=2,
+            )

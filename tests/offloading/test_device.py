@@ -1,0 +1,290 @@
+"""A GPU that runs whole tokens alone, in Triton's interpreter where there is none: what it computes, what
+it keeps by which rule, and what is left of a token that ends early."""
+
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moelab import convert, experts, open_model
+from moelab import fast as kernels
+from moelab.base.specs import State
+from moelab.cache.pools import Pools
+from moelab.cache.residency import Residency
+from moelab.experts import gemv
+from moelab.fast import fast_decode, graphs
+from moelab.offloading.engine import Cancelled
+from moelab.offloading.hybrid import Balance
+from moelab.simulation.simulator import replay
+from tests.fast.test_graphs import NAIVE, naive_attention, naive_experts
+from tests.models import tiny
+from tests.offloading.links import Delayed
+from tests.offloading.test_link import DEVICES
+
+TOKENS = torch.randint(3, 96, (1, 14), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory):
+    """form → folder, of one bf16 model whose weights bf12 can pack."""
+    folder = tmp_path_factory.mktemp("forms")
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
+    tiny.save("qwen3_moe", folder / "model", torch.bfloat16, **sizes)
+    for codec in ("raw", "bf12"):
+        convert(folder / "model", folder / codec, codec=codec)
+    return {form: folder / form for form in ("model", "raw", "bf12")}
+
+
+def of_those_there(up, down, x, ids, w):
+    """`naive_experts` of rows with an address."""
+    there = up[0][ids, 0] != 0
+    return naive_experts(up, down, x, ids[there], w[there]) if there.any() else torch.zeros_like(x)
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Opens a model for a device, "cpu" as if it were a GPU, and counts the tokens that it runs alone."""
+    called, call = [], graphs.GraphStretch.compute
+    monkeypatch.setattr(graphs.GraphStretch, "compute", lambda *of: called.append(of) or call(*of))
+
+    def replace(package, name, of):
+        monkeypatch.setitem(sys.modules, f"{package.__name__}.{name}", of)
+        monkeypatch.setattr(package, name, of, raising=False)
+
+    def opens(folder, memory, device, **options):
+        if device == "cpu":
+            for module in (graphs, gemv):
+                monkeypatch.setattr(module, "GPUS", ("cpu",))
+            monkeypatch.setattr(fast_decode, "KERNELS", [graphs.GraphLayer])
+            replace(kernels, "attention_triton", SimpleNamespace(attend=naive_attention))
+            if "bf12" not in str(folder):
+                naive = vars(NAIVE) | {"feed_forward": of_those_there}
+                replace(experts, "gemv_triton", SimpleNamespace(**naive))
+            monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
+        called.clear()
+        return open_model(folder, memory=memory, device=device, **{"executor": "fast"} | options)
+
+    opens.called = called
+    return opens
+
+
+def decode(lm, tokens=TOKENS, prompt=6, cache=None):
+    """Logits of each token after a prompt."""
+    found = []
+    with torch.inference_mode():
+        for part in (tokens[:, :prompt], *tokens[:, prompt:].split(1, 1)):
+            out = lm(part.to(lm.device), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits[0, -1].float().cpu())
+    return torch.stack(found)
+
+
+@pytest.fixture(scope="module")
+def wanted(forms):
+    with open_model(forms["model"]) as lm:
+        return decode(lm)
+
+
+def close(got, wanted):
+    return (got - wanted).norm() < 3e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "form, memory, share",
+    [
+        ("raw", 0.3, None),
+        ("raw", 0.6, 0.5),
+        ("raw", 0.3, 0),
+        ("raw", 1.0, None),
+        ("bf12", 0.6, 0.5),
+        ("model", 0.6, None),
+    ],
+)
+def test_a_token_that_a_gpu_runs_alone(
+    form, memory, share, device, forms, wanted, opened, monkeypatch
+):
+    """By the rule that a simulation of the run follows, with the host's share of the misses or not."""
+    options = {}
+    if share is not None:
+        few = lambda of: np.tile((share * np.arange(of.K + 1)).astype(int), (len(of.sizes), 1))
+        monkeypatch.setattr(Balance, "shares", few)
+        options["hybrid"] = 1
+    with opened(forms[form], memory, device, **options) as lm:
+        assert close(decode(lm), wanted)
+        assert len(opened.called) == 7  # by the first, it was prepared
+        metrics, run = lm.moelab.metrics(), lm.moelab.run
+        assert metrics.paths["token"] == 7
+        assert metrics.python_per_layer >= 0
+        assert sum(metrics.hits.values()) + metrics.misses == sum(
+            len(of) for step in run.steps for _, of in step
+        )
+        tokens = [event for event in run.timeline if event.resource == "host"]
+        assert bool(tokens) == (share is not None)
+        again = replay(run, device="a100-80gb")
+        assert again.counters == lm.moelab.residency.counters
+        assert {*lm.moelab.engine.loader.queue.held} == {*lm.moelab.residency.resident(State.FULL)}
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_a_gpu_decides_as_the_residency(data):
+    """Random ids in a few layers, tokens one after the other, through the kernel and the rule."""
+    device_triton = pytest.importorskip("moelab.offloading.device_triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    L, E, K = 2, 6, 3
+    slots = data.draw(st.integers(2, 8))
+    residency = Residency(L, E, Pools(F=slots), spare=data.draw(st.integers(1, slots)))
+    share = data.draw(
+        st.lists(st.tuples(*(st.integers(0, m) for m in range(K + 1))), min_size=L, max_size=L)
+    )
+    table = torch.zeros(L, E, dtype=torch.int64, device=device)
+    zeros = lambda *of: torch.zeros(of, dtype=torch.int64, device=device)
+    begins = torch.arange(2 * E * 4, device=device).view(2, E, 4)
+    scratch = 1000 + torch.arange(K, device=device)
+    for _ in range(data.draw(st.integers(1, 3))):
+        residency.begin_forward("decode", True)
+        free = [slot for slot in range(1, slots + 1) if slot not in table.unique().tolist()]
+        counts = torch.tensor([0, residency.free], device=device)
+        homes = 100 + torch.arange(E, device=device)
+        for layer in range(L):
+            ids = data.draw(st.permutations(range(E + 1)))[:K]  # E: no expert
+            of = device_triton.Tables(
+                table=table[layer],
+                home=homes,
+                share=torch.tensor(share[layer], device=device),
+                free=torch.tensor([*free, 0], device=device),
+                scratch=scratch,
+                counts=counts,
+                begins=begins,
+                moves=zeros(2, 4) + torch.tensor([1, 0, 1, 0], device=device),
+                sizes=1 + torch.arange(E, device=device),
+                rows=zeros(2, K, 4),
+                jobs=zeros(3, K),
+                told=zeros(2, K),
+                away=zeros(K),
+            )
+            before = table[layer].tolist()
+            device_triton.assign(torch.tensor(ids, device=device), of)
+            missing = sorted(e for e in ids if e < E and not before[e])
+            near = share[layer][len(missing)]
+            step = residency.begin(layer, {e: 1 for e in ids if e < E}, {*missing[near:]})
+            assert [e for e in of.away.tolist() if e >= 0] == [
+                e for e in ids if e in missing[near:]
+            ]
+            where = dict(zip(ids, of.told[1].tolist()))
+            for request in step.requests + step.away:
+                e = request.key.expert
+                assert (request.keep.name == "FULL") == (table[layer, e].item() > 0)
+                assert where[e] == (before[e] or table[layer, e].item() or where[e])
+                assert (where[e] == 0) == (e in missing[near:])
+                assert where[e] < 1000 or request.keep.name == "MISSED"
+            for k, e in enumerate(ids):
+                fetched = e in missing[:near]
+                assert of.jobs[:, k].tolist() == [
+                    fetched * (100 + e),
+                    fetched * where[e],
+                    fetched * (1 + e),
+                ]
+                row = (
+                    begins[:, e] + torch.tensor([1, 0, 1, 0], device=device) * where[e]
+                    if e < E and where[e]
+                    else zeros(2, 4)
+                )
+                assert torch.equal(of.rows[:, k], row)
+        for key in residency.end_forward():
+            table[key] = 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_bytes_are_fetched_to_where_they_shall_be(device):
+    device_triton = pytest.importorskip("moelab.offloading.device_triton")
+    block = device_triton.BLOCK
+    source = torch.randint(0, 256, (4 * block,), dtype=torch.uint8, device=device)
+    out = torch.zeros(5 * block, dtype=torch.uint8, device=device)
+    jobs = torch.tensor(
+        [
+            [source.data_ptr(), 0, source.data_ptr() + 3 * block],
+            [out.data_ptr() + block, 0, out.data_ptr()],
+            [3, 0, 1],
+        ],
+        device=device,
+    )
+    device_triton.fetch(jobs)
+    assert torch.equal(out[:block], source[3 * block :])
+    assert torch.equal(out[block : 4 * block], source[: 3 * block])
+    assert not out[4 * block :].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_a_token_alone_is_not_for_goes_the_other_way(device, forms, wanted, opened):
+    """Hooks, batches, exact; and back again, with another model open beside it."""
+    with opened(forms["raw"], 0.6, device) as lm, opened(forms["raw"], 0.4, device) as other:
+        assert close(decode(lm), wanted)
+        assert len(opened.called) == 7
+        hook = lm.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
+        assert close(decode(lm), wanted)
+        hook.remove()
+        decode(lm, TOKENS.repeat(2, 1))
+        assert len(opened.called) == 7
+        assert close(decode(other), wanted)
+        assert close(decode(lm), wanted)
+        assert len(opened.called) == 7 + 7 + 7
+    with opened(forms["raw"], 0.6, device, executor="exact") as lm:
+        assert close(decode(lm), wanted)
+        assert not opened.called
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_token_that_ends_early_leaves_nothing(device, forms, wanted, opened, monkeypatch):
+    with opened(forms["raw"], 0.6, device, hybrid=1) as lm:
+        engine = lm.moelab.engine
+        cache = lm(TOKENS[:, :6].to(lm.device), use_cache=True).past_key_values
+        with torch.inference_mode():
+            for i in (6, 7):
+                lm(TOKENS[:, i : i + 1].to(lm.device), past_key_values=cache)
+        # cancelled between two tokens, by whoever samples
+        monkeypatch.setattr(engine, "cancelled", {__import__("threading").get_ident()})
+        with pytest.raises(Cancelled), torch.inference_mode():
+            engine.begin_forward(
+                SimpleNamespace(phase="decode", tokens=1, drafts=0, cached=8), False
+            )
+        monkeypatch.undo()
+    with opened(forms["raw"], 0.6, device, hybrid=1) as lm:
+        fail = [True]
+
+        def head(*_):
+            if fail:
+                raise OSError("from the head")
+
+        hook = lm.lm_head.register_forward_pre_hook(
+            lambda *of: fail and len(opened.called) == 3 and head()
+        )
+        with pytest.raises(OSError, match="from the head"):
+            decode(lm)
+        fail.clear()
+        hook.remove()
+        assert close(decode(lm), wanted)
+        # an error within the token
+        tables = lm.moelab.engine._tables[1]
+        monkeypatch.setattr(tables, "end", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            decode(lm)
+        assert close(decode(lm), wanted)
+        assert lm.moelab.metrics().paths["token"] > 7
+
+
+def test_without_a_graph_of_the_whole_it_says_so(forms, wanted, opened, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with opened(forms["raw"], 0.6, "cpu") as lm:
+        monkeypatch.setattr(graphs, "Graph", refuse)
+        with pytest.warns(UserWarning, match="a CUDA graph a layer.*not permitted"):
+            assert close(decode(lm), wanted)
+        assert not opened.called
+        assert lm.moelab.metrics().paths == {"layer": 8}
