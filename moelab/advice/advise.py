@@ -20,6 +20,7 @@ import argparse
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -82,6 +83,42 @@ def advise(
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
     context than the model takes; a memory in which it does not fit; another model's trace or
     calibration; what cannot be verified."""
+    text = {"context": context, "batch": batch, "loss": loss}
+    text |= {"trace": trace, "calibration": calibration}
+    ask = partial(_advise, model, **text, simulate=simulate)
+    if device is not None or not gpu_machine.there():
+        return ask(memory, host, device, verify)
+    places = (memory, None, None, verify), ("auto", host or memory, THIS, False)
+    answers: list[Advice] = []
+    refused: list[ValueError] = []
+    for place in places:
+        try:
+            answers.append(ask(*place))
+        except ValueError as error:
+            refused.append(error)
+    if not answers:
+        raise refused[0]
+    best, *others = sorted(answers, key=lambda one: one.best.tpot)
+    ways = sorted((way for one in answers for way in one.ways), key=lambda way: way.tpot)
+    notes = [note for one in (best, *others) for note in one.notes] + [*map(str, refused)]
+    return replace(best, ways=tuple(ways), notes=tuple(dict.fromkeys(notes)))
+
+
+def _advise(
+    model: str | Path | None,
+    memory: str | float | int,
+    host: str | float | int | None,
+    device: str | Path | DeviceSpec | None,
+    verify: bool,
+    *,
+    context: int | None,
+    batch: int,
+    loss: str | float,
+    trace: Any,
+    calibration: str | Path | None,
+    simulate: bool,
+) -> Advice:
+    """The same for what computes in one place: a CPU, or a GPU beside it."""
     found = find_model(model)
     ours = found.folder is not None and device is None and trace is None
     if verify and not ours:
@@ -89,69 +126,31 @@ def advise(
             "only a model whose weights are here can be verified, only on this machine and with its "
             "own text: give its folder, no device and no trace"
         )
-    machines = [_card_of(device, model) or here(found.folder)]
-    if device is None and gpu_machine.there():
-        with suppress(ValueError):  # torch cannot compute on it
-            machines.append(gpu_machine.here())
-    routing = assumed(found.spec, batch, trace, calibration, found.source)
-    asked = Question(
+    machine = _card_of(device, model) or here(found.folder)
+    gpu = is_gpu(machine)
+    if host and not gpu:
+        raise ValueError(f"host is {host!r}, memory beside a GPU's: give a --device that is one")
+    more = {"host": _memory_of(host or "auto", machine, "host_memory_gb")} if gpu else {}
+    asked = (OnGpu if gpu else Question)(
         found,
-        machines[0],
-        0,
+        machine,
+        _memory_of(memory, machine),
         _context_of(found, context),
         batch,
         parse_loss(loss),
         device not in (None, THIS),
-        routing,
+        assumed(found.spec, batch, trace, calibration, found.source),
+        **more,
     )
-    answers: list[Advice] = []
-    refused: list[ValueError] = []
-    for one in machines:
-        try:
-            question = _on(asked, one, memory, host, beside=len(machines) > 1)
-            deep = ours and (simulate or verify) and not isinstance(question, OnGpu)
-            answers.append(deeper(question, verify) if deep else modelled(question))
-        except ValueError as error:
-            refused.append(error)
-    if not answers:
-        raise refused[0]
-    return together(answers, [str(error) for error in refused])
-
-
-def _on(
-    asked: Question, machine: DeviceSpec, memory: Any, host: Any, beside: bool = False
-) -> Question:
-    """A question about a machine; `beside`: about a CPU and its GPU, when `memory` is the CPU's."""
-    if not is_gpu(machine):
-        if host and not beside:
-            raise ValueError(
-                f"host is {host!r}, memory beside a GPU's: give a --device that is one"
-            )
-        return replace(asked, device=machine, memory=_memory_of(memory, machine))
-    far = _memory_of(host or (memory if beside else "auto"), machine, "host_memory_gb")
-    near = _memory_of("auto" if beside else memory, machine)
-    fields = vars(asked) | {"device": machine, "memory": near}
-    question = OnGpu(**fields, host=far)
-    question.require_possible()
-    return question
-
-
-def deeper(asked: Question, verify: bool) -> Advice:
-    """The advice by simulation and, with `verify`, measurement."""
+    asked.require_possible()
+    if not ours or not (simulate or verify):
+        return modelled(asked)
     from moelab.advice.simulated import simulated
 
     try:
         return simulated(asked, verify)
     except (RuntimeError, OSError) as error:
         return modelled(asked, f"The model could not be run here: {error}")
-
-
-def together(answers: list[Advice], refused: list[str]) -> Advice:
-    """One advice of a CPU's and its GPU's: the faster, with the ways and the notes of both."""
-    best, *others = sorted(answers, key=lambda one: one.best.tpot)
-    ways = sorted((way for one in answers for way in one.ways), key=lambda way: way.tpot)
-    notes = [*best.notes, *(note for one in others for note in one.notes), *refused]
-    return replace(best, ways=tuple(ways), notes=tuple(dict.fromkeys(notes)))
 
 
 def modelled(asked: Question, *notes: str) -> Advice:
