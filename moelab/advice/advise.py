@@ -90,11 +90,11 @@ def advise(
         return ask(memory, host, device, verify)
     places = (memory, None, None, verify), ("auto", host or memory, THIS, False)
     answers: list[Advice] = []
-    refused: list[ValueError] = []
+    refused: list[Exception] = []
     for place in places:
         try:
             answers.append(ask(*place))
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:  # the latter of a GPU that has no memory left
             refused.append(error)
     if not answers:
         raise refused[0]

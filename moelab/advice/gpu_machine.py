@@ -46,6 +46,7 @@ def here() -> DeviceSpec:
 
     def once() -> Record:
         new, others = watched(lambda: measured(device, name))
+        torch.cuda.empty_cache()  # what it took is free again
         return {"card": asdict(new), "others": others}
 
     kept = quietest(f"{machine()}, {name}, {FORMAT}", "gpu", once)
