@@ -37,7 +37,7 @@ class CachePolicy(Protocol):
     """The two methods of a policy."""
 
     def touch(self, key: ExpertKey, step: int) -> None:
-        """`key` is used in `step` (0, 1, …: one layer of one forward). All experts of a step are
+        """`key` is used in `step` (0, 1, …: one layer of one forward; below 0: it is there before). All experts of a step are
         touched, in ascending order, before a victim is asked for."""
 
     def victim(self, resident: Collection[ExpertKey]) -> ExpertKey:
@@ -220,7 +220,7 @@ class Belady(_ByPriority):
     def touch(self, key: ExpertKey, step: int) -> None:
         uses = self._uses.get(key, [])
         after = bisect_right(uses, step)
-        if not after or uses[after - 1] != step:
+        if step >= 0 and (not after or uses[after - 1] != step):
             raise ValueError(
                 f"step {step} uses expert {key.expert} of layer {key.layer}, which the steps given to "
                 "Belady do not say; give it the steps of this very run, from the first"

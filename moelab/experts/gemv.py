@@ -9,9 +9,9 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,26 +24,26 @@ from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.products import KINDS, Matrices, multiply
 from moelab.models import compat
+from moelab.models.experts import SeamExperts
 
 GPUS = ("cuda",)
 
 
 class GEMV(Sorted):
-    """numba products with weights as they lie, or Triton's for a single token on a GPU
-    (`gemv_triton`); `Sorted` for experts that are not plain, weights that are not contiguous, mixed
-    types and other devices."""
+    """numba products with weights as they lie; on a GPU Triton's, for a token (`gemv_triton`) or
+    several (`gemm_triton`); `Sorted` for experts that are not plain, weights that are not
+    contiguous, mixed types and other devices."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: of `token`, by first experts module: what they are of, and they
-        self._banks: WeakKeyDictionary[Any, tuple] = WeakKeyDictionary()
+        #: by first experts module, then whether for `token`: what they are of, and banks
+        self._banks: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         y = None
-        if self.multiplies(x, experts):
-            y = self._on_cpu(x, ids, weights, experts)
-        elif x.is_cuda and len(x) == 1:
-            y = self._on_gpu(x, ids, weights, experts)
+        if self.multiplies(x, experts) or x.device.type in GPUS and plain(experts):
+            compute = self._on_gpu if x.device.type in GPUS else self._on_cpu
+            y = compute(x, ids, weights, experts)
         return super().run(x, ids, weights, experts) if y is None else y
 
     def multiplies(self, x: Tensor, experts: Any) -> bool:
@@ -62,18 +62,29 @@ class GEMV(Sorted):
         return combine(y, rows, weights, x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
-        """A token's experts in a few launches; None where the kernels are not for them."""
-        chosen = ids[0].cpu().numpy()
-        if x.dtype != torch.bfloat16 or (chosen >= experts.num_experts).any():
+        """A few launches; None where weights do not lie as kernels read them. Where the module holds
+        them nothing waits for the GPU, not even to refuse ids: what a token with such ids gives is
+        NaN, and the next call tells why."""
+        kernels, E = _triton(), experts.num_experts
+        if kernels is None or len(x) > 1 or ids.is_floating_point():
             return None
-        if (found := locate(experts, chosen, x.dtype, "cuda")) is None:
+        n = ids.numel()
+        if experts.source is None:
+            found = self._kept([experts], x.dtype)
+            if type(experts) is not SeamExperts:  # whose block may route to no expert
+                n = int((ids < E).sum())
+        else:
+            chosen = ids.cpu().numpy()  # an engine has waited for them already
+            there = chosen[(chosen >= 0) & (chosen < E)]
+            n = len(there)
+            found = self.banks([experts], x.dtype, [np.unique(there)], x.device)
+        if found is None:
             return None
-        tables = torch.from_numpy(np.stack([of.rows for of in found]))
-        compute = self.on_gpu(experts, found, tables.to(x.device, non_blocking=True))
-        if compute is None:
-            return None
-        self.count(len(chosen), len(chosen), len(chosen))
-        return compute(x, _first(len(chosen), x.device), weights[0])
+        (compute,) = found
+        self.count(n, n, n)
+        y = compute(x, ids[0], weights[0])
+        kernels.check(x.device)
+        return y
 
     # layers of a single token in one call, see `moelab.fast.layers`
 
@@ -82,12 +93,16 @@ class GEMV(Sorted):
         """While layers are computed whose modules hold their weights: (their `banks`, what is to be
         called with the `moelab.fast.layers.Computed`); the banks are None where the layers are to be
         run one by one."""
+        yield self._kept(experts, dtype), self.count_layers
+
+    def _kept(self, experts: list[Any], dtype: torch.dtype) -> Any:
+        """Their `banks`, found anew only where the modules' weights are others."""
         parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
-        of = [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
-        state = dtype, of
-        if (known := self._banks.get(experts[0], (None, None)))[0] != state:
-            self._banks[experts[0]] = known = state, self.banks(experts, dtype)
-        yield known[1], self.count_layers
+        state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
+        known = self._banks.setdefault(experts[0], {})
+        if known.get(len(experts), (None,))[0] != state:
+            known[len(experts)] = state, self.banks(experts, dtype)
+        return known[len(experts)][1]
 
     def count_layers(self, found: Any) -> None:
         """Count what was `Computed` of layers in one call."""
@@ -95,33 +110,42 @@ class GEMV(Sorted):
         self.count(n, n, n)
 
     def banks(
-        self, experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None = None
-    ) -> tuple[Any, Any] | None:
+        self,
+        experts: list[Any],
+        dtype: torch.dtype,
+        resident: list[Any] | None = None,
+        device: torch.device | None = None,
+    ) -> Any:
         """`Matrices` of up and of down of SiLU-gated experts of each layer, rows [L, E, 4], 0 for
         experts that are not resident; all are, by default. On a GPU a list, of each layer what
-        `on_gpu` gives. None if there are no such kernels for these."""
-        if any((of.source is None) != (resident is None) or not _fusable(of) for of in experts):
+        `on_gpu` gives, of any activation. None if there are no such kernels for these."""
+        if any((of.source is None) != (resident is None) or not plain(of) for of in experts):
             return None
-        held = next(experts[0].module.parameters(), None)
-        device = "cpu" if held is None else held.device.type
-        found = _in_one(experts, dtype, resident, device)
-        if found is None or device not in GPUS:
-            return found if device == "cpu" else None
-        tables = torch.from_numpy(np.stack([of.rows for of in found], 1)).to(held.device)
+        device = device or next(experts[0].module.parameters(), torch.empty(0)).device
+        on_gpu = device.type in GPUS
+        if not on_gpu and not (device.type == "cpu" and all(map(silu_gated, experts))):
+            return None
+        found = _in_one(experts, dtype, resident, device.type)
+        if found is None or not on_gpu:
+            return found
+        tables = torch.from_numpy(np.stack([of.rows for of in found], 1)).to(device)
         alike = zip(*([of._replace(rows=rows) for rows in of.rows] for of in found))
         calls = [self.on_gpu(*given) for given in zip(experts, alike, tables)]
         return None if None in calls else calls
 
     def on_gpu(
-        self, experts: Any, found: tuple[Matrices, Matrices], tables: Tensor
+        self, experts: Any, found: Iterable[Matrices], tables: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What computes a token's experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H], with
-        matrices whose rows of up and down `tables` [2, n, 4] has there; it may be captured. None if
-        there are no such kernels."""
+        """What computes a token's plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H],
+        with matrices whose rows of up and down `tables` [2, n, 4] has there; it may be captured. None
+        if there are no such kernels."""
         kernels = _triton()
-        if kernels is None or not _fusable(experts) or not all(map(kernels.multiplies, found)):
+        if kernels is None or not all(map(kernels.multiplies, found)):
             return None
-        return partial(kernels.feed_forward, *map(kernels.bank, found, tables))
+        gate = gate_of(experts)
+        up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
+        own = {} if gate else {"activate": experts.activate}
+        return partial(kernels.feed_forward, up, down, **own)
 
 
 def _in_one(
@@ -144,10 +168,6 @@ def _in_one(
     return tuple(one._replace(rows=table, owner=None) for one, table in zip(found, tables))
 
 
-def _fusable(experts: Any) -> bool:
-    return plain(experts) and silu_gated(experts)
-
-
 def _triton() -> Any:
     """The kernels of a GPU; None without Triton, where torch's own products do."""
     try:
@@ -155,9 +175,3 @@ def _triton() -> Any:
     except ImportError:
         return None
     return gemv_triton
-
-
-@cache
-def _first(n: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.arange(n).to(device)  # which waits: it may be used on any stream

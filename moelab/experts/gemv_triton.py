@@ -1,15 +1,21 @@
-"""Decode by GEMV on a GPU, in Triton: one token's experts in a few launches, from where they lie,
-bf16 or bf12.
+"""Decode by GEMV on a GPU, in Triton: one token's experts in a few launches, from where they lie, of
+any kind of weights.
 
 Source: as of `moelab.experts.gemv`, whose sums these are: in fp32, and what is between up and down
-is not rounded. The weights of bf12 are read as they lie; escapes are added afterwards, in no order,
-so the last bit of a sum may vary.
+is not rounded. A GEMV is memory-bound, so what counts is how weights come from memory
+(`moelab.kernels.tiles_triton`): in rows, each warp reads 512 bytes of a row at a time, 16 a lane,
+and each lane sums products with the inputs of just these; lanes are added up once, at the end. In
+the transposed layout lanes have outputs, of which each keeps its sums, and a program reads 128
+bytes or more of each of many rows. Escapes of bf12 are added afterwards, in no order, so the last
+bit of a sum may vary.
 
     up, down : banks of E experts    x [1, H]    ids and w [K]    →  [1, H]
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -17,130 +23,302 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moelab.kernels.products import KINDS, PACKED, Matrices
-from moelab.store.bf12_triton import high_bytes, quarters
+from moelab.kernels.gates import SILU, Gate
+from moelab.kernels.products import PACKED, Matrices
+from moelab.kernels.tiles_triton import NAMES, TYPES, WIDTHS, escapes, instead, tile
 
-#: of a matrix, that a program takes at a time
-ROWS = 4
-COLUMNS = 512
+#: of rows, that a program takes at a time: weights of a row at most, groups of all rows, and rows
+WIDE = 1024
+TILE = 512
+ROWS = 128
+#: of the transposed layout: groups, and rows
+ACROSS = 8
+DOWN = 32
 ESCAPES = 256
-BFLOAT16 = KINDS[torch.bfloat16]
-BF12 = PACKED["bf12"]
+COLUMNS = 1024  # of the result, that a program sums
+FEW_BITS = [kind for kind in PACKED.values() if kind.scaled]
+
+
+class Bank(NamedTuple):
+    """Matrices of E experts of a kind, by its name, of R rows, at int64 [E, 4] addresses on the GPU,
+    as `moelab.kernels.products.Matrices` has them; address 0 for one that contributes nothing.
+
+    escapes : the most that one of them has.
+    gate : of what these are up matrices, where kernels compute that."""
+
+    kind: str
+    table: Tensor
+    R: int
+    escapes: int
+    transposed: bool = False
+    gate: Gate | None = SILU
+
+
+def bank(of: Matrices, table: Tensor, gate: Gate | None = SILU) -> Bank:
+    """Of matrices whose rows `table` has on the GPU."""
+    return Bank(NAMES[of.kind], table, of.R, int(of.rows[:, 3].max()), of.transposed, gate)
+
+
+def multiplies(of: Matrices) -> bool:
+    """Whether matrices are multiplied here: of any kind, but few bits in rows."""
+    return not of.transposed or of.kind not in FEW_BITS
 
 
 @triton.jit
-def _input(x, k, h, there, C: tl.constexpr, GATED: tl.constexpr):
-    """fp32 inputs of expert k: the token's or, gated, silu(gate) · up of [K, 2C]."""
-    if GATED:
-        gate = tl.load(x + k * 2 * C + h, mask=there, other=0.0)
-        up = tl.load(x + k * 2 * C + C + h, mask=there, other=0.0)
-        return gate * tl.sigmoid(gate) * up
-    return tl.load(x + h, mask=there, other=0.0).to(tl.float32)
+def matrix(table, e, E):
+    """The numbers of expert e's matrix (its addresses, that of its bias, escapes); 0 for none."""
+    there = (e >= 0) & (e < E)
+    at = table + 4 * tl.where(there, e, 0)
+    first = tl.where(there, tl.load(at), 0)
+    there = first != 0
+    bias = tl.where(there, tl.load(at + 2), 0)
+    return first, tl.load(at + 1), bias, tl.where(there, tl.load(at + 3), 0)
 
 
 @triton.jit
-def _multiply_kernel(
+def gated(gate, up, alpha, limit, shift):
+    """fp32, what `moelab.kernels.gates.Gate` says; NaN stays."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate * tl.sigmoid(alpha * gate) * (up + shift)
+
+
+@triton.jit
+def pair(x, c, there, C: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Gates and ups c of a row [2C] at x, as fp32."""
+    first = 2 * c if INTERLEAVED else c
+    second = 2 * c + 1 if INTERLEAVED else C + c
+    gate = tl.load(x + first, mask=there, other=0.0).to(tl.float32)
+    return gate, tl.load(x + second, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _inputs(x, k, c, there, glu, C: tl.constexpr, INPUT: tl.constexpr):
+    """fp32 inputs c of expert k: the token's ("x"), its own, of [K, C] ("own"), or gated ones, of
+    [K, 2C]."""
+    if INPUT == "x":
+        found = tl.load(x + c, mask=there, other=0.0).to(tl.float32)
+    elif INPUT == "own":
+        found = tl.load(x + k * C + c, mask=there, other=0.0).to(tl.float32)
+    else:
+        gate, up = pair(x + k * 2 * C, c, there, C, INPUT == "interleaved")
+        found = gated(gate, up, glu[0], glu[1], glu[2])
+    return found
+
+
+@triton.jit
+def _rows_kernel(
     x,
     ids,
     table,
+    E,
     y,
+    glu,
     R: tl.constexpr,
     C: tl.constexpr,
-    PACKED: tl.constexpr,
-    GATED: tl.constexpr,
+    TYPE: tl.constexpr,
+    INPUT: tl.constexpr,
+    KIND: tl.constexpr,
+    V: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
 ):
-    """y[k, r] = Σ W_k[r, c] · x[c] for ROWS rows of expert k. A byte of codes has those of weights
-    32 apart."""
+    """y[k, r] = Σ W_k[r, c] · x[c] + bias_k[r] for ROWS rows of expert k."""
     k = tl.program_id(1).to(tl.int64)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    table += 4 * tl.load(ids + k)
-    address = tl.load(table)
-    row = r[:, None].to(tl.int64) * C
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if PACKED:
-        low = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
-        codes = tl.multiple_of(tl.load(table + 1).to(tl.pointer_type(tl.uint8)), 16)
-        t0, t1, t2, t3 = quarters(address - 16)
-        for begin in range(0, C // 2, COLUMNS):
-            p = begin + tl.arange(0, COLUMNS)
-            there = (r[:, None] < R) & (p[None, :] < C // 2)
-            code = tl.load(codes + row // 2 + p[None, :], mask=there, other=0).to(tl.uint32)
-            for half in tl.static_range(2):
-                c = p // 32 * 64 + half * 32 + p % 32
-                word = tl.load(low + row + c[None, :], mask=there, other=0).to(tl.uint32)
-                word |= high_bytes(code >> (4 * half), t0, t1, t2, t3) << 8
-                w = tl.where(there, (word << 16).to(tl.float32, bitcast=True), 0.0)
-                total += w * _input(x, k, c, p < C // 2, C, GATED)[None, :]
-    else:
-        weights = tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
-        for begin in range(0, C, COLUMNS):
-            c = begin + tl.arange(0, COLUMNS)
-            there = (r[:, None] < R) & (c[None, :] < C)
-            w = tl.load(weights + row + c[None, :], mask=there, other=0.0).to(tl.float32)
-            total += w * _input(x, k, c, c < C, C, GATED)[None, :]
-    tl.store(y + k * R + r, tl.sum(total, 1), mask=r < R)
+    first, second, bias, _ = matrix(table, tl.load(ids + k).to(tl.int64), E)
+    total = tl.zeros([ROWS, G], tl.float32)
+    for begin in range(0, tl.where(first != 0, C, 0), G * V):
+        g = begin // V + tl.arange(0, G)
+        c = g[:, None] * V + tl.arange(0, V)[None, :]
+        values, scales = tile(first, second, r.to(tl.int64), g, r < R, C, KIND, V)
+        values *= _inputs(x, k, c, c < C, glu, C, INPUT)[None, :, :]
+        total += tl.sum(values, 2) * scales
+    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
+    tl.store(y + k * R + r, tl.sum(total, 1) + added.to(tl.float32), mask=r < R)
+
+
+@triton.jit
+def _columns_kernel(
+    x,
+    ids,
+    table,
+    E,
+    y,
+    glu,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    TYPE: tl.constexpr,
+    INPUT: tl.constexpr,
+    KIND: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    G: tl.constexpr,
+):
+    """As `_rows_kernel` of W_k[c, r], for G · V outputs."""
+    k = tl.program_id(1).to(tl.int64)
+    g = tl.program_id(0) * G + tl.arange(0, G)
+    r = g[:, None] * V + tl.arange(0, V)[None, :]
+    first, second, bias, _ = matrix(table, tl.load(ids + k).to(tl.int64), E)
+    total = tl.zeros([ROWS, G, V], tl.float32)
+    for begin in range(0, tl.where(first != 0, C, 0), ROWS):
+        c = begin + tl.arange(0, ROWS)
+        values, scales = tile(first, second, c.to(tl.int64), g, c < C, R, KIND, V)
+        inputs = _inputs(x, k, c, c < C, glu, C, INPUT)
+        total += values * (scales * inputs[:, None])[:, :, None]
+    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
+    tl.store(y + k * R + r, tl.sum(total, 0) + added.to(tl.float32), mask=r < R)
 
 
 @triton.jit
 def _escapes_kernel(
-    x, ids, table, y, R: tl.constexpr, C: tl.constexpr, GATED: tl.constexpr, ESCAPES: tl.constexpr
+    x,
+    ids,
+    table,
+    E,
+    y,
+    glu,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    INPUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    ESCAPES: tl.constexpr,
 ):
     """What an escape's weight is more than that of code 0 and low byte 0, which was multiplied in
     its place."""
     k = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
-    table += 4 * tl.load(ids + k)
-    low = tl.load(table)
-    codes = tl.load(table + 1)
-    count = tl.load(table + 3)
-    indices = (codes + (codes - low) // 2).to(tl.pointer_type(tl.uint32))
-    values = (indices + count).to(tl.pointer_type(tl.bfloat16))
-    at = tl.load(indices + i, mask=i < count, other=0).to(tl.int64)
-    there = (i < count) & (at < codes - low)
-    instead = (tl.load((low - 16).to(tl.pointer_type(tl.uint8))).to(tl.uint32) << 24).to(
-        tl.float32, bitcast=True
-    )
-    more = tl.load(values + i, mask=there, other=0.0).to(tl.float32) - instead
-    tl.atomic_add(y + k * R + at // C, more * _input(x, k, at % C, there, C, GATED), mask=there)
+    first, second, _, count = matrix(table, tl.load(ids + k).to(tl.int64), E)
+    if tl.program_id(0) * ESCAPES < count:
+        at, value, there = escapes(first, second, count, i)
+        r = at % R if TRANSPOSED else at // C
+        c = at // R if TRANSPOSED else at % C
+        more = tl.load(value, mask=there, other=0.0).to(tl.float32) - instead(first)
+        more *= _inputs(x, k, c, there, glu, C, INPUT)
+        tl.atomic_add(y + k * R + r, more, mask=there)
 
 
-class Bank(NamedTuple):
-    """Matrices of E experts, bf16 or `packed` as bf12, of R rows, at int64 [E, 4] addresses on the
-    GPU, as `moelab.kernels.products.Matrices` has them; `escapes` is the most that one of them has."""
+@triton.jit
+def _combine_kernel(
+    y,
+    ids,
+    places,
+    w,
+    out,
+    refused,
+    E,
+    K,
+    H: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """out[t] = Σ_k w[t, k] · y[place of the choice], in the order of k; NaN for a token with an id
+    that there is not, of which `refused` tells."""
+    t = tl.program_id(1).to(tl.int64)
+    h = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([COLUMNS], tl.float32)
+    wrong = 0
+    for k in range(0, K):
+        e = tl.load(ids + t * K + k).to(tl.int64)
+        there = (e >= 0) & (e < E)
+        wrong += tl.where((e < 0) | (e > E), 1, 0)
+        place = t * K + k
+        if not IN_ORDER:
+            place = tl.load(places + place)
+        row = y + tl.where(there, place, 0) * H
+        part = tl.load(row + h, mask=(h < H) & there, other=0.0)
+        factor = tl.where(there, tl.load(w + t * K + k).to(tl.float32), 0.0)
+        total += factor * part
+    total = tl.where(wrong > 0, float("nan"), total)
+    tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)
+    if wrong > 0:
+        tl.store(refused.to(tl.pointer_type(tl.int32)), 1)
 
-    packed: bool
-    table: Tensor
-    R: int
-    escapes: int
+
+def feed_forward(
+    up: Bank,
+    down: Bank,
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    activate: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Σ_k w_k · down_k(gated(up_k(x))) as x, of the K experts of these ids; E for none.
+
+    activate : of fp32 [K, R of up], in the place of up's gate."""
+    x = x.contiguous()
+    between = _multiply(up, x, ids, x.shape[1], "x", x.dtype)
+    if activate is None:
+        C, how = up.R // 2, "interleaved" if up.gate.interleaved else "gated"
+    else:
+        between = activate(between).float().contiguous()
+        C, how = between.shape[1], "own"
+    y = _multiply(down, between, ids, C, how, x.dtype, up.gate)
+    return combine(y, ids[None], w[None], len(down.table), x.dtype)
 
 
-def multiplies(of: Matrices) -> bool:
-    """Whether matrices are multiplied here: bf16 or bf12, in rows, without biases."""
-    return of.kind in (BFLOAT16, BF12) and not of.transposed and not of.rows[..., 2].any()
+def combine(
+    y: Tensor, ids: Tensor, w: Tensor, E: int, dtype: torch.dtype, places: Tensor | None = None
+) -> Tensor:
+    """[T, H]: for each token, the sum of its choices' rows of y fp32 [n, H] times their weights w
+    [T, K], in order; what ids [T, K] are refused is told by `check`.
+
+    places : int64 [T, K], each choice's row; None for one after the other."""
+    T, K = ids.shape
+    H = y.shape[1]
+    out = torch.empty(T, H, dtype=dtype, device=y.device)
+    given = y, ids, ids if places is None else places, w.contiguous(), out
+    refused = _refused(y.device).data_ptr()
+    columns = min(COLUMNS, triton.next_power_of_2(H))
+    grid = triton.cdiv(H, columns), T
+    _combine_kernel[grid](*given, refused, E, K, H, places is None, columns)
+    return out
 
 
-def bank(of: Matrices, table: Tensor) -> Bank:
-    """Of matrices whose rows `table` has on the GPU."""
-    return Bank(of.kind is BF12, table, of.R, int(of.rows[:, 3].max()))
+def check(device: torch.device) -> None:
+    """ValueError if a token of this device had an expert's id that there is not, as far as its
+    kernels have come: the GPU writes that to pinned memory, so nothing waits. Such a token's result
+    is NaN, and the next call says why."""
+    flag = _refused(device)
+    if flag[0]:
+        flag.zero_()
+        raise ValueError(
+            "there is an expert's id below 0 or above E, the number of experts: they must be 0 to "
+            "E - 1, or E for no expert"
+        )
 
 
-def feed_forward(up: Bank, down: Bank, x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-    """Σ_k w_k · down_k(silu(gate_k(x)) · up_k(x)) as x, of the K experts of these ids."""
-    between = _multiply(up, x, ids, x.shape[1], gated=False)
-    y = _multiply(down, between, ids, up.R // 2, gated=True)
-    return (w.float()[None, :] @ y).to(x.dtype)
+@cache
+def _refused(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
-def _multiply(of: Bank, x: Tensor, ids: Tensor, C: int, gated: bool) -> Tensor:
+def _multiply(
+    of: Bank,
+    x: Tensor,
+    ids: Tensor,
+    C: int,
+    how: str,
+    dtype: torch.dtype,
+    gate: Gate | None = None,
+) -> Tensor:
+    """fp32 [K, R], biases of `dtype` added; x, as `_inputs` takes it, for C inputs."""
     K = len(ids)
-    given = (x, ids, of.table)
-    sizes = (of.R, C)
+    V = WIDTHS[of.kind]
     y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
-    grid = triton.cdiv(of.R, ROWS), K
-    _multiply_kernel[grid](*given, y, *sizes, of.packed, gated, ROWS, COLUMNS, num_warps=4)
+    glu = tuple(map(float, (gate or SILU)[1:]))
+    given = x, ids, of.table, len(of.table), y, glu, of.R, C
+    if of.transposed:
+        grid = triton.cdiv(of.R, ACROSS * V), K
+        kernel, sizes = _columns_kernel, (DOWN, ACROSS)
+    else:
+        G = min(WIDE // V, 64, triton.next_power_of_2(triton.cdiv(C, V)))
+        rows = min(TILE // G, ROWS)
+        grid = triton.cdiv(of.R, rows), K
+        kernel, sizes = _rows_kernel, (rows, G)
+    kernel[grid](*given, TYPES[dtype], how, of.kind, V, *sizes, num_warps=4)
     if of.escapes:
         grid = triton.cdiv(of.escapes, ESCAPES), K
-        _escapes_kernel[grid](*given, y, *sizes, gated, ESCAPES)
+        _escapes_kernel[grid](*given, how, of.transposed, ESCAPES)
     return y

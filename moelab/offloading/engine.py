@@ -105,8 +105,8 @@ class Engine:
         #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
         self._tables: tuple[Any, DeviceTables | None] = (None, None)
         self._current = False
-        #: whether the next token may be one that the GPU runs alone, this one is, and has been launched
-        self._alone = self._runs = self._launched = False
+        #: whether the GPU is prepared to run tokens alone, runs this one so, and that has been launched
+        self._prepared = self._alone = self._launched = False
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
         renew_in_children(self)
@@ -296,8 +296,9 @@ class Engine:
             elif (tables := self._begin_token(modules, dtype)) is None:
                 yield None, None
             else:
-                yield tables.calls, partial(self._token_launched, modules) if self._runs else None
-                if self._runs and not self._launched:  # somebody listens to its parts
+                launched = partial(self._token_launched, modules)
+                yield tables.calls, launched if self._alone else None
+                if self._alone and not self._launched:  # somebody listens to its parts
                     self._hand_back()
 
     def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
@@ -330,12 +331,11 @@ class Engine:
     # a whole token on a GPU, see `moelab.offloading.device`
 
     def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> DeviceTables | None:
-        """The tables by which the GPU computes the token that begins, alone if it `_runs`; None where
-        it cannot."""
+        """The tables by which the GPU computes the token that begins, if it is to run `_alone`, or is
+        prepared for the next ones; None where it cannot."""
         loader, residency = self.loader, self.residency
         executor = modules[0].executor
-        self._runs = self._alone
-        self._alone = self.decoding and not self._drafts
+        self._prepared = False
         if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
         state = loader, executor, dtype
@@ -343,18 +343,18 @@ class Engine:
             K, threads = self.run.settings.spec.K, self.threads
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, threads)
         tables = self._tables[1]
-        self._alone = self._alone and tables is not None
-        if not self._alone:
+        if tables is None or not self.decoding or self._drafts:
             return None
-        shares = self._balance.shares() if self._balance and self._runs else None
+        alone = self._alone
+        keep = residency.free or 0 if alone else 0
+        shares = self._balance.shares() if alone and self._balance else None
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = tables.begin(residency.free or 0 if self._runs else 0, shares)
+            self._current = self._prepared = tables.begin(keep, shares)
         if not self._current:
-            self._alone = False
             return None
-        if self._runs:
+        if alone:
             tables.serve()
         return tables
 
@@ -389,7 +389,7 @@ class Engine:
     def _hand_back(self) -> None:
         """From here on the host decides again, when what the GPU does alone is done; of a token that
         was interrupted nothing is left."""
-        self._current = self._launched = self._runs = False
+        self._current = self._launched = self._alone = False
         if (tables := self._tables[1]) is not None and self.loader.slots is not None:
             tables.rest()
 
@@ -408,8 +408,8 @@ class Engine:
             if self._launched:
                 self._hand_back()
             self._events = len(self.timeline)
-            self._alone = self._alone and info.phase == "decode" and info.tokens == 1 and not exact
-            self._runs = False
+            one = info.phase == "decode" and info.tokens == 1 and not exact
+            self._alone = self._prepared and one
             self.python = None
             if self._far:  # of several tokens, all is computed here
                 self.controller.balance = self._balance if self._alone else None

@@ -40,6 +40,8 @@ from moelab.store.headers import DTYPES, NAMES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
 
+SECONDS = 10  # that a thread may take to notice that a token is over
+
 
 class Lying(NamedTuple):
     """Experts of L layers that lie in the CPU's memory as they are stored.
@@ -70,6 +72,7 @@ def lying(
     """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
     kernels cannot compute them as they lie."""
     found = []
+    alike = set()
     for of in modules:
         of = copy.copy(of)
         of.source = _FromZero(store)
@@ -77,15 +80,15 @@ def lying(
         chosen = np.arange(of.num_experts)
         if gate is None or of.source.matrices(of.layer, chosen, dtype) is None:
             return None
-        found.append((gate, *locate(of, chosen, dtype)))
-    gates, *both = zip(*found)
-    if len({(g, *((m.kind, m.R, m.transposed) for m in of)) for g, *of in zip(gates, *both)}) > 1:
+        found.append(locate(of, chosen, dtype))
+        alike.add((gate, *((one.kind, one.R, one.transposed) for one in found[-1])))
+    if len(alike) > 1:
         return None
-    rows = np.array([[one.rows for one in of] for of in both])
-    up, down = (of[0]._replace(rows=table) for of, table in zip(both, rows))
+    rows = np.stack([np.stack([one.rows for one in of]) for of in zip(*found)])
+    up, down = (of._replace(rows=table, owner=None) for of, table in zip(found[0], rows))
     bias = modules[0].has_bias
     moves = np.array([(1, of.kind.other > 0, bias, 0) for of in (up, down)], np.int64)
-    return Lying(up, down, gates[0], rows, moves, home)
+    return Lying(up, down, gate, rows, moves, home)
 
 
 class _FromZero:
@@ -111,19 +114,20 @@ class Worker:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
-        self._box: Mailbox | None = None  # of the token that is computed
+        self._known: Lying | None = None  # the experts that it has computed last
         self.forked()
         renew_in_children(self)
 
     def forked(self) -> None:
         """A thread of its own, also in a child process."""
+        self._box: Mailbox | None = None  # of the token that is computed
         thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
         self.submit, self._end = thread.submit, thread.shutdown
 
     def close(self) -> None:
         """End the thread when it has done what it is at; a GPU does not wait for it any more."""
-        if self._box is not None:
-            self._box.stop()
+        if (box := self._box) is not None:
+            box.stop()
         self._end()
 
     @contextmanager
@@ -135,15 +139,24 @@ class Worker:
         each has an equal part of their time. Raises at the end what was raised there, and RuntimeError
         if the GPU has gone on without an answer: then the token is worth nothing, and the mailbox
         neither, as after an error in the block."""
-        box.begin(number)
-        self._box = box
         events: list[Event] = []
-        serving = self.submit(_serve, box, experts, number)
         try:
+            box.begin(number)
+            if experts is not self._known:  # compiled before a GPU waits for it
+                _serve(box.stopped(), experts, number)
+                self._known = experts
+            self._box = box
+            serving = self.submit(_serve, box, experts, number)
             yield events
             box.end(number)
-            events += serving.result()
+            events += serving.result(SECONDS)
             box.check()
+        except TimeoutError:
+            box.stop()
+            raise RuntimeError(
+                f"the thread that computes experts where they lie is at something else than token "
+                f"{number}, for more than {SECONDS} s"
+            ) from None
         except BaseException:
             box.stop()
             raise
@@ -237,7 +250,7 @@ class Host(HostPool):
         tell: Callable[[Event], object],
     ) -> Tensor:
         """What these experts contribute, [T, H]; `tell` is told when each was computed."""
-        if len(x) == 1 and (experts := self._find(layer, x.dtype)) is not None:
+        if len(x) == 1 and (experts := self.lies(layer, x.dtype)) is not None:
             return self._compute_one(layer.layer, experts, chosen, x, ids[0], weights[0], tell)
         here = copy.copy(layer)
         here.source = lambda *key: cast(self.tensors(*key), x.dtype)
@@ -252,7 +265,7 @@ class Host(HostPool):
             tell(Event("host", "expert", layer.layer, expert, start, time.perf_counter()))
         return out
 
-    def _find(self, layer: SeamExperts, dtype: torch.dtype) -> Lying | None:
+    def lies(self, layer: SeamExperts, dtype: torch.dtype) -> Lying | None:
         key = layer.layer, dtype
         if key not in self._lying:
             home = self.home[layer.layer :][:1]

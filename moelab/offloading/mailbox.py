@@ -86,20 +86,26 @@ class Mailbox:
             raise RuntimeError(f"token {number} is not later than the one before")
 
     def end(self, number: int) -> None:
-        """The GPU has ended this token: nothing more of it will be posted."""
+        """The GPU has ended this token: nothing more of it will be posted. Raises RuntimeError if it
+        has gone on without an answer."""
         self.view("over")[0] = number
-        self.check()
+        if ticket := int(self.view("late")):
+            raise RuntimeError(
+                f"the CPU did not compute its experts of layer {ticket % self.L} of token "
+                f"{ticket // self.L} in time, and the GPU went on without them"
+            )
 
     def stop(self) -> None:
         """End all waiting, for good."""
         self.view("stop")[0] = 1
 
+    def stopped(self) -> Mailbox:
+        """One of as many layers and experts, of ordinary memory, that was stopped."""
+        other = Mailbox(self.L, self.K, self.H, self.dtype)
+        other.stop()
+        return other
+
     def check(self) -> None:
-        """Raise RuntimeError if the GPU has not got an answer: for a token that it has ended."""
-        if ticket := int(self.view("late")):
-            raise RuntimeError(
-                f"the CPU did not compute its experts of layer {ticket % self.L} of token "
-                f"{ticket // self.L} in time: the GPU went on without them; the model begins anew"
-            )
+        """Raise RuntimeError if waiting was ended."""
         if int(self.view("stop")):
             raise RuntimeError("computing experts on the CPU was stopped within a token")

@@ -155,11 +155,11 @@ class Slots:
             out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
         if reuse:
             self._scratch[name, entry.shape] = out
-        if blob.is_cuda and not entry.codec.few_bits:
-            from moelab.store import bf12_triton  # the one other codec that is read there in place
+        if blob.is_cuda:
+            from moelab.store.unpack_triton import unpack
 
-            return bf12_triton.unpack(blob, out)
-        entry.codec.decompress(blob if entry.codec.few_bits else blob.numpy(), out)
+            return unpack(entry.codec, blob, out)
+        entry.codec.decompress(blob.numpy(), out)
         return out
 
     def matrices(

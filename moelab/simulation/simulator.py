@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.base.specs import DeviceSpec, Event
+from moelab.base.specs import DeviceSpec, Event, ExpertKey
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -36,8 +35,9 @@ from moelab.trace import RoutingTrace
 NOT_SIMULATED = {"cpu": None, "mj": None, "python": None}
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
-#: for each forward, (layer, experts announced for it) of the layers that there are predictions for
-Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
+#: for each forward, (layer, experts announced for it) of the layers that there are predictions for; of a
+#: token that a GPU runs alone, who is to come beside it, or None where a controller says so
+Predictions = Sequence[Iterable[tuple[int, Iterable[int]]] | None]
 
 
 class Prefetching(NamedTuple):
@@ -110,10 +110,11 @@ def simulate(
     alone = any(one.path == "token" for one in passes)
     residency.reset_counters()
     copies = residency.L if residency.scope == "layer" else 1
-    most = residency.E + prefetching.ahead + 1  # a layer's demand at most
+    if alone or not staging:
+        staging = residency.E + prefetching.ahead + 1  # a layer's demand at most
     simulated = SimulatedMachine(
         machine,
-        slot_counts(residency.pools, copies, most if alone else staging or most),
+        slot_counts(residency.pools, copies, staging),
         ((key, state) for state in HIERARCHY for key in residency.resident(state)),
         prefetching.ahead,
         source="link" if balance is not None or alone else "disk",
@@ -121,16 +122,12 @@ def simulate(
     gate = prefetching.gate or PrefetchGate(trials=False)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
-    for step, one, predicted in zip(steps, passes, prefetching.predictions, strict=True):
+    predictions = prefetching.predictions
+    for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
         told = len(simulated.events)
-        simulated.alone = one.path == "token"
-        for before in controller.begin_forward(one.phase, simulated.alone):
-            simulated.load(before)
-            controller.load(before, simulated.loaded)
-            simulated.run()
-        begun = simulated.now
-        _layers(simulated, controller, step, one.tokens, dict(predicted), prefetching.distance)
+        begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
         took = None if one.drafts else simulated.now - begun
+        controller.wished = _wished(predictions[at + 1 :])
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
@@ -138,19 +135,35 @@ def simulate(
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
 
 
-def _layers(
+def _wished(predictions: Predictions) -> list[ExpertKey] | None:
+    """Who is to come beside a token, by what was announced of it; None where nobody knows."""
+    if not predictions or predictions[0] is None:
+        return None
+    return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
+
+
+def _forward(
     simulated: SimulatedMachine,
     controller: StepController,
     step: Sequence[tuple[int, Mapping[int, int]]],
-    tokens: int,
-    predicted: Mapping[int, Iterable[int]],
+    one: Forward,
+    predictions: Iterable[tuple[int, Iterable[int]]] | None,
     distance: int,
-) -> None:
-    """One forward pass: the layers one after another, and the head."""
-    machine = simulated.machine
+) -> float:
+    """One forward pass: the layers one after another, and the head; returns when it began."""
+    machine, tokens = simulated.machine, one.tokens
+    simulated.alone = one.path == "token"
+    for before in controller.begin_forward(one.phase, simulated.alone):
+        simulated.load(before)
+        controller.load(before, simulated.loaded)
+        simulated.run()
+    begun = simulated.now
+    ahead = simulated.queue.ahead and not simulated.alone
+    predicted = dict(predictions) if ahead else {}
+    simulated.beside(controller.residency.coming)
     for layer, experts in step:
         target = layer + distance
-        if target in predicted and simulated.queue.ahead and controller.gate.enabled:
+        if target in predicted and controller.gate.enabled:
             simulated.spend(layer, machine.predict)
             controller.announce(target, predicted[target])
         simulated.spend(layer, machine.other[0] + machine.other[1] * tokens)
@@ -161,6 +174,8 @@ def _layers(
         controller.load(decided, simulated.ready)
         simulated.run()
     simulated.spend(-1, machine.head[0] + machine.head[1] * tokens)
+    simulated.settle()
+    return begun
 
 
 def replay(
@@ -244,7 +259,10 @@ def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance 
     """What decided in a run, or would on a card."""
     if not any(run.rates):
         return None
-    rates = run.rates if device is None else repeat(_beside(_card(device), run))
+    rates = run.rates
+    if device is not None:
+        of_card = _beside(_card(device), run)
+        rates = [of_card if of else None for of in rates]
     return Balance(run.settings.experts_bytes, rates, run.settings.spec.K)
 
 

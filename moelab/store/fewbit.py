@@ -78,19 +78,19 @@ class FewBits(Codec):
         return sum(prod(of) * times * dtype.itemsize for dtype, of, times in parts)
 
     def split(self, blob: Any, shape: Shape) -> Tensors:
-        """The parts of a blob, bytes or a uint8 tensor anywhere, as views of it where they can be;
-        ValueError unless it is as long as it must be."""
-        rest, size = blob, self.nbytes(shape)
+        """The parts of a blob, as views of it where they can be; ValueError unless it is as long as
+        it must be."""
         if not isinstance(blob, Tensor):
             raw = as_bytes(blob)
-            rest = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
-        if len(rest) != size:
-            raise ValueError(f"the {self.name} blob has {len(rest)} bytes; {size} were expected")
+            blob = torch.from_numpy(raw if raw.flags.writeable else raw.copy())
+        size = self.nbytes(shape)
+        if len(blob) != size:
+            raise ValueError(f"the {self.name} blob has {len(blob)} bytes; {size} were expected")
         found = {}
         at = 0
         for name, (dtype, of, times) in self.parts(shape).items():
             end = at + prod(of) * times * dtype.itemsize
-            piece = rest[at:end].clone() if at % dtype.itemsize else rest[at:end]
+            piece = blob[at:end].clone() if at % dtype.itemsize else blob[at:end]
             found[name], at = piece.view(dtype)[::times].view(of), end
         return found
 
@@ -281,9 +281,9 @@ def _widen(form: Format, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
 
 
 def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> bool:
-    """Whether rows are whole blocks and codes and scales what the kernel takes them for: no NaN,
+    """Whether rows are whole blocks, and codes and scales, on the CPU, what the kernel takes them for: no NaN,
     and scales that times 256 are still numbers of fp32 (fp8), or not NaN (MXFP4)."""
-    if target.shape[-1] % PART or target.dtype not in KINDS or not target.is_cpu:
+    if target.shape[-1] % PART or target.dtype not in KINDS or not codes.is_cpu:
         return False
     if form.kind == "fp8":
         nan = int((codes.view(torch.uint8) << 1).amax()) == 254

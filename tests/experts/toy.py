@@ -48,13 +48,15 @@ def make_experts(
         def forward(self, hidden_states, top_k_index, top_k_weights):
             raise RuntimeError("only through the seam")
 
-        if layout == "clamped":  # as DeepSeek-V4 does at 10
+        if layout == "clamped":  # as DeepSeek-V4 does
+            limit = 10
 
             def _apply_gate(self, gate_up):
                 gate, up = gate_up.chunk(2, -1)
                 return self.act_fn(gate.clamp(max=10)) * up.clamp(-10, 10)
 
-        if not concatenated:
+        if not concatenated:  # as GPT-OSS does
+            limit = 7
 
             def _apply_gate(self, gate_up):
                 gate, up = gate_up[..., ::2], gate_up[..., 1::2]

@@ -138,7 +138,7 @@ def test_of_several_at_once_each_counts():
         [
             Event("link", "read", 0, -1, 0, 8, 2 * BYTES),
             Event("compute", "expert", 0, -1, 8, 14),
-            Event("host", "expert", 0, -1, 0, 7),
+            Event("host", "expert", 0, 5, 0, 7),
             Event("link", "read", -1, -1, 0, 99, BYTES),  # of no layer
             Event("compute", "wait", 0, -1, 14, 20),
         ]

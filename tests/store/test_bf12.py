@@ -46,20 +46,6 @@ def test_all_bit_patterns_and_heavy_tails():
     assert len(bf12.pack(usual)) < 0.76 * usual.nbytes
 
 
-def test_the_triton_kernel(triton_device):
-    from moelab.store import bf12_triton
-
-    words = np.random.default_rng(0).permutation(1 << 16).astype(np.uint16)[:8192]
-    usual = torch.randn(64, 192, generator=torch.Generator().manual_seed(0)).bfloat16()
-    patterns = torch.from_numpy(words.view(np.int16)).view(torch.bfloat16).view(64, 128)
-    for w in (patterns, usual, 0 * usual):
-        blob, w = torch.from_numpy(bf12.pack(w)).to(triton_device), w.to(triton_device)
-        out = bf12_triton.unpack(blob, torch.full_like(w, torch.nan))
-        assert torch.equal(out.view(torch.int16), w.view(torch.int16))
-    with pytest.raises(ValueError, match="bf12 blob"):
-        bf12_triton.unpack(blob[:-3], out)
-
-
 def test_what_does_not_fit_stays_raw():
     def stored(w):
         packed, out = compress_tensor(w, "bf12"), torch.empty_like(w)

@@ -1,0 +1,81 @@
+"""Blobs on a GPU become weights there, in Triton: the link carries what is stored. The tests run the
+kernels in Triton's interpreter, on the CPU."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+
+from moelab.kernels.tiles_triton import NAMES, WIDTHS, escapes, weights, words
+from moelab.kernels.vectors import BLOCK
+from moelab.store.codec import Codec
+from moelab.store.headers import NAMES as DTYPES
+
+WEIGHTS, ESCAPES = 4096, 256  # that a program writes
+
+
+@triton.jit
+def _unpack_kernel(
+    first,
+    second,
+    out,
+    M,
+    N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    KIND: tl.constexpr,
+    V: tl.constexpr,
+    ROWS: tl.constexpr,
+    G: tl.constexpr,
+):
+    i = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    g = tl.program_id(1) * G + tl.arange(0, G)
+    c = tl.program_id(1) * G * V + tl.arange(0, G * V)
+    there = (i < M)[:, None] & (c < N)[None, :]
+    if KIND == "bf12":  # bits, as arithmetic would change a NaN's
+        inside = (i < M)[:, None] & (g[None, :] * V < N)
+        w = tl.reshape(words(first, second, i, g, inside, N), [ROWS, G * V])
+    else:
+        w = weights(first, second, i, g, i < M, N, KIND, V)
+    if TRANSPOSED:
+        at = out + c[None, :].to(tl.int64) * M + i[:, None]
+    else:
+        at = out + i[:, None] * N + c[None, :]
+    tl.store(at, w.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _escapes_kernel(first, second, count, out, ESCAPES: tl.constexpr):
+    i = tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
+    at, value, there = escapes(first, second, count, i)
+    bits = tl.load(value.to(tl.pointer_type(tl.uint16)), mask=there, other=0)
+    tl.store(out + at, bits, mask=there)
+
+
+def unpack(codec: Codec, blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, on the same
+    GPU, of a floating-point type; of bf12, bf16. ValueError if the sizes do not fit; whether the
+    blob is damaged, its checksum says."""
+    shape, to = tuple(out.shape), out
+    transposed = codec.name.endswith(".T")
+    name = codec.kernel(DTYPES[out.dtype], shape).removesuffix(".T")
+    M, N = prod(shape[:-1]), shape[-1]
+    if codec.name == "bf12":  # of any shape: whole blocks, one after another
+        name, M, N = "bf12", out.numel() // BLOCK, BLOCK
+        to = out.view(torch.uint16)
+    elif name not in NAMES.values() or len(blob) != codec.nbytes(shape):
+        codec.decompress(blob, out)  # by torch, there
+        return out
+    elif transposed:
+        M, N = N, M
+    first, second, _, count = codec.row(blob.data_ptr(), len(blob), shape)
+    V = WIDTHS[name]
+    G = min(triton.next_power_of_2(triton.cdiv(N, V)), 256 // V)
+    rows = max(WEIGHTS // (G * V), 1)
+    grid = triton.cdiv(M, rows), triton.cdiv(N, G * V)
+    _unpack_kernel[grid](first, second, to, M, N, transposed, name, V, rows, G, num_warps=4)
+    if count:
+        _escapes_kernel[(triton.cdiv(count, ESCAPES),)](first, second, count, to, ESCAPES)
+    return out
