@@ -12,13 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from moelab.base.specs import MoESpec
+from moelab.base.specs import ExpertKey, MoESpec, State
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, Residency
 from moelab.cards import load_model
 from moelab.simulation.routing import Routing, families, routing_of
 
@@ -33,6 +33,15 @@ SHARES = (0.05, 0.15, 0.3, 0.5, 0.75)
 FIT = 0.03
 #: (layers, tokens of each sequence, which text) → ids [T, layers, K], one sequence after the other
 Draw = Callable[[int, Sequence[int], int], np.ndarray]
+
+
+class Alone(NamedTuple):
+    """How a GPU runs tokens alone (`moelab.cache.residency`): of m missing experts of a layer the
+    first `fetched[m]` are sent, and the CPU computes the others; the link could bring `beside` experts
+    a layer in a token's time, and in half of what is left of it those come that were missed."""
+
+    fetched: tuple[int, ...]
+    beside: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,19 +67,24 @@ class Assumed:
         return own + [draw(layers, lengths, 0) for draw in self.others]
 
     @cached_property
-    def _curves(self) -> tuple[np.ndarray, float]:
-        """(hit rates [texts, shares], mean distinct experts of a layer's step)."""
+    def _steps(self) -> list[Any]:
+        """Of each text."""
         layers = min(self.layers, self.spec.L)
         drawn = self.texts(layers, [2 * TOKENS] * self.batch)
-        steps = [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
-        rates = [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in steps]
-        sizes = [len(experts) for step in steps[0] for _, experts in step]
-        return np.array(rates), float(np.mean(sizes))
+        return [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
 
-    def found(self, share: float) -> tuple[float, float, float]:
+    @cached_property
+    def _curves(self) -> list[list[float]]:
+        """Hit rates [texts, shares]."""
+        return [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in self._steps]
+
+    def found(self, share: float, alone: Alone | None = None) -> tuple[float, float, float]:
         """Share of a step's experts that are in memory, with so large a share of all there: least,
-        middle, most."""
-        rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves[0]]
+        middle, most; alone : of tokens that a GPU runs by this rule."""
+        if alone and 0 < share < 1:
+            rates = [hit_rate(of, self.spec.E, share, alone) for of in self._steps]
+        else:
+            rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves]
         off = self.margin * (0 < share < 1)
         low, high = max(min(rates) - off, 0.0), min(max(rates) + off, 1.0)
         return float(low), float(np.median(rates[:TEXTS])), float(high)
@@ -78,7 +92,7 @@ class Assumed:
     @property
     def distinct(self) -> float:
         """Experts that a layer's step needs."""
-        return self._curves[1]
+        return float(np.mean([len(experts) for step in self._steps[0] for _, experts in step]))
 
 
 def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[int, int]]]]:
@@ -94,15 +108,25 @@ def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[i
     ]
 
 
-def hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
+def hit_rate(steps: Sequence[Any], E: int, share: float, alone: Alone | None = None) -> float:
     """Of the second half of the steps, which finds what the first has left."""
     L = len(steps[0])
-    residency = Residency(L, E, Pools(F=round(share * L * E)))
+    pools = Pools(F=round(share * L * E))
+    residency = Residency(L, E, pools, spare=-(-pools.F // SPARE) if alone else 0)
     for n, step in enumerate(steps):
         if n == len(steps) // 2:
             residency.reset_counters()
+        if alone:
+            residency.begin_forward("decode", True)
+        sent = 0
         for layer, experts in step:
-            residency.begin(layer, experts)
+            states = ((e, residency.state(ExpertKey(layer, e))) for e in sorted(experts))
+            missing = [e for e, state in states if alone and state is not State.FULL]
+            here = alone.fetched[len(missing)] if alone else 0
+            sent += here
+            residency.begin(layer, experts, {*missing[here:]})
+        if alone:
+            residency.end_forward(residency.left[: max(int((alone.beside * L - sent) / 2), 0)])
     return residency.counters.hit_rate()
 
 

@@ -15,6 +15,7 @@ import os
 from dataclasses import dataclass, replace
 from math import comb
 
+from moelab.advice.assumed import Alone
 from moelab.advice.model import AS_IS, LOSSLESS
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
@@ -75,6 +76,21 @@ class OnGpu(Question):
         ttft = self._prompt(expert, away / (spec.L * spec.E))
         return replace(way, device="cuda", pinned=pinned, hybrid=self.threads, ttft=ttft)
 
+    def found(self, share: float, expert: int) -> tuple[float, float, float]:
+        """Where the CPU computes some of what misses, less of it comes."""
+        if not self.alone:
+            return super().found(share, expert)
+        rates = MachineRates.of(self.device)
+        sent = (len(self.split(m, expert, rates)[0]) for m in range(self.model.spec.K + 1))
+        token = self.token(expert, self.assumed.found(share)[1])
+        beside = token * rates.read / expert / self.model.spec.L
+        return self.assumed.found(share, Alone(tuple(sent), beside))
+
+    def split(self, m: int, expert: int, rates: MachineRates) -> tuple[list[Wanted], list[Wanted]]:
+        """Of m missing experts of a layer (those to send, those to compute where they lie)."""
+        every = [Wanted(e, 1, expert) for e in range(m)]
+        return split(every, rates.beside(expert)) if self.threads else (every, [])
+
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         spec = self.model.spec
         n = round(self.assumed.distinct)
@@ -97,9 +113,8 @@ class OnGpu(Question):
 
     def missing(self, m: int, expert: int, rates: MachineRates) -> float:
         """Seconds of m experts of a layer that are not in the GPU's memory, of one token."""
-        every = [Wanted(e, 1, expert) for e in range(m)]
+        near, far = self.split(m, expert, rates)
         beside = rates.beside(expert)
-        near, far = split(every, beside) if self.threads else (every, [])
         return max(near_seconds(near, beside), far_seconds(far, beside))
 
     def _prompt(self, expert: int, missing: float) -> float:

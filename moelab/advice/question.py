@@ -102,11 +102,16 @@ class Question:
             if (way := self.way(form, expert)) is None:
                 continue
             kept = count if way.resident else max(way.budget // expert - self.staging, 0)
-            low, hit, high = self.assumed.found(kept / count)
+            low, hit, high = self.found(kept / count, expert)
             tpot, limit = self._token(expert, hit, rates)
             ends = self._token(expert, high, fast)[0], self._token(expert, low, slow)[0]
             ways.append(replace(way, hit_rate=hit, tpot=tpot, between=ends, limited_by=limit))
         return ways
+
+    def found(self, share: float, expert: int) -> tuple[float, float, float]:
+        """What of a step's experts, of so many bytes, is in memory with such a share of all there:
+        least, middle, most."""
+        return self.assumed.found(share)
 
     def _rates(self, faster: float) -> list[MachineRates]:
         """The machine's if all is reached that is published, as it is, and at its slowest: with a
