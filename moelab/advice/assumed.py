@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -33,15 +33,6 @@ SHARES = (0.05, 0.15, 0.3, 0.5, 0.75)
 FIT = 0.03
 #: (layers, tokens of each sequence, which text) → ids [T, layers, K], one sequence after the other
 Draw = Callable[[int, Sequence[int], int], np.ndarray]
-
-
-class Alone(NamedTuple):
-    """How a GPU runs tokens alone (`moelab.cache.residency`): of m missing experts of a layer the
-    first `fetched[m]` are sent, and the CPU computes the others; the link could bring `beside` experts
-    a layer in a token's time, and in half of what is left of it those come that were missed."""
-
-    fetched: tuple[int, ...]
-    beside: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,11 +69,13 @@ class Assumed:
         """Hit rates [texts, shares]."""
         return [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in self._steps]
 
-    def found(self, share: float, alone: Alone | None = None) -> tuple[float, float, float]:
+    def found(
+        self, share: float, sent: tuple[int, ...] | None = None
+    ) -> tuple[float, float, float]:
         """Share of a step's experts that are in memory, with so large a share of all there: least,
-        middle, most; alone : of tokens that a GPU runs by this rule."""
-        if alone and 0 < share < 1:
-            rates = [hit_rate(of, self.spec.E, share, alone) for of in self._steps]
+        middle, most; sent : as of `hit_rate`."""
+        if sent and 0 < share < 1:
+            rates = [hit_rate(of, self.spec.E, share, sent) for of in self._steps]
         else:
             rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves]
         off = self.margin * (0 < share < 1)
@@ -108,25 +101,26 @@ def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[i
     ]
 
 
-def hit_rate(steps: Sequence[Any], E: int, share: float, alone: Alone | None = None) -> float:
-    """Of the second half of the steps, which finds what the first has left."""
+def hit_rate(
+    steps: Sequence[Any], E: int, share: float, sent: tuple[int, ...] | None = None
+) -> float:
+    """Of the second half of the steps, which finds what the first has left; sent : if a GPU runs them
+    alone (`moelab.cache.residency`), how many of a layer's m missing experts come: the others are
+    computed where they lie. The first half is then as a prompt's, of which all come."""
     L = len(steps[0])
     pools = Pools(F=round(share * L * E))
-    residency = Residency(L, E, pools, spare=-(-pools.F // SPARE) if alone else 0)
+    residency = Residency(L, E, pools, spare=-(-pools.F // SPARE) if sent else 0)
+    alone = False
     for n, step in enumerate(steps):
         if n == len(steps) // 2:
             residency.reset_counters()
-        if alone:
-            residency.begin_forward("decode", True)
-        sent = 0
+            alone = sent is not None
+        residency.begin_forward("decode", alone)
         for layer, experts in step:
             states = ((e, residency.state(ExpertKey(layer, e))) for e in sorted(experts))
             missing = [e for e, state in states if alone and state is not State.FULL]
-            here = alone.fetched[len(missing)] if alone else 0
-            sent += here
-            residency.begin(layer, experts, {*missing[here:]})
-        if alone:
-            residency.end_forward(residency.left[: max(int((alone.beside * L - sent) / 2), 0)])
+            residency.begin(layer, experts, {*missing[sent[len(missing)] :]} if alone else set())
+        residency.end_forward()
     return residency.counters.hit_rate()
 
 

@@ -15,7 +15,6 @@ import os
 from dataclasses import dataclass, replace
 from math import comb
 
-from moelab.advice.assumed import Alone
 from moelab.advice.model import AS_IS, LOSSLESS
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
@@ -82,9 +81,7 @@ class OnGpu(Question):
             return super().found(share, expert)
         rates = MachineRates.of(self.device)
         sent = (len(self.split(m, expert, rates)[0]) for m in range(self.model.spec.K + 1))
-        token = self.token(expert, self.assumed.found(share)[1])
-        beside = token * rates.read / expert / self.model.spec.L
-        return self.assumed.found(share, Alone(tuple(sent), beside))
+        return self.assumed.found(share, tuple(sent))
 
     def split(self, m: int, expert: int, rates: MachineRates) -> tuple[list[Wanted], list[Wanted]]:
         """Of m missing experts of a layer (those to send, those to compute where they lie)."""

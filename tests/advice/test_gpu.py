@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from moelab import advise
 from moelab.__main__ import build_parser
 from moelab.advice import gpu, gpu_machine
-from moelab.advice.model import Model
+from moelab.advice.assumed import assumed
+from moelab.advice.model import Model, find_model
 from moelab.api import OpenOptions
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
 from moelab.fast.layers import FAMILIES
@@ -161,3 +162,14 @@ def test_a_gpu_of_this_machine_is_measured_and_stands_beside_its_cpu(tmp_path, m
 def test_without_a_gpu_none_is_advised():
     with pytest.raises(ValueError, match="no GPU here"):
         advise("Qwen3-30B-A3B", "24GB", device="cuda")
+
+
+def test_who_is_computed_in_place_does_not_come_and_is_not_found():
+    routing, K = assumed(find_model("OLMoE-1B-7B").spec), 8
+    for share in (0.15, 0.5):
+        every, some, none = (
+            routing.found(share, tuple(min(m, most) for m in range(K + 1))) for most in (K, 2, 0)
+        )
+        assert every[1] > some[1] > none[1] > 0
+        assert abs(every[1] - routing.found(share)[1]) < 0.1  # free slots hold nothing
+    assert routing.found(1, (0,) * 9) == (1, 1, 1)
