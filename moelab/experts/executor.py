@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -36,18 +36,6 @@ class Tally:
     routed: int = 0  # choices of an expert by a token; executed and dropped add up to it
     executed: int = 0
     slots: int = 0  # rows that were computed, padding included
-    later: Any = field(default=0, repr=False, compare=False)  # choices that a GPU has counted
-
-    def settle(self) -> Tally:
-        """Add what a GPU has counted, which is waited for."""
-        n, self.later = int(self.later), 0
-        self.add(n, n, n)
-        return self
-
-    def add(self, routed: int, executed: int, slots: int) -> None:
-        self.routed += routed
-        self.executed += executed
-        self.slots += slots
 
     @property
     def dropped(self) -> int:
@@ -70,14 +58,6 @@ class Executor(ABC):
     def __init__(self) -> None:
         self.tally = Tally()
 
-    @property
-    def tally(self) -> Tally:
-        return self._tally.settle()
-
-    @tally.setter
-    def tally(self, tally: Tally) -> None:
-        self._tally = tally
-
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         return self.run(x, ids, weights, experts)
 
@@ -86,12 +66,9 @@ class Executor(ABC):
         """[T, H]; must `count` what it did."""
 
     def count(self, routed: int, executed: int, slots: int) -> None:
-        self._tally.add(routed, executed, slots)
-
-    def count_later(self, executed: Tensor) -> None:
-        """Count choices that were all executed, in as many rows; of a GPU, without waiting for
-        it."""
-        self._tally.later = self._tally.later + executed
+        self.tally.routed += routed
+        self.tally.executed += executed
+        self.tally.slots += slots
 
 
 class Exact(Executor):

@@ -20,6 +20,7 @@ from moelab.experts.gemv import GEMV
 from moelab.experts.grouped_gemm import feed_forward
 from moelab.experts.located import locate
 from moelab.kernels.products import crossover
+from moelab.models.experts import SeamExperts
 
 PAIR = 2  # tokens that GEMV multiplies as fast as one
 
@@ -29,17 +30,18 @@ class Fast(GEMV):
     where that can be."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if len(x) > 1 and x.device.type in gemv.GPUS:
-            return self._grouped(x, ids, weights, experts)
+        if x.device.type in gemv.GPUS:
+            y = feed_forward(x, ids, weights, experts) if len(x) > 1 else None
+            if y is None:
+                return GEMV.run(self, x, ids, weights, experts)
+            n = ids.numel()
+            if type(experts) is not SeamExperts:  # whose block may route to no expert
+                n = int((ids < experts.num_experts).sum())
+            self.count(n, n, n)
+            return y
         tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
         way = GEMV if tokens <= PAIR or tokens <= self._few(x, ids, experts) else Sorted
         return way.run(self, x, ids, weights, experts)
-
-    def _grouped(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if (y := feed_forward(x, ids, weights, experts)) is None:
-            return GEMV.run(self, x, ids, weights, experts)
-        self.count_later((ids < experts.num_experts).sum())
-        return y
 
     @torch.no_grad()
     def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -66,13 +65,16 @@ class GEMV(Sorted):
         them nothing waits for the GPU, not even to refuse ids: what a token with such ids gives is
         NaN, and the next call tells why."""
         kernels, E = _triton(), experts.num_experts
-        if kernels is None or len(x) > 1 or ids.is_floating_point():
+        if kernels is None or ids.is_floating_point():
             return None
         n = ids.numel()
-        if experts.source is None:
+        source = experts.source
+        if source is None:
             found = self._kept([experts], x.dtype)
             if type(experts) is not SeamExperts:  # whose block may route to no expert
                 n = int((ids < E).sum())
+        elif len(x) > 1 and hasattr(source, "computing"):  # of an engine, which copies meanwhile
+            found = self.banks([experts], x.dtype, [source.computing], x.device)
         else:
             chosen = ids.cpu().numpy()  # an engine has waited for them already
             there = chosen[(chosen >= 0) & (chosen < E)]
@@ -82,7 +84,7 @@ class GEMV(Sorted):
             return None
         (compute,) = found
         self.count(n, n, n)
-        y = compute(x, ids[0], weights[0])
+        y = compute(x, ids[0], weights[0]) if len(x) == 1 else compute(x, ids, weights)
         kernels.check(x.device)
         return y
 
@@ -128,7 +130,10 @@ class GEMV(Sorted):
         found = _in_one(experts, dtype, resident, device.type)
         if found is None or not on_gpu:
             return found
-        tables = torch.from_numpy(np.stack([of.rows for of in found], 1)).to(device)
+        # From pageable memory the copy might wait for what the GPU computes.
+        rows = torch.from_numpy(np.stack([of.rows for of in found], 1))
+        rows = rows.pin_memory() if device.type == "cuda" else rows
+        tables = rows.to(device, non_blocking=True)
         alike = zip(*([of._replace(rows=rows) for rows in of.rows] for of in found))
         calls = [self.on_gpu(*given) for given in zip(experts, alike, tables)]
         return None if None in calls else calls
@@ -136,16 +141,24 @@ class GEMV(Sorted):
     def on_gpu(
         self, experts: Any, found: Iterable[Matrices], tables: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What computes a token's plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H],
-        with matrices whose rows of up and down `tables` [2, n, 4] has there; it may be captured. None
-        if there are no such kernels."""
-        kernels = _triton()
+        """What computes plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H] of a token,
+        which may be captured, or of several, ids and weights [T, K], with matrices whose rows of up and
+        down `tables` [2, n, 4] has there. None if there are no such kernels."""
+        kernels = _triton() if tables.device.type in GPUS else None
         if kernels is None or not all(map(kernels.multiplies, found)):
             return None
         gate = gate_of(experts)
         up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
-        own = {} if gate else {"activate": experts.activate}
-        return partial(kernels.feed_forward, up, down, **own)
+        activate = None if gate else experts.activate
+
+        def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+            several = ids.dim() > 1
+            if several:
+                from moelab.experts import gemm_triton
+            feed_forward = gemm_triton.feed_forward if several else kernels.feed_forward
+            return feed_forward(up, down, x, ids, w, activate)
+
+        return compute
 
 
 def _in_one(

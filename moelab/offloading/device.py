@@ -70,6 +70,7 @@ class DeviceTables:
     where : of all layers' experts, their matrices from their first bytes on.
     box, worker : by which one computes some of what misses; None: all of it is fetched.
     calls : one for each MoE layer; a token calls each once, in order.
+    captured : whether they have been tried, or captured: with all fetched, as nobody answers then.
     """
 
     def __init__(self, loader: Loader, where: Lying, box: Mailbox, worker: Worker | None) -> None:
@@ -113,16 +114,23 @@ class DeviceTables:
         #: experts that have left a slot, whose bytes may not have come back yet → address of the slot
         self._left: dict[ExpertKey, int] = {}
         self.calls: list[Call] = []
+        self.captured = device.type != "cuda"
 
     @classmethod
     def of(
-        cls, loader: Loader, modules: list[SeamExperts], dtype: torch.dtype, K: int, threads: int
+        cls,
+        loader: Loader,
+        modules: list[SeamExperts],
+        dtype: torch.dtype,
+        K: int,
+        worker: Worker | None,
     ) -> DeviceTables | None:
-        """For these layers' experts, `threads` of the CPU computing some; None where their executor has
-        no kernels for them, or they do not come to the GPU as they are stored."""
+        """For these layers' experts, a worker computing some; None where their executor has
+        no kernels for them, or they do not come to the GPU as they are stored, or
+        it does not reach them."""
         make = getattr(modules[0].executor, "on_gpu", None)
         store = loader.reader.store
-        if make is None or not loader.in_place:
+        if make is None or not loader.in_place or not loader.reader.pinned:
             return None
         where = lying(modules, store, loader.reader.home, dtype)
         if where is None:
@@ -130,14 +138,13 @@ class DeviceTables:
         H = modules[0].shapes["down_proj"][-1 if modules[0].is_transposed else -2]
         with torch.inference_mode(False):  # or they could not be written to outside of it
             box = Mailbox(len(modules), K, H, dtype, loader.slots.device)
-            made = cls(loader, where, box, Worker(threads) if threads else None)
+            made = cls(loader, where, box, worker)
             for layer, of in enumerate(modules):
                 found = [
                     one._replace(rows=rows[layer])
                     for one, rows in zip((where.up, where.down), where.rows)
                 ]
                 if (forward := make(of, found, made._rows)) is None:
-                    made.close()
                     return None
                 made.calls.append(made._call(layer, forward))
         return made
@@ -167,6 +174,7 @@ class DeviceTables:
 
         def call(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
             if layer == 0:
+                self.captured = True
                 kernels.stamp(self._told[:1])
             kernels.assign(ids, tables)
             if self.worker is not None:
@@ -181,11 +189,6 @@ class DeviceTables:
             return y
 
         return call
-
-    def close(self) -> None:
-        """End what the host does for tokens."""
-        if self.worker is not None:
-            self.worker.close()
 
     # between tokens
 
@@ -206,8 +209,9 @@ class DeviceTables:
         loader, fields = self.loader, self.fields
         free = loader.writable(self.K + keep)
         self._find_homes(free, share is not None)
-        stuck = share is not None and self._left  # for the host
-        if len(free) < self.K + keep or stuck or not (fields.table | fields.home).all():
+        if len(free) < self.K + keep or share is not None and self._left:
+            return False
+        if not self._everyone() and not self._read_the_others():
             return False
         addresses = [self._address(slot) for slot in free]
         self._number += 1
@@ -235,6 +239,21 @@ class DeviceTables:
         self.fields.home[:] = pool.home
         for key, address in self._left.items():
             self.fields.home[key] = address
+
+    def _everyone(self) -> bool:
+        """Whether all experts are somewhere near."""
+        return bool((self.fields.table | self.fields.home).all())
+
+    def _read_the_others(self) -> bool:
+        """Read experts that a prompt has left on the disk into spare slots of pinned memory; whether all
+        are near now."""
+        pool = self.loader.reader
+        self.loader.slots.link.rest()
+        for key in np.argwhere((self.fields.table | self.fields.home) == 0).tolist():
+            if pool.spare:
+                pool.hold([ExpertKey(*key)])
+                self.fields.home[*key] = pool.home[*key]
+        return self._everyone()
 
     def serve(self) -> None:
         """The host answers what the token posts."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -36,11 +36,12 @@ from moelab.offloading.device import DeviceTables
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
-from moelab.offloading.loading import Loader, clock
+from moelab.offloading.loading import Loader, clock, fill
 from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
+from moelab.offloading.tiers import experts_of
 from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
@@ -63,7 +64,6 @@ class Engine:
     loader : reads and decodes; closed with the engine.
     controller : decides, for the loader's queue.
     run : records what happens.
-    threads : of the CPU, that compute missing experts where they lie.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
         somebody else reports it.
@@ -72,17 +72,14 @@ class Engine:
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(
-        self, loader: Loader, controller: StepController, run: EngineRun, threads: int = 0
-    ) -> None:
+    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
         self.loader = loader
-        self.threads = threads
         #: computes some experts where they lie, beside this
         self.host = loader.reader if isinstance(loader.reader, Host) else None
-        if threads:
+        if self.host is not None:
             K = run.settings.spec.K
             controller.balance = Balance(run.settings.experts_bytes, K=K)
-        self._balance = controller.balance
+        controller.exclusive = loader.pool is not None
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -118,6 +115,12 @@ class Engine:
         self.residency.clear()
         self.loader.start()
         self.controller.queue = self.loader.queue
+        if (pool := self.loader.pool) is not None:  # what had no other place than the GPU is read
+            everyone = experts_of(pool.store)
+            if first := self.residency.fill([key for key in everyone if key not in pool.slots]):
+                fill(self.loader, first)
+            near = pool.slots.keys() | self.loader.queue.held
+            pool.hold(key for key in everyone if key not in near)
         self._broken = False
 
     def forked(self) -> None:
@@ -206,27 +209,35 @@ class Engine:
         """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
         bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
         experts are all computed together, and those of several tokens in `_batches`."""
+
+        def run(requests: list[Request], compute: Callable[[list[int]], Any]) -> Any:
+            start = clock()
+            experts.source.computing = [request.key.expert for request in requests]
+            found = compute(experts.source.computing)
+            self._executed(requests, start)
+            return found
+
+        def together(chosen: list[int]) -> Tensor:
+            some = _only(chosen, ids, experts.num_experts) if loads or step.away else ids
+            return execute(experts.executor, x, some, weights, experts)
+
         aside = self._begin_aside(x, ids, weights, experts, step)
         there, loads = self._split(step, self._far and len(x) == 1)
         out = torch.zeros_like(x)
         if there and not (self._far and len(x) > 1):
-            start = clock()
-            chosen = _only(there, ids, experts.num_experts) if loads or step.away else ids
-            out = execute(experts.executor, x, chosen, weights, experts)
-            self._executed(there, start)
+            out = run(there, together)
             there = []
         if there or loads:
             tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
             choices = Choices(x, ids, weights, tokens)
             for batch in chain([there] if there else [], self._batches(loads)):
-                start = clock()
-                experts.source.computing = [request.key.expert for request in batch]
-                choices.compute(experts.source.computing, experts)
-                self._executed(batch, start)
+                run(batch, partial(choices.compute, experts))
             out = out + choices.sum()
         if aside is not None:
             start = clock()
             out += aside.result().to(out.device)
+            if self._far:
+                self.loader.pool.busy = frozenset()
             self.idle_since = end = clock()
             self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
         return out
@@ -247,7 +258,11 @@ class Engine:
         """Have the host compute what it is to: beside what happens here."""
         if not step.away:
             return None
-        away = [request.key.expert for request in step.away]
+        keys = [request.key for request in step.away]
+        if self._far:
+            self.loader.bring_home(keys)
+            self.loader.pool.busy = {*keys}
+        away = [key.expert for key in keys]
         given = (of.cpu() for of in (x, ids, weights))
         return self.host.worker.submit(self.host.compute, experts, away, *given, self.timeline.add)
 
@@ -298,6 +313,7 @@ class Engine:
             else:
                 launched = partial(self._token_launched, modules)
                 yield tables.calls, launched if self._alone else None
+                self._prepared = tables.captured
                 if self._alone and not self._launched:  # somebody listens to its parts
                     self._hand_back()
 
@@ -335,23 +351,24 @@ class Engine:
         prepared for the next ones; None where it cannot."""
         loader, residency = self.loader, self.residency
         executor = modules[0].executor
-        self._prepared = False
         if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
         state = loader, executor, dtype
         if self._tables[0] != state:
-            K, threads = self.run.settings.spec.K, self.threads
-            self._tables = state, DeviceTables.of(loader, modules, dtype, K, threads)
+            K, worker = self.run.settings.spec.K, self.host and self.host.worker
+            self._forget_tables()
+            self._tables = state, DeviceTables.of(loader, modules, dtype, K, worker)
         tables = self._tables[1]
         if tables is None or not self.decoding or self._drafts:
             return None
         alone = self._alone
         keep = residency.free or 0 if alone else 0
-        shares = self._balance.shares() if alone and self._balance else None
+        balance = self.controller.balance
+        shares = balance.shares() if alone and balance else None
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = self._prepared = tables.begin(keep, shares)
+            self._current = tables.begin(keep, shares)
         if not self._current:
             return None
         if alone:
@@ -395,9 +412,8 @@ class Engine:
 
     def _forget_tables(self) -> None:
         self._hand_back()
-        if (tables := self._tables[1]) is not None:
-            tables.close()
         self._tables = None, None
+        self._prepared = False
 
     # a forward pass
 
@@ -407,12 +423,11 @@ class Engine:
         with self._one, self._sound():
             if self._launched:
                 self._hand_back()
+            self._chunks.begin(info, self.timeline.since(self._events))
             self._events = len(self.timeline)
             one = info.phase == "decode" and info.tokens == 1 and not exact
             self._alone = self._prepared and one
             self.python = None
-            if self._far:  # of several tokens, all is computed here
-                self.controller.balance = self._balance if self._alone else None
             with self.loader.changing():
                 steps = self.controller.begin_forward(info.phase, self._alone)
             for step in steps:  # what shall be there before
@@ -421,9 +436,8 @@ class Engine:
                 for _ in step.loads:
                     self.loader.wait()
         self.decoding = info.phase == "decode"
-        self._chunks.begin(info)
         self._drafts = info.drafts
-        if (self.decoding or self.threads) and not exact and not self._far:
+        if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
         self._began = self.idle_since = clock()
@@ -445,7 +459,6 @@ class Engine:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
-        self._chunks.end(self.timeline.since(self._events))
         with self.loader.changing() as queue:
             took = None if self._drafts else now - self._began
             evicted = self.controller.end_forward(took, self.timeline.since(self._events))
@@ -460,7 +473,7 @@ class Engine:
         waits for it in each of its products, and the reads wait for the team. What reads past the
         page cache needs hardly any."""
         self.widen()
-        others = self.threads
+        others = self.host.worker.threads if self.host else 0
         if spare := max(int(self._share + 1 - SHARE), others):
             self._threads = torch.get_num_threads()
             narrow(max(1, self._threads - spare))
@@ -553,8 +566,8 @@ def counts(ids: Tensor | list[int], E: int) -> dict[int, int]:
     return dict(found)
 
 
-def _only(requests: list[Request], ids: Tensor, E: int) -> Tensor:
-    """The ids [T, K], with E in place of experts that are not requested."""
+def _only(chosen: list[int], ids: Tensor, E: int) -> Tensor:
+    """The ids [T, K], with E in place of experts that are not chosen."""
     kept = torch.zeros(E + 1, dtype=torch.bool)
-    kept[[request.key.expert for request in requests]] = True
+    kept[chosen] = True
     return torch.where(kept.to(ids.device)[ids], ids, E)

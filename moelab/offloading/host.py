@@ -194,20 +194,28 @@ def _events(layer: int, experts: list[int], start: float, end: float) -> list[Ev
 
 
 class Host(HostPool):
-    """All experts of a store, which can be computed with where they lie, in place of being read.
+    """Experts of a store in the CPU's memory, which can be computed with where they lie, in place of
+    being read: all of them or, beside a GPU, those that are not there.
 
-    threads : that compute.    bandwidth : bytes a second at which experts are read from here.
-    options : of `Reader`."""
+    threads : that compute.    bandwidth : bytes a second at which experts are read from here, if all
+        are, else from the disk.    pool, options : of `HostPool`, beside a GPU."""
 
     def __init__(
-        self, store: ExpertStore, threads: int, bandwidth: float | None, **options: Any
+        self,
+        store: ExpertStore,
+        threads: int,
+        bandwidth: float | None,
+        *pool: Any,
+        **options: Any,
     ) -> None:
         self.worker = Worker(threads)
         self.executor = make("executor", "fast")
-        super().__init__(store, torch.device("cpu"), **options)
-        self.hold(experts_of(store))
-        self.verify = False  # nobody else can write there
-        self.bandwidth = bandwidth
+        first = {"bandwidth": bandwidth} if pool else {}
+        super().__init__(store, *(pool or (torch.device("cpu"),)), **first, **options)
+        if not pool:
+            self.hold(experts_of(store))
+            self.verify = False  # nobody else can write there
+            self.bandwidth = bandwidth
         #: layer, dtype → its experts as kernels find them
         self._lying: dict[tuple[int, torch.dtype], Lying | None] = {}
 
@@ -220,7 +228,7 @@ class Host(HostPool):
         self, layer: int, expert: int, parts: dict[str, np.ndarray | None]
     ) -> list[Chunks]:
         """As of `Reader`, of whole experts."""
-        if (layer, expert) not in self.slots:
+        if self.exchanges or (layer, expert) not in self.slots:
             return super().read_parts(layer, expert, parts)
         start = time.perf_counter()
         chunks = self._chunks(layer, expert, "both", parts["both"])

@@ -182,11 +182,6 @@ class LoadQueue:
         self._reading_ahead: Load | None = None  # the prefetched load that is being read
         self._ready: Callable[[Any], object] | None = None
 
-    @property
-    def busy(self) -> bool:
-        """Whether anything is being loaded; may be asked without the lock."""
-        return any(load.phase is not Phase.LOADED for load in self._loads())
-
     def begin(
         self,
         layer: int,

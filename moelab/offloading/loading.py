@@ -96,7 +96,7 @@ class Loader:
             **({} if two_stages else {"moved": self._moved}),
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._source = "link" if isinstance(reader, Host) else "disk"
+        self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
         self._readers = readers
         self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
@@ -166,12 +166,11 @@ class Loader:
     def tiers(self) -> dict[str, int]:
         """Where the experts are, each once: by the place, bytes as they are stored."""
         store = self.reader.store
-        found = dict.fromkeys(["gpu" if self.slots.link else "memory", "pinned", "disk"], 0)
-        near = next(iter(found))
-        pinned = getattr(self.reader, "slots", ())
+        near = "memory" if self.slots.link is None else "gpu"
+        found = {near: 0, "pinned": 0, "disk": 0}
+        held, pinned = self.queue.held, getattr(self.reader, "slots", ())
         for key in experts_of(store):
-            where = near if "full" in self.queue.held.get(key, ()) else "disk"
-            where = "pinned" if where == "disk" and key in pinned else where
+            where = near if "full" in held.get(key, ()) else "pinned" if key in pinned else "disk"
             found[where] += store.stored_bytes(*key, "both")
         return found
 
@@ -245,7 +244,7 @@ class Loader:
         found = self.queue.next_read(lambda key: not self._near(key))
         if found is None or self.pool is None:
             return found and (*found, None)
-        self._overwrite(found[0])
+        self._make_way(found[0])
         return *found, self.pool.take()
 
     def _read(self, me: str, load: Load, kinds: tuple[str, ...], landing: int | None) -> None:
@@ -272,7 +271,7 @@ class Loader:
             if landing is not None and error is None:
                 self.pool.put(load.key, landing)
             elif landing is not None:
-                self.pool.give_back(landing)
+                self.pool.spare.append(landing)
             elif error is None:
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
@@ -307,14 +306,12 @@ class Loader:
         pool = self.pool
         while (found := self.queue.next_read(self._near)) is not None:
             load, kinds = found
-            if load.key in self._leaving:
-                self._take_back(load.key, load.key)
-            self._overwrite(load)
+            self._make_way(load)
             chunks = pool.held(*load.key)
             sent = load.key, load.slots["full"], chunks, pool.coming(load.key)
             pool.reads(load.key, self.slots.send(*sent))
             self.queue.read_done(load, kinds, chunks.nbytes)
-        for key in [*self._leaving][: pool.spare]:
+        for key in [*self._leaving][: len(pool.spare)]:
             self._take_back(key)
 
     @property
@@ -340,11 +337,13 @@ class Loader:
             if self.pool is not None and key not in self.pool.slots:
                 self._leaving[key] = slot, done
 
-    def _overwrite(self, load: Load) -> None:
-        """A load's slot is going to be written: who has left it is taken back first."""
+    def _make_way(self, load: Load) -> None:
+        """A load's slot is going to be written: who has left it is taken back first, and the expert
+        itself, if it has just left another."""
         slot = load.slots["full"]
-        for key in [key for key, of in self._leaving.items() if of[0] == slot]:
-            self._take_back(key, load.key)
+        for key, (left, _) in [*self._leaving.items()]:
+            if left == slot or key == load.key:
+                self._take_back(key, load.key)
 
     def _take_back(self, key: ExpertKey, *needed: ExpertKey) -> None:
         """Begin to copy an expert that has left its slot to the pool."""
@@ -352,6 +351,15 @@ class Loader:
         end = self.pool.take_back(key, self.slots.full(slot), done, {*needed})
         if end is not None:
             self.slots.link.leave_after(slot, end)
+
+    def bring_home(self, keys: Iterable[ExpertKey]) -> None:
+        """Wait until the CPU can read these experts where they lie, if they are being taken back."""
+        with self._lock:
+            for key in keys:
+                if key in self._leaving:
+                    self._take_back(key, key)
+                if (end := self.pool.coming(key)) is not None:
+                    end.synchronize()
 
     def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be

@@ -164,7 +164,7 @@ class Offloading:
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.host != "auto" and kind == "cpu":
             raise ValueError(
-                f"the device is {str(self.device)!r}; experts can be offloaded for the CPU and for CUDA "
+                f"the device is {str(self.on)!r}; experts can be offloaded for the CPU and for CUDA "
                 f"GPUs, and host= is memory beside the latter only"
             )
 
@@ -220,7 +220,7 @@ def offload(
             loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        engine = Engine(loader, controller, run, how.hybrid)
+        engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
@@ -282,6 +282,12 @@ class Memory:
                 f"in-flight expert(s), read and decoded{f', {ahead} of them prefetched' * bool(ahead)}; "
                 f"give '{-(-least // 10**6)}MB' or more"
             )
+        there = available_on(device)
+        if link is not None and (needed := min(room, most) + store.weights_bytes) > there:
+            raise ValueError(
+                f"{needed:,} bytes of {device} are needed, for experts and all other weights, and {there:,} "
+                f"are left: give less, or auto"
+            )
         # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         if how.executes:  # all that a layer will execute is loaded while the one before computes
@@ -305,8 +311,10 @@ class Memory:
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
-        if hybrid and self.link is None:
-            return Host(self.store, hybrid, how.bandwidth, mode=how.mode, verify=how.verify)
+        if hybrid:
+            pool = (how.on, self.host, True, how.cache) if self.link is not None else ()
+            given = self.store, hybrid, how.bandwidth, *pool
+            return Host(*given, mode=how.mode, verify=how.verify)
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
         if self.link is None:
             return Reader(self.store, **options)

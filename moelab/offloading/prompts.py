@@ -41,7 +41,7 @@ class Choices:
         self._sorted = self._order // ids.shape[1], *sorts
         self._parts = x.new_zeros(ids.numel(), x.shape[1])
 
-    def compute(self, chosen: Sequence[int], experts: SeamExperts) -> None:
+    def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
         """What these experts contribute, by the layer's executor."""
 
         def rows(of: Tensor) -> Tensor:
@@ -62,23 +62,19 @@ class PromptChunks:
 
     def __init__(self, spec: MoESpec) -> None:
         self._least = PREFILL * spec.E / spec.K  # tokens that want all experts
-        self._prompt = self._chunk = self._told = False
+        self._prompt = self._told = False
 
-    def begin(self, info: ForwardInfo) -> None:
-        """A forward pass begins."""
-        before = self._prompt
+    def begin(self, info: ForwardInfo, before: Iterable[Event]) -> None:
+        """A forward pass begins, after one of these events."""
+        follows = self._prompt and info.cached and not self._told
         self._prompt = info.phase == "prefill" and info.tokens >= self._least
-        self._chunk = self._prompt and before and info.cached > 0
-
-    def end(self, events: Iterable[Event]) -> None:
-        """It is over, and these are its events."""
-        if not self._chunk or self._told:
+        if not (follows and self._prompt):
             return
-        if nbytes := sum(event.bytes for event in events if event.kind.startswith("read")):
+        if nbytes := sum(event.bytes for event in before if event.kind.startswith("read")):
             self._told = True
             warnings.warn(
                 f"this prompt comes in chunks, and each of them reads the experts that memory does not "
-                f"hold anew: {nbytes / 1e6:,.1f} MB for this one. A larger prefill_chunk_size, or none, "
+                f"hold: {nbytes / 1e6:,.1f} MB for the one before. A larger prefill_chunk_size, or none, "
                 f"reads them fewer times",
                 stacklevel=2,
             )

@@ -95,11 +95,6 @@ class Slots:
         size = getattr(self.sizes, kind)
         return self._host[kind][slot * size : (slot + 1) * size]
 
-    @property
-    def memory(self) -> tuple[torch.Tensor, int]:
-        """All slots of joined tensors, uint8, and the bytes of one."""
-        return self._full, self.sizes.full
-
     def full(self, slot: int) -> torch.Tensor:
         """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
@@ -124,6 +119,11 @@ class Slots:
             for memory in self._host.values():
                 parts = [memory[i : i + TOUCHED : ALIGN] for i in range(0, len(memory), TOUCHED)]
                 list(pool.map(lambda part: part.fill(0), parts))
+
+    @property
+    def memory(self) -> tuple[torch.Tensor, int]:
+        """All slots of what is computed, uint8, and the bytes of one."""
+        return self._full, self.sizes.full
 
     def tensors(
         self, slot: int, layer: int, expert: int = 0, reuse: bool = False

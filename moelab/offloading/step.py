@@ -27,6 +27,7 @@ class StepController:
     order : in which order the experts of a step are read and decoded.
     log : records every step and every prediction.
     balance : which experts are computed where they lie; None: none are.
+    exclusive : whether who is near is nowhere else, and computed there.
     """
 
     residency: Residency
@@ -35,6 +36,7 @@ class StepController:
     order: Callable[[Sequence[Request]], Order]
     log: EngineRun | None = None
     balance: Balance | None = None
+    exclusive: bool = False
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
     #: who shall come beside the next token of what this one misses: given, or as many of what it has
     #: left as the link has time for
@@ -96,7 +98,7 @@ class StepController:
         if self.balance is not None:
             state = self.residency.state
             there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
-            away = self.balance.away(layer, tokens, there)
+            away = self.balance.away(layer, tokens, there) - (there if self.exclusive else set())
         step = self.residency.begin(layer, tokens, away)
         self._fetched += len(step.loads)
         if self.log is not None:

@@ -25,7 +25,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +50,7 @@ class HostPool(Reader):
     options : of `Reader`.
 
     link : to that GPU, set by who has it.
+    slots : those of experts that are here, or on their way.    spare : slots of nobody.
     home : int64 [L, E], the address of an expert's bytes; 0 where they are not, or have not been
         seen to have come (`landed`).
     pinned : whether the GPU reaches this memory by itself."""
@@ -71,7 +71,7 @@ class HostPool(Reader):
         self.link: Link | None = None
         E = max(len(layer.experts) for layer in store.layers)
         self.home = np.zeros((len(store.layers), E), np.int64)
-        self.slots: dict[ExpertKey, int] = {}  # of those that are here, or on their way
+        self.slots: dict[ExpertKey, int] = {}
         #: key → end of the copy that takes it back
         self._coming: dict[ExpertKey, Any] = {}
         self._policy = make_policy(cache)()
@@ -81,6 +81,8 @@ class HostPool(Reader):
             self._policy = make_policy(DEFAULT_POLICY)()
         if hasattr(self._policy, "shape"):
             self._policy.shape(*self.home.shape)
+        #: whose homes are read by the CPU now, so that nobody else comes there
+        self.busy: Set[ExpertKey] = frozenset()
         self._now = 0  # counts what the policy is told of
         self._memory: np.ndarray | None = None
         self._allocate()
@@ -98,7 +100,7 @@ class HostPool(Reader):
             self._leave(key)
         self._last: dict[int, Any] = {}  # slot → what the GPU does last with it
         taken = {*self.slots.values()}
-        self._spare = deque(slot for slot in range(self.count) if slot not in taken)
+        self.spare = deque(slot for slot in range(self.count) if slot not in taken)
 
     def close(self) -> None:
         """Give back files and memory; nothing may be under way. Memory is had again when it is
@@ -117,11 +119,6 @@ class HostPool(Reader):
         """Bytes of memory that are taken."""
         return 0 if self._memory is None else len(self._memory)
 
-    @property
-    def spare(self) -> int:
-        """Slots into which an expert can be taken without another's leaving."""
-        return len(self._spare)
-
     def bytes(self, slot: int) -> np.ndarray:
         """The memory of a slot, uint8."""
         return self._memory[slot * self.size : (slot + 1) * self.size]
@@ -132,8 +129,8 @@ class HostPool(Reader):
 
     def hold(self, keys: Iterable[ExpertKey]) -> None:
         """Read these experts, as many as there are spare slots, into their homes, and check them."""
-        keys = [*keys][: self.spare]
-        slots = [self._spare.popleft() for _ in keys]
+        keys = [*keys][: len(self.spare)]
+        slots = [self.spare.popleft() for _ in keys]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
             read = pool.map(
                 lambda key, slot: self.read(*key, "both", self.bytes(slot)), keys, slots
@@ -151,19 +148,16 @@ class HostPool(Reader):
         if self.exchanges or (layer, expert) not in self.slots:
             return super().read_parts(layer, expert, parts)
         whole = self.held(layer, expert)
-        found = []
-        for part in parts:
-            offset, length = run(whole.entries, part)
-            begin = offset - whole.offset if length else 0
-            data = whole.data[begin : begin + length]
-            nbytes = self.store.stored_bytes(layer, expert, part)
-            found.append(replace(whole, part=part, data=data, offset=offset, nbytes=nbytes))
-        return found
+        begins = {part: run(whole.entries, part)[0] - whole.offset for part in parts}
+        return [
+            self._chunks(layer, expert, part, whole.data[max(0, begin) :])
+            for part, begin in begins.items()
+        ]
 
     # who comes and goes
 
     def take(self) -> int:
-        """A slot for the CPU to read into, then to `put` or `give_back`; somebody may leave for the
+        """A slot for the CPU to read into, then to `put`; somebody may leave for the
         disk. One must be left that is not being read into."""
         if self._memory is None:
             self._allocate()
@@ -175,13 +169,10 @@ class HostPool(Reader):
     def put(self, key: ExpertKey, slot: int) -> None:
         """A slot that was read into is the home of an expert, unless that has one."""
         if key in self.slots:
-            self.give_back(slot)
+            self.spare.append(slot)
             return
         self._enter(key, slot)
         self.home[key] = self.bytes(slot).ctypes.data
-
-    def give_back(self, slot: int) -> None:
-        self._spare.append(slot)
 
     def reads(self, key: ExpertKey, end: Any) -> None:
         """A copy reads this expert's home, until this event."""
@@ -194,14 +185,15 @@ class HostPool(Reader):
             self._touch(key)
 
     def coming(self, key: ExpertKey) -> Any:
-        """The event from which on an expert is at its home, if that may be to come."""
+        """The event from which on an expert that is being taken back is at its home; None of any
+        other."""
         return self._coming.get(key)
 
     def release(self, key: ExpertKey) -> None:
         """An expert is on the GPU, or a copy that was announced brings it there: its slot is
         spare."""
         if key in self.slots:
-            self._spare.append(self._leave(key))
+            self.spare.append(self._leave(key))
 
     def take_back(
         self,
@@ -251,9 +243,9 @@ class HostPool(Reader):
 
     def _free(self, needed: Set[ExpertKey] = frozenset()) -> int | None:
         """A spare slot, or that of one who leaves for the disk; None if all are needed."""
-        if self._spare:
-            return self._spare.popleft()
-        others = Candidates(self.slots, needed)
+        if self.spare:
+            return self.spare.popleft()
+        others = Candidates(self.slots, needed | self.busy)
         return self._leave(self._policy.victim(others)) if others else None
 
 

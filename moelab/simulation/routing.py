@@ -183,8 +183,13 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
     """The routing whose draws have the statistics of a trace: hit rates of LRU, LFU and Belady,
     reuse at several distances, entropy, what a layer tells of the next.
 
-    Gauss and Newton's steps on the differences in percent to the power of 1.5, so that the largest
-    count most, with the same random numbers for all draws. ValueError: fewer than two tokens or layers."""
+    Least squares, in a trust region, of the differences in percent to the power of 1.5, so that the
+    largest count most, with the same random numbers for all draws. ValueError: fewer than two tokens
+    or layers.
+
+    rounds : steps at most."""
+    from scipy.optimize import least_squares
+
     lengths = trace.sequence.bincount().tolist()
     lengths = [n for n in lengths if n]
     spec = trace.spec
@@ -204,24 +209,12 @@ def fit(trace: RoutingTrace, rounds: int = 8) -> Routing:
         apart = WEIGHTS * np.nan_to_num(np.mean(found, 0) - wanted)
         return np.concatenate([apart * abs(apart) ** 0.5, PRIOR * (x - start)])
 
-    x = start = _coordinates(TYPICAL)
-    here = residual(x)
-    for turn in range(rounds):
-        if turn % 2 == 0:  # between, Broyden's update does
-            J = np.stack([(residual(x + one) - here) / STEP for one in STEP * np.eye(len(x))], 1)
-        for damping in (0.3, 5.0, 50.0):
-            level = damping * np.eye(len(x))
-            step = np.linalg.solve(J.T @ J + level, -J.T @ here).clip(-1.5, 1.5)
-            there = residual(x + step)
-            if (there**2).sum() < (here**2).sum():
-                break
-        else:
-            if turn % 2 == 0:
-                break
-            continue
-        J += np.outer(there - here - J @ step, step) / (step @ step)
-        x, here = x + step, there
-    return _routing(x)
+    def slopes(x: np.ndarray) -> np.ndarray:
+        here = residual(x)
+        return np.stack([(residual(x + one) - here) / STEP for one in STEP * np.eye(len(x))], 1)
+
+    start = _coordinates(TYPICAL)
+    return _routing(least_squares(residual, start, slopes, max_nfev=rounds).x)
 
 
 #: of what `_compared` finds: reuse from the second distance on counts less

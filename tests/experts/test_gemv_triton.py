@@ -100,17 +100,17 @@ def test_any_experts_of_a_module(layout, dtype, triton_device, monkeypatch):
     experts = toy.make_experts(E, H, I, layout, dtype)
     experts.module.to(triton_device)
     executor = gemv.GEMV()
-    x = torch.randn(1, H, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for ids in ([4, 0, 2], [1, 2, 3]):
-        ids, w = torch.tensor([ids]), torch.rand(1, K).to(dtype)
+    for ids in ([[4, 0, 2]], [[1, 2, 3], [4, 0, 2]]):
+        ids, w = torch.tensor(ids), torch.rand(len(ids), K).to(dtype)
+        x = torch.randn(len(ids), H, generator=torch.Generator().manual_seed(1)).to(dtype)
         given = (of.to(triton_device) for of in (x, ids, w))
         got = executor(*given, experts).cpu()
         experts.module.cpu()
         wanted = toy.naive(x, ids, w, experts)
         experts.module.to(triton_device)
-        within = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+        within = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 3e-2}[dtype]
         assert got.dtype == dtype and (got - wanted).norm() <= within * wanted.norm()
-    assert executor.tally.executed == 2 * K
+    assert executor.tally.executed == 3 * K
     gates = {
         "ungated": None,
         "ungated bias": None,

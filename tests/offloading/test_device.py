@@ -39,10 +39,15 @@ def forms(tmp_path_factory):
     return {form: folder / form for form in ("model", "raw", "bf12")}
 
 
-def of_those_there(up, down, x, ids, w):
+def of_those_there(up, down, x, ids, w, activate=None):
     """`naive_experts` of rows with an address."""
     there = up.table[ids, 0] != 0
     return naive_experts(up, down, x, ids[there], w[there])
+
+
+def token_by_token(up, down, x, ids, w, activate=None):
+    compute = experts.gemv_triton.feed_forward
+    return torch.cat([compute(up, down, *of) for of in zip(x[:, None], ids, w)])
 
 
 @pytest.fixture
@@ -64,6 +69,7 @@ def opened(monkeypatch):
             if "bf12" not in str(folder):
                 naive = vars(NAIVE) | {"feed_forward": of_those_there}
                 replace(experts, "gemv_triton", SimpleNamespace(**naive))
+            replace(experts, "gemm_triton", SimpleNamespace(feed_forward=token_by_token))
             monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
         called.clear()
         options = {"executor": "fast", "prefetch": "none"} | options
@@ -245,41 +251,38 @@ def test_what_a_token_alone_is_not_for_goes_the_other_way(device, forms, wanted,
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_token_that_ends_early_leaves_nothing(device, forms, wanted, opened, monkeypatch):
+    """Cancelled between two tokens; an error after a token's layers, and within; then all is as ever."""
     with opened(forms["raw"], 0.6, device, hybrid=1) as lm:
-        engine = lm.moelab.engine
-        cache = lm(TOKENS[:, :6].to(lm.device), use_cache=True).past_key_values
-        with torch.inference_mode():
-            for i in (6, 7):
-                lm(TOKENS[:, i : i + 1].to(lm.device), past_key_values=cache)
-        # cancelled between two tokens, by whoever samples
-        monkeypatch.setattr(engine, "cancelled", {__import__("threading").get_ident()})
-        with pytest.raises(Cancelled), torch.inference_mode():
-            engine.begin_forward(
-                SimpleNamespace(phase="decode", tokens=1, drafts=0, cached=8), False
-            )
-        monkeypatch.undo()
-    with opened(forms["raw"], 0.6, device, hybrid=1) as lm:
-        fail = [True]
+        put, tokens = [], TOKENS[:, :6].to(lm.device)
 
-        def head(*_):
-            if fail:
-                raise OSError("from the head")
+        def hear(token):
+            put.append(token)
+            if len(put) == 6:
+                lm.moelab.cancel()
 
-        hook = lm.lm_head.register_forward_pre_hook(
-            lambda *of: fail and len(opened.called) == 3 and head()
-        )
-        with pytest.raises(OSError, match="from the head"):
-            decode(lm)
-        fail.clear()
-        hook.remove()
+        streamer = SimpleNamespace(put=hear, end=lambda: None)
+        with pytest.raises(Cancelled):
+            lm.generate(tokens, max_new_tokens=20, min_new_tokens=20, streamer=streamer)
+        assert len(put) == 6 and len(opened.called) == 3
         assert close(decode(lm), wanted)
-        # an error within the token
+
+        def fail(*_):
+            if len(opened.called) == 15:
+                raise OSError("of the head")
+
+        hook = lm.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="of the head"):
+            decode(lm)
+        hook.remove()
+        opened.called.clear()
+        assert close(decode(lm), wanted)
         tables = lm.moelab.engine._tables[1]
         monkeypatch.setattr(tables, "end", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             decode(lm)
+        opened.called.clear()
         assert close(decode(lm), wanted)
-        assert lm.moelab.metrics().paths["token"] > 7
+        assert len(opened.called) == 7
 
 
 def test_without_a_graph_of_the_whole_it_says_so(forms, wanted, opened, monkeypatch):

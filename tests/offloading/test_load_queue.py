@@ -177,7 +177,7 @@ def test_any_order_of_events(
         driver.end()
     while driver.event():
         pass
-    assert not driver.queue.busy and all(
+    assert not driver.queue.demanded and all(
         len(driver.queue.free[kind]) + sum(kind in slots for slots in driver.queue.held.values())
         == driver.count[kind]
         for kind in KINDS

@@ -4,6 +4,7 @@ clock, on which nothing takes any time but copies, products and what is between 
 import warnings
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,57 +12,93 @@ from hypothesis import strategies as st
 
 from moelab import convert, open_model
 from moelab.experts import fast, gemv
+from moelab.experts.executor import Sorted
 from moelab.models import eager
+from moelab.offloading.link import Link
 from moelab.offloading.prompts import Choices
 from tests.experts.test_executors import close
 from tests.experts.toy import make_experts, make_routing, naive
 from tests.models import tiny
-from tests.offloading.test_link import DEVICES, Ordered, opened  # noqa: F401
+from tests.offloading.test_link import DEVICES, opened  # noqa: F401
 
 EXPERT, PRODUCT, LAUNCH, BETWEEN = 1.0, 0.2, 0.05, 3.0  # seconds of the clock
 
 
-class Clocked(Ordered):
-    """host, gpu, link : when each is done with what it was told."""
+class Moment:
+    """An event: its time."""
+
+    def __init__(self, clock, time):
+        self.clock, self.time = clock, time
+
+    def query(self):
+        return self.time <= self.clock.host
+
+    def synchronize(self):
+        self.clock.host = max(self.clock.host, self.time)
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.time - self.time)
+
+
+class Stream:
+    """`time` : when it has done what it was told."""
+
+    def __init__(self, clock):
+        self.clock, self.time = clock, 0.0
+
+    def wait_event(self, event):
+        self.time = max(self.time, event.time)
+
+    def record_event(self):
+        return Moment(self.clock, self.time)
+
+    def synchronize(self):
+        self.record_event().synchronize()
+
+
+class Clocked(Link):
+    """host : when that is done with what it was told."""
 
     def __init__(self, device):
+        self.host, self.gpu, self.used, self.keys, self.busy = 0.0, Stream(self), [], [], {}
         super().__init__(device)
-        self.host = self.gpu = self.link = self.nbytes = 0.0
-        self.there, self.free, self.used, self.keys, self.size = {}, {}, [], [], 1
         Clocked.last = self
 
-    def send(self, copies):
-        copies = list(copies)
-        super().send(copies)
-        for what, source, slot, _ in copies:
-            begin = max(self.host, self.link, self.free.get(slot, 0.0))
-            assert begin >= self.there.get(slot, (0.0, 0.0))[1], "overwritten while it is computed"
-            self.link = begin + EXPERT
-            self.there[slot] = self.link, 0.0
-            self.nbytes, self.size = self.nbytes + source.numel(), source.numel()
-            self.keys.append(what)
+    def new_stream(self):
+        return Stream(self)
+
+    def now(self):
+        return self.gpu
+
+    def on(self, stream):
+        return nullcontext()
+
+    def copy(self, stream, source, out):
+        np.copyto(out.numpy(), source.numpy())
+        begin = max(stream.time, self.host)
+        stream.time = begin + EXPERT
+        return Moment(self, begin), Moment(self, stream.time)
+
+    def send(self, what, source, slot, *given):
+        end = super().send(what, source, slot, *given)
+        self.keys.append(what)
+        assert end.time - EXPERT >= self.busy.get(slot, 0.0), "overwritten while it is computed"
+        return end
 
     def arrive(self, slots):
-        super().arrive(slots)
         self.used = list(slots)
-        self.gpu = max([self.gpu, *(self.there.get(slot, (0.0, 0.0))[0] for slot in slots)])
-
-    def leave(self, slots):
-        slots = list(slots)
-        super().leave(slots)
-        self.free |= dict.fromkeys(slots, self.gpu)
+        super().arrive(self.used)
 
     def product(self, experts):
         """The GPU is told to compute some experts."""
         self.host += LAUNCH
-        self.gpu = max(self.gpu, self.host) + PRODUCT * experts
-        for slot in self.used:
-            self.there[slot] = self.there.get(slot, (0.0, 0.0))[0], self.gpu
+        self.gpu.time = max(self.gpu.time, self.host) + PRODUCT * experts
+        self.busy |= dict.fromkeys(self.used, self.gpu.time)
 
     def wait(self):
         """The host waits for what the next layer's router has chosen."""
-        self.gpu += BETWEEN
-        self.host = self.gpu
+        self.gpu.time += BETWEEN
+        self.host = self.gpu.time
 
 
 @pytest.fixture(scope="module")
@@ -86,11 +123,8 @@ def clocked(monkeypatch, opened):  # noqa: F811
     """Opens a model behind such a link."""
     from moelab.offloading import engine, prompts
 
-    def opens(folder, **options):
-        given = {"executor": "fast", "mode": "pinned"} | options
-        monkeypatch.setattr(gemv, "GPUS", ("cpu",))
-        lm = opened(folder, given.pop("memory"), "cpu", **given)
-        return lm
+    def opens(folder, memory, **options):
+        return opened(folder, memory, "cpu", executor="fast", **options)
 
     execute, counts = prompts.execute, engine.counts
 
@@ -101,7 +135,7 @@ def clocked(monkeypatch, opened):  # noqa: F811
 
     monkeypatch.setattr(prompts, "execute", executed)
     monkeypatch.setattr(engine, "counts", lambda *of: Clocked.last.wait() or counts(*of))
-    monkeypatch.setattr("tests.offloading.test_link.Ordered", Clocked)
+    monkeypatch.setattr("tests.offloading.test_link.Delayed", Clocked)
     return opens
 
 
@@ -118,13 +152,14 @@ def crossed(lm, ids):
     """(seconds, experts that crossed the link, seconds that a batch takes, logits) of a prompt."""
     link = Clocked.last
     link.keys.clear()
-    link.link = link.host = link.gpu  # whatever was under way is there
-    begin, found = link.gpu, logits(lm, ids)
+    link.rest()
+    link.gpu.time = begin = link.host = max(link.host, link.gpu.time)
+    found = logits(lm, ids)
     batch = lm.moelab.run.settings.staging // 2 * (EXPERT + PRODUCT)
-    return link.gpu - begin, [*link.keys], batch, found
+    return link.gpu.time - begin, [*link.keys], batch, found
 
 
-@pytest.mark.parametrize("memory", [0.3, 0.6])
+@pytest.mark.parametrize("memory", [0.1, 0.3, 0.6])
 def test_the_link_is_always_busy_and_nothing_crosses_it_twice(memory, folder, clocked):
     with open_model(folder) as lm:
         wanted = [logits(lm, drawn(90, seed)) for seed in range(3)]
@@ -144,9 +179,12 @@ def test_the_link_is_always_busy_and_nothing_crosses_it_twice(memory, folder, cl
 
 def test_a_slot_that_is_not_left_would_be_overwritten(folder, clocked, monkeypatch):
     """The clock notices what it is there to notice."""
-    monkeypatch.setattr(Clocked, "leave", lambda *_: None)
+    monkeypatch.setattr(Clocked, "leave", lambda link, slot: Moment(link, 0.0))
     monkeypatch.setattr("tests.offloading.test_prompts.PRODUCT", 5.0)
-    with clocked(folder, memory=0.2) as lm, pytest.raises(AssertionError, match="overwritten"):
+    with (
+        clocked(folder, memory=0.1, staging=8) as lm,
+        pytest.raises(AssertionError, match="overwritten"),
+    ):
         logits(lm, drawn(90))
 
 
@@ -170,7 +208,7 @@ def test_batches_of_any_experts_in_any_order_are_the_sum(data):
         order = data.draw(st.permutations(left))
         n = data.draw(st.integers(1, len(order)))
         batch, left = order[:n], order[n:]
-        choices.compute(batch, experts)
+        choices.compute(experts, batch)
         assert computed[-1] == sum(tokens[e] for e in batch)
     close(choices.sum(), naive(x, ids, weights, experts), x.dtype)
 
@@ -185,20 +223,32 @@ def test_prompts_and_batches_of_many_architectures(name, device, opened, tmp_pat
     ids = torch.cat([drawn(30), drawn(30, 1)]).to(device)
     with open_model(model, device=device) as lm:
         wanted = logits(lm, ids)
-    monkeypatch.setattr(gemv, "GPUS", (device,))
-    grouped, computed = [], fast.feed_forward
-    monkeypatch.setattr(
-        fast, "feed_forward", lambda *of: grouped.append(computed(*of)) or grouped[-1]
-    )
-    with open_model(model, device=device, executor="fast") as lm:
-        found = [logits(lm, ids)]
+    found, grouped, computed = [], [], fast.feed_forward
+    with monkeypatch.context() as patch, open_model(model, device=device, executor="fast") as lm:
+        patch.setattr(gemv, "GPUS", (device,))
+        patch.setattr(
+            fast, "feed_forward", lambda *of: grouped.append(computed(*of)) or grouped[-1]
+        )
+        found.append(logits(lm, ids))
+    if device == "cpu":
+        assert grouped and all((y is None) is (name == "llama4_text") for y in grouped)
     with opened(convert(model, tmp_path / "raw").folder, 0.3, device, executor="fast") as lm:
         found.append(logits(lm, ids))
         assert lm.moelab.metrics().misses
-    if device == "cpu":
-        assert len(grouped) > 8 and all((y is None) is (name == "llama4_text") for y in grouped)
     for got in found:
         assert (got - wanted).norm() < (1e-4 if device == "cpu" else 5e-2) * wanted.norm()
+
+
+def test_batches_are_multiplied_from_where_they_are(triton_device, opened, tmp_path, monkeypatch):  # noqa: F811
+    """By Triton's kernels, without asking the GPU which experts they are."""
+    model = tiny.save("gpt_oss", tmp_path / "model", torch.float32, num_hidden_layers=2)
+    with open_model(model, device=triton_device) as lm:
+        wanted = logits(lm, ids := drawn(7).to(triton_device))
+    monkeypatch.setattr(gemv, "GPUS", (triton_device,))
+    monkeypatch.setattr(Sorted, "run", None)
+    with opened(convert(model, tmp_path / "raw").folder, 0.4, triton_device, executor="fast") as lm:
+        got = logits(lm, ids)
+        assert lm.moelab.metrics().misses and (got - wanted).norm() < 1e-3 * wanted.norm()
 
 
 def test_the_host_computes_its_share_beside_the_link(folder, clocked, monkeypatch):
@@ -212,7 +262,7 @@ def test_the_host_computes_its_share_beside_the_link(folder, clocked, monkeypatc
     monkeypatch.setattr("moelab.offloading.hybrid.Balance.end_forward", lambda *_: None)
     with open_model(folder) as lm:
         wanted = logits(lm, drawn(20))
-    with clocked(folder, memory=0.3, mode="auto", hybrid=1) as lm:
+    with clocked(folder, memory=0.3, hybrid=1) as lm:
         got = logits(lm, drawn(20))
         assert (got - wanted).norm() < 1e-4 * wanted.norm()
         there = [event.expert for event in lm.moelab.timeline if event.resource == "host"]

@@ -1,17 +1,20 @@
 """GPU memory, pinned memory, disk: no expert's bytes are lost, doubled or overwritten, whatever the
 order in which copies end."""
 
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab import calibrate, convert, open_model, record, simulate
 from moelab.cache.policies import POLICIES
+from moelab.models.seam import discover
 from moelab.offloading import link as links
+from moelab.offloading.engine import Cancelled
 from moelab.offloading.offload import host_slots
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore
@@ -98,6 +101,8 @@ class Exchange:
             slot = self.there.pop(key)
             if (end := self.pool.take_back(key, self.gpu[slot], self.link.leave(slot))) is not None:
                 self.link.leave_after(slot, end)
+            if self.chance.random() < 0.4:  # while it is on its way back
+                self.fetch(key)
 
     def check(self, key):
         """What is said to have landed has."""
@@ -108,7 +113,7 @@ class Exchange:
                 assert address.ctypes.data == self.pool.home[key]
                 assert np.array_equal(address, self.truth[key])
         assert {*map(tuple, np.argwhere(self.pool.home))} <= {*self.pool.slots}
-        assert len({*self.pool.slots.values()}) + self.pool.spare == self.pool.count
+        assert len({*self.pool.slots.values()}) + len(self.pool.spare) == self.pool.count
 
     def restart(self, key):
         self.link.rest()
@@ -118,13 +123,14 @@ class Exchange:
         assert all(self.pool.home[key] for key in self.pool.slots)
 
 
+@settings(max_examples=150)
 @given(st.integers(0, 1 << 30), st.integers(1, 20), st.integers(1, 6))
 def test_bytes_stay_true_in_any_order_of_copies(truth, seed, count, gpu):
     of = Exchange(truth, seed, count, gpu)
     of.pool.hold(experts_of(of.store)[:count])
     does = [of.fetch] * 6 + [of.compute] * 4 + [of.evict] * 4 + [of.check, of.restart]
     keys = of.chance.sample(experts_of(of.store), 12)
-    for _ in range(60):
+    for _ in range(80):
         of.chance.choice(does)(of.chance.choice(keys))
     of.link.rest()
     of.check(None)
@@ -192,6 +198,33 @@ def test_after_an_error_the_experts_are_what_they_were(seed, opened, folders, mo
             for _ in range(9):
                 generate(lm)
         for got, wanted in zip(generate(lm), reference):
+            assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("host", ["auto", 0.3])
+def test_ctrl_c_between_layers_and_closing_lose_nothing(host, opened, folders):
+    reference = generate(open_model(folders[0]))
+    with opened(0.3, host) as lm:
+        layers = discover(lm)
+        hook = layers[1].experts.register_forward_hook(lambda *_: lm.moelab.cancel() and None)
+        with pytest.raises(Cancelled):
+            generate(lm)
+        hook.remove()
+        for got, wanted in zip(generate(lm), reference):
+            assert torch.equal(got, wanted)
+        pool = lm.moelab.engine.loader.reader
+    assert not pool.nbytes and not pool.slots
+
+
+def test_a_forked_process_reads_again_what_was_on_its_way(opened, folders):
+    reference = generate(open_model(folders[0]), new=3)
+    with opened(0.3) as lm:
+        generate(lm, new=3)
+        if not (child := os.fork()):
+            same = map(torch.equal, generate(lm, new=3), reference)
+            os._exit(0 if all(same) else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        for got, wanted in zip(generate(lm, new=3), reference):
             assert torch.equal(got, wanted)
 
 

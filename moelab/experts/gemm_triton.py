@@ -1,0 +1,202 @@
+"""Several tokens' experts on a GPU, in Triton: a grouped GEMM over pointers, of any kind of weights.
+
+Source: MegaBlocks (Gale et al. 2023), with vLLM's table of blocks. Choices are sorted by expert, and
+each block of rows of one expert is multiplied by tiles of its matrix, which become the model's type
+in registers (`moelab.kernels.tiles_triton`): nothing is gathered, padded or unpacked in memory. Which
+block is whose is computed on the GPU, for as many blocks as there may be, so nothing waits for it.
+Escapes of bf12 are further inputs of the tile that has them, the weight and, negative, what was
+multiplied in its place. All sums are in fp32 and in a fixed order: the same bits each time.
+
+    up, down : banks of E experts    x [T, H]    ids and w [T, K]    →  [T, H]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moelab.experts.gemv_triton import Bank, combine, gated, matrix, pair
+from moelab.kernels.tiles_triton import TYPES, WIDTHS, escapes, instead, weights
+
+ROWS = 16, 128  # of a block: at least, as tensor cores have it, and at most
+COLUMNS = 64  # outputs of a block
+GROUPS = {32: 2, 16: 4, 8: 8, 4: 8}  # of a tile, by the weights of each
+GATES = 1024  # that a program computes
+
+
+@triton.jit
+def _add_escapes(
+    total,
+    x,
+    t,
+    live,
+    first,
+    second,
+    count,
+    begin,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    TYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """total [rows, COLUMNS] and what escapes of the outputs from `begin` on lack."""
+    r = begin + tl.arange(0, COLUMNS)
+    low = 0
+    high = count.to(tl.int32)
+    if not TRANSPOSED:  # they are sorted by output
+        high = low
+        for i in range(0, count, 1024):
+            at, _, there = escapes(first, second, count, i + tl.arange(0, 1024))
+            low += tl.sum((there & (at // C < begin)).to(tl.int32), 0)
+            high += tl.sum((there & (at // C < begin + COLUMNS)).to(tl.int32), 0)
+    j = tl.arange(0, 32)
+    lacks = -instead(first)
+    for i in range(low, high, 16):
+        at, value, there = escapes(first, second, count, i + j % 16)
+        there &= i + j % 16 < high
+        output = at % R if TRANSPOSED else at // C
+        c = at // R if TRANSPOSED else at % C
+        value = tl.where(j < 16, tl.load(value, mask=there, other=0.0).to(tl.float32), lacks)
+        mine = there[:, None] & (output[:, None] == r[None, :])
+        w = tl.where(mine, value[:, None], 0.0)
+        mask = live[:, None] & there[None, :]
+        a = tl.load(x + t[:, None] * C + c[None, :], mask=mask, other=0.0)
+        total = tl.dot(a.to(DOT), w.to(TYPE).to(DOT), total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _multiply_kernel(
+    x,
+    order,
+    blocks,
+    table,
+    E,
+    y,
+    K,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    TYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    GATHERS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    KIND: tl.constexpr,
+    V: tl.constexpr,
+    G: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """y[i, r] = Σ x[i, c] · W[r, c] + bias[r] for a block's rows i of one expert, whose inputs are
+    those of a token if it `GATHERS`."""
+    block = blocks + 3 * tl.program_id(1)
+    first, second, bias, count = matrix(table, tl.load(block), E)
+    i = tl.load(block + 1) + tl.arange(0, ROWS)
+    live = i < tl.load(block + 2)
+    t = i
+    if GATHERS:
+        t = tl.load(order + i, mask=live, other=0) // K
+    begin = tl.program_id(0) * COLUMNS
+    r = begin + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for k in range(0, tl.where(first != 0, C, 0), G * V):
+        c = k + tl.arange(0, G * V)
+        mask = live[:, None] & (c < C)[None, :]
+        a = tl.load(x + t[:, None] * C + c[None, :], mask=mask, other=0.0)
+        if TRANSPOSED:
+            g = begin // V + tl.arange(0, COLUMNS // V)
+            w = weights(first, second, c.to(tl.int64), g, c < C, R, KIND, V)
+        else:
+            g = k // V + tl.arange(0, G)
+            w = tl.trans(weights(first, second, r.to(tl.int64), g, r < R, C, KIND, V))
+        total = tl.dot(a.to(DOT), w.to(TYPE).to(DOT), total, input_precision="ieee")
+    if KIND == "bf12" and count > 0:
+        given = x, t, live, first, second, count, begin
+        total = _add_escapes(total, *given, R, C, TYPE, DOT, TRANSPOSED, COLUMNS)
+    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
+    total += added.to(tl.float32)[None, :]
+    mask = live[:, None] & (r < R)[None, :]
+    tl.store(y + i[:, None] * R + r[None, :], total.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gate_kernel(h, out, glu, I: tl.constexpr, INTERLEAVED: tl.constexpr, GATES: tl.constexpr):
+    n = tl.program_id(1).to(tl.int64)
+    c = tl.program_id(0) * GATES + tl.arange(0, GATES)
+    gate, up = pair(h + n * 2 * I, c, c < I, I, INTERLEAVED)
+    found = gated(gate, up, glu[0], glu[1], glu[2])
+    tl.store(out + n * I + c, found.to(out.dtype.element_ty), mask=c < I)
+
+
+def feed_forward(
+    up: Bank,
+    down: Bank,
+    x: Tensor,
+    ids: Tensor,
+    w: Tensor,
+    activate: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """Σ_k w_k · down_k(gated(up_k(x))) as x, of each token's experts; ids of E for none. What is
+    between up and down is rounded to x's type.
+
+    activate : of [T · K, R of up], in the place of up's gate."""
+    T, K = ids.shape
+    E = len(up.table)
+    flat = ids.reshape(-1).long()
+    known, order = torch.sort(torch.where((flat >= 0) & (flat < E), flat, E), stable=True)
+    rows = min(max(triton.next_power_of_2(T * K // E), ROWS[0]), ROWS[1])
+    blocks = _blocks(known, E, rows)
+    x = x.contiguous()
+    h = _multiply(up, x, order, blocks, K, rows, x.dtype)
+    a = _gated(h, up) if activate is None else activate(h).to(x.dtype).contiguous()
+    y = _multiply(down, a, order, blocks, 0, rows, torch.float32)
+    in_order = torch.arange(len(order), device=x.device)
+    places = torch.empty_like(order).scatter_(0, order, in_order)
+    return combine(y, ids.contiguous(), w, E, x.dtype, places)
+
+
+def _blocks(known: Tensor, E: int, rows: int) -> Tensor:
+    """int64 [blocks, 3]: expert, first row and the end of its rows, of sorted ids [n]; E, n and n
+    of those there may be beyond."""
+    device = known.device
+    bounds = torch.searchsorted(known, torch.arange(E + 1, device=device))
+    ends = ((bounds.diff() + rows - 1) // rows).cumsum(0)
+    most = len(known) // rows + min(E, len(known))
+    b = torch.arange(most, device=device)
+    expert = torch.searchsorted(ends, b, right=True)
+    e = expert.clamp(max=E - 1)
+    before = torch.where(e > 0, ends[e - 1], 0)
+    begin = bounds[e] + (b - before) * rows
+    return torch.stack([expert, begin, bounds[e + 1]], 1).contiguous()
+
+
+def _multiply(
+    of: Bank, x: Tensor, order: Tensor, blocks: Tensor, K: int, rows: int, dtype: torch.dtype
+) -> Tensor:
+    """[n, R] of a dtype, in the order of sorted choices; inputs are those of the token of each, of K
+    choices, or lie so already (K 0)."""
+    C = x.shape[1]
+    V = WIDTHS[of.kind]
+    y = torch.empty(len(order), of.R, dtype=dtype, device=x.device)
+    # The interpreter multiplies bits of bf16.
+    kinds = TYPES[x.dtype], TYPES[x.dtype if x.is_cuda else torch.float32]
+    how = K > 0, of.transposed, of.kind, V, GROUPS[V], rows, COLUMNS
+    grid = triton.cdiv(of.R, COLUMNS), len(blocks)
+    given = x, order, blocks, of.table, len(of.table), y, K, of.R, C
+    _multiply_kernel[grid](*given, *kinds, *how, num_warps=8 if rows > 64 else 4)
+    return y
+
+
+def _gated(h: Tensor, up: Bank) -> Tensor:
+    n, two_I = h.shape
+    out = torch.empty(n, two_I // 2, dtype=h.dtype, device=h.device)
+    glu = tuple(map(float, up.gate[:3]))
+    columns = min(GATES, triton.next_power_of_2(two_I // 2))
+    grid = triton.cdiv(two_I // 2, columns), n
+    _gate_kernel[grid](h, out, glu, two_I // 2, up.gate.interleaved, columns)
+    return out
