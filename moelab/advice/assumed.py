@@ -109,7 +109,8 @@ def hit_rate(
     computed where they lie. The first half is then as a prompt's, of which all come."""
     L = len(steps[0])
     pools = Pools(F=round(share * L * E))
-    residency = Residency(L, E, pools, spare=-(-pools.F // SPARE) if sent else 0)
+    spare = min(-(-pools.F // SPARE), L * (len(sent) - 1)) if sent else 0
+    residency = Residency(L, E, pools, spare=spare)
     alone = False
     for n, step in enumerate(steps):
         if n == len(steps) // 2:

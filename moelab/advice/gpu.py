@@ -20,6 +20,7 @@ from moelab.advice.question import Question
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
+from moelab.cache.residency import SPARE
 from moelab.offloading.budget import RESERVE
 from moelab.offloading.hybrid import Wanted, far_seconds, near_seconds, split
 from moelab.simulation.costs import MachineRates
@@ -63,12 +64,14 @@ class OnGpu(Question):
         return 2 * self.model.spec.K
 
     def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
-        """As of `Question`, with what the CPU's memory must hold: what is not on the GPU, and a few
-        more that are exchanged (`moelab.offloading.offload.host_slots`)."""
+        """As of `Question`, with what the CPU's memory must hold: what is not on the GPU, where some
+        slots are free before a token, and a few more that are exchanged
+        (`moelab.offloading.offload`)."""
         if (way := super().way(form, expert, loss)) is None or way.resident:
             return way and replace(way, device="cuda")
         spec = self.model.spec
-        away = spec.L * spec.E - max(way.budget // expert - self.staging, 0)
+        kept = max(way.budget // expert - self.staging, 0)
+        away = spec.L * spec.E - kept + min(-(-kept // SPARE), spec.L * spec.K)
         pinned = (away + max(1, min(2 * spec.K, away // 50))) * (expert + PAGE)
         if pinned > self.host - RESERVE:
             return None

@@ -2,6 +2,7 @@
 whether what is printed can be run."""
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -16,9 +17,15 @@ from moelab.advice.assumed import assumed
 from moelab.advice.model import Model, find_model
 from moelab.api import OpenOptions
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
+from moelab.bench.synthesize import synthesize
+from moelab.cache.residency import SPARE
 from moelab.fast.layers import FAMILIES
 from moelab.offloading.budget import RESERVE, kv_bytes
+from moelab.offloading.offload import host_slots
+from moelab.offloading.slots import Sizes, divide
+from moelab.offloading.tiers import slot_bytes
 from moelab.simulation.costs import MachineRates
+from moelab.store.layout import ExpertStore
 from tests.advice.test_advise import SIZES, Assumed, alike
 
 RATES = {"memory": 100e9, "link": 10e9, "host": 20e9}
@@ -170,5 +177,22 @@ def test_who_is_computed_in_place_does_not_come_and_is_not_found():
         every, some, none = (
             routing.found(share, tuple(min(m, most) for m in range(K + 1))) for most in (K, 2, 0)
         )
-        assert every[1] >= some[1] > none[1] > 0 and every[1] > none[1]
+        assert min(every[1], some[1]) > none[1] > 0
     assert routing.found(1, (0,) * 9) == (1, 1, 1)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_the_cpus_memory_that_is_told_holds_what_is_not_on_the_gpu(tmp_path, share):
+    """As the engine divides it: nothing is left for the disk."""
+    spec = MoESpec("s", "qwen3_moe", 4, (0, 1, 2, 3), 16, 2, 128, 128, **SIZES)
+    store = ExpertStore(synthesize(tmp_path / "s", spec, codec="raw"))
+    found = find_model(store.folder)
+    budget = round(share * found.spec.experts_bytes)
+    asked = gpu.OnGpu(found, card(), 0, 64, 1, 0.0, True, assumed(spec), host=10**12)
+    (way,) = replace(asked, memory=asked.fixed + budget).arithmetic()[:1]
+    sizes, L, E, K = Sizes.of(store, None), spec.L, spec.E, spec.K
+    pools, _ = divide(way.budget, sizes, L, E, None, "model", 2 * K - 2, None, 0)
+    stay = pools.F - min(-(-pools.F // SPARE), L * K)
+    told = int(way.options("raw")["host"].removesuffix("MB")) * 10**6
+    every = host_slots(store, sizes, L * E * slot_bytes(store), stay)
+    assert host_slots(store, sizes, told, stay) == every
