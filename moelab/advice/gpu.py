@@ -1,13 +1,13 @@
 """What each form gives on a GPU with less memory than the model, by arithmetic.
 
 Source: GPU-NDP §III-C, Eqs. 1 to 3, and Speculating Experts §5.1. A token is the launches of its
-graphs, one where a GPU runs it alone, else one a layer and the host's work between, its other weights and the experts that are found, read from the GPU's memory, and in each
-layer the missing ones, sent over the link or, with threads that compute them where they lie, the
-better split of the two (`moelab.offloading.hybrid.split`, the engine's own). How many of a layer's
-experts miss varies: they are taken to miss each by itself, at the hit rate. Bytes are those of an
-expert as it is stored, in every place. A first prompt needs each of its experts once: what is not in
-the GPU's memory comes over the link while the rest is computed. Left out: prefetching, a disk below
-the CPU's memory, the growth of attention."""
+graphs, one where a GPU runs it alone, else one a layer and the host's work between; its other
+weights and the experts that are found, read from the GPU's memory; and in each layer the missing
+ones, sent over the link or, with threads that compute them where they lie, the better split of the
+two (`moelab.offloading.hybrid.split`, the engine's own). How many of a layer's experts miss varies:
+they are taken to miss each by itself, at the hit rate. Bytes are those of an expert as it is stored,
+in every place. A first prompt needs each of its experts once: what is not in the GPU's memory comes
+over the link while the rest is computed. Left out: prefetching, a disk below the CPU's memory, the growth of attention."""
 
 from __future__ import annotations
 
