@@ -20,12 +20,15 @@ import argparse
 import math
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from moelab.advice import gpu_machine
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
+from moelab.advice.gpu import OnGpu, is_gpu
 from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import PARTS, Question
@@ -37,6 +40,8 @@ from moelab.offloading import budget
 
 #: tokens of a sequence, where nobody says how many
 CONTEXT = 4096
+#: the device that is this machine's GPU
+THIS = "cuda"
 
 
 def advise(
@@ -51,18 +56,23 @@ def advise(
     calibration: str | Path | None = None,
     simulate: bool = True,
     verify: bool = False,
+    host: str | int | None = None,
 ) -> Advice:
     """What to do with a model in so much memory; `print` it, or look at it in a notebook.
 
     model : a card's name (`moelab.names("model")`), a hub id, a checkpoint folder, of which
         config.json is enough, or a store; None is the small model.
-    memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included.
+    memory : bytes, "8GB" or "auto", for the whole process, KV cache and interpreter included; of a
+        GPU's memory, if the device is one.
+    host : of the CPU's memory, beside a GPU; None is all of it.
     context : tokens of a sequence, most of them the prompt; None is 4,096, or what the model takes.
     batch : sequences at a time.
     loss : the increase of language loss that is allowed: "1%", 0.01, or "any", measured here or
         not. A form whose loss nobody has measured is advised with "any" only; `verify` measures
         those of the best.
-    device : a card's name, your own .toml or a `DeviceSpec`; without one, this machine is measured.
+    device : a card's name, your own .toml or a `DeviceSpec`; "cuda", the GPU of this machine; without
+        one, this machine is measured, and where it has a GPU, what that gives stands beside, with
+        what is free of its own memory and `memory` of the CPU's.
     trace : the routing of your text: a file that `moelab.trace.load` reads, or a `RoutingTrace`;
         else what the model does here, or routing as `moelab.advice.assumed`.
     calibration : file of `moelab calibrate`, whose counts say how popular experts are.
@@ -73,6 +83,42 @@ def advise(
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
     context than the model takes; a memory in which it does not fit; another model's trace or
     calibration; what cannot be verified."""
+    text = {"context": context, "batch": batch, "loss": loss}
+    text |= {"trace": trace, "calibration": calibration}
+    ask = partial(_advise, model, **text, simulate=simulate)
+    if device is not None or not gpu_machine.there():
+        return ask(memory, host, device, verify)
+    places = (memory, None, None, verify), ("auto", host or memory, THIS, False)
+    answers: list[Advice] = []
+    refused: list[Exception] = []
+    for place in places:
+        try:
+            answers.append(ask(*place))
+        except (ValueError, RuntimeError) as error:  # the latter of a GPU that has no memory left
+            refused.append(error)
+    if not answers:
+        raise refused[0]
+    best, *others = sorted(answers, key=lambda one: one.best.tpot)
+    ways = sorted((way for one in answers for way in one.ways), key=lambda way: way.tpot)
+    notes = [note for one in (best, *others) for note in one.notes] + [*map(str, refused)]
+    return replace(best, ways=tuple(ways), notes=tuple(dict.fromkeys(notes)))
+
+
+def _advise(
+    model: str | Path | None,
+    memory: str | float | int,
+    host: str | float | int | None,
+    device: str | Path | DeviceSpec | None,
+    verify: bool,
+    *,
+    context: int | None,
+    batch: int,
+    loss: str | float,
+    trace: Any,
+    calibration: str | Path | None,
+    simulate: bool,
+) -> Advice:
+    """The same for what computes in one place: a CPU, or a GPU beside it."""
     found = find_model(model)
     ours = found.folder is not None and device is None and trace is None
     if verify and not ours:
@@ -81,16 +127,22 @@ def advise(
             "own text: give its folder, no device and no trace"
         )
     machine = _card_of(device, model) or here(found.folder)
-    asked = Question(
+    gpu = is_gpu(machine)
+    if host and not gpu:
+        raise ValueError(f"host is {host!r}, memory beside a GPU's: give a --device that is one")
+    more = {"host": _memory_of(host or "auto", machine, "host_memory_gb")} if gpu else {}
+    asked = (OnGpu if gpu else Question)(
         found,
         machine,
         _memory_of(memory, machine),
         _context_of(found, context),
         batch,
         parse_loss(loss),
-        device is not None,
+        device not in (None, THIS),
         assumed(found.spec, batch, trace, calibration, found.source),
+        **more,
     )
+    asked.require_possible()
     if not ours or not (simulate or verify):
         return modelled(asked)
     from moelab.advice.simulated import simulated
@@ -120,6 +172,8 @@ def modelled(asked: Question, *notes: str) -> Advice:
 
 def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -> DeviceSpec | None:
     """A device's card. ValueError: it keeps all experts, and another command is for it."""
+    if device == THIS:
+        return gpu_machine.here()
     card = load_device(device) if isinstance(device, (str, Path)) else device
     if card and "logical_cores_count" in card.figures:
         raise ValueError(
@@ -129,14 +183,12 @@ def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -
     return card
 
 
-def _memory_of(given: str | float | int, device: DeviceSpec) -> int:
+def _memory_of(given: str | float | int, device: DeviceSpec, of: str = "memory_gb") -> int:
     """Bytes of the process; ValueError for a share, which would be one of the experts."""
-    memory = budget.parse_budget(
-        given, 0, 0, lambda: round(device["memory_gb"] * 1e9) + budget.RESERVE
-    )
+    memory = budget.parse_budget(given, 0, 0, lambda: round(device[of] * 1e9) + budget.RESERVE)
     if not memory:
         raise ValueError(
-            f"memory is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
+            f"{of.removesuffix('_gb').replace('_memory', '')} is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
         )
     return memory
 
@@ -180,7 +232,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=budget.memory,
         default="auto",
         metavar="SIZE",
-        help="of the whole process, such as 8GB; auto (default): what is available",
+        help="of the whole process, such as 8GB, or of a GPU; auto (default): what is available",
+    )
+    add(
+        "--host",
+        type=budget.memory,
+        metavar="SIZE",
+        help="of the CPU's memory, beside a GPU (default: all of it)",
     )
     add(
         "--context",
@@ -194,7 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
     )
-    add("--device", help="a device card's name or a .toml instead of this machine")
+    add("--device", help="a device card's name or a .toml instead of this machine; cuda: its GPU")
     add("--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`")
     add("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
     add(

@@ -12,6 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from moelab.advice.gpu import OnGpu
 from moelab.advice.model import AS_IS, LOSSLESS, Model
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
@@ -102,9 +103,17 @@ class Advice:
         way, asked = self.best, self.asked
         spec, device, rates = asked.model.spec, asked.device, MachineRates.of(asked.device)
         _, outside = beyond(device)
-        where = "all of them in memory"
+        gpu = isinstance(asked, OnGpu)
+        inside = "the GPU's memory" if gpu else "memory"
+        where = f"all of them in {inside}"
         if not way.resident:
-            where = f"{size(way.budget)} of their {size(way.experts)} in memory, others {outside}"
+            where = f"{size(way.budget)} of their {size(way.experts)} in {inside}, others {outside}"
+        beside = ""
+        if gpu:
+            beside = (
+                f", and {size(asked.host)} of the CPU's memory, which is read at "
+                f"{size(rates.host)}/s"
+            )
         form = (
             "Leave the checkpoint as it is"
             if way.form == AS_IS
@@ -123,7 +132,7 @@ class Advice:
 {size(spec.experts_bytes)}, other weights {size(self.model.others)} ({self.model.how}), KV cache \
 {size(asked.kv)}, process {size(RESERVE)}
 {device.name}: memory {size(rates.memory)}/s, experts {outside} arrive at {size(rates.read)}/s; \
-{size(asked.memory)} may be used
+{size(asked.memory)} may be used{beside}
 
 Do: {form} ({way.loses}{unknown}), {where}; {", ".join(how)}.
 Gives: {duration(way.tpot)}{way.range} a token ({plain(asked.batch / way.tpot)} tokens/s), \
@@ -141,7 +150,7 @@ More: {more or "nothing that was tried here"}.
 def beyond(device: DeviceSpec) -> tuple[str, str]:
     """(What experts come through that are not in memory, where they are.)"""
     return (
-        ("host link", "in host memory")
+        ("host link", "in the CPU's memory")
         if "link_bandwidth_gbs" in device.figures
         else ("disk", "on disk")
     )
@@ -211,7 +220,7 @@ def conclude(
             "The loss that is allowed changes nothing, as that of few bits has not been measured "
             "of this model: --verify measures it, --loss any does without"
         )
-    if asked.batch == 1:
-        notes.append(asked.drafts(best))
+    if asked.batch == 1 and (drafts := asked.drafts(best)):
+        notes.append(drafts)
     gain.sort(key=lambda one: one[1].tpot)
     return Advice(asked, tuple(ways), tuple(gain), tuple(elsewhere), tuple(notes))

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from moelab.base.specs import MoESpec
+from moelab.base.specs import ExpertKey, MoESpec, State
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, Residency
 from moelab.cards import load_model
 from moelab.simulation.routing import Routing, families, routing_of
 
@@ -58,19 +58,26 @@ class Assumed:
         return own + [draw(layers, lengths, 0) for draw in self.others]
 
     @cached_property
-    def _curves(self) -> tuple[np.ndarray, float]:
-        """(hit rates [texts, shares], mean distinct experts of a layer's step)."""
+    def _steps(self) -> list[Any]:
+        """Of each text."""
         layers = min(self.layers, self.spec.L)
         drawn = self.texts(layers, [2 * TOKENS] * self.batch)
-        steps = [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
-        rates = [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in steps]
-        sizes = [len(experts) for step in steps[0] for _, experts in step]
-        return np.array(rates), float(np.mean(sizes))
+        return [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
 
-    def found(self, share: float) -> tuple[float, float, float]:
+    @cached_property
+    def _curves(self) -> list[list[float]]:
+        """Hit rates [texts, shares]."""
+        return [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in self._steps]
+
+    def found(
+        self, share: float, sent: tuple[int, ...] | None = None
+    ) -> tuple[float, float, float]:
         """Share of a step's experts that are in memory, with so large a share of all there: least,
-        middle, most."""
-        rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves[0]]
+        middle, most; sent : as of `hit_rate`."""
+        if sent and 0 < share < 1:
+            rates = [hit_rate(of, self.spec.E, share, sent) for of in self._steps]
+        else:
+            rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves]
         off = self.margin * (0 < share < 1)
         low, high = max(min(rates) - off, 0.0), min(max(rates) + off, 1.0)
         return float(low), float(np.median(rates[:TEXTS])), float(high)
@@ -78,7 +85,7 @@ class Assumed:
     @property
     def distinct(self) -> float:
         """Experts that a layer's step needs."""
-        return self._curves[1]
+        return float(np.mean([len(experts) for step in self._steps[0] for _, experts in step]))
 
 
 def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[int, int]]]]:
@@ -94,15 +101,27 @@ def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[i
     ]
 
 
-def hit_rate(steps: Sequence[Any], E: int, share: float) -> float:
-    """Of the second half of the steps, which finds what the first has left."""
+def hit_rate(
+    steps: Sequence[Any], E: int, share: float, sent: tuple[int, ...] | None = None
+) -> float:
+    """Of the second half of the steps, which finds what the first has left; sent : if a GPU runs them
+    alone (`moelab.cache.residency`), how many of a layer's m missing experts come: the others are
+    computed where they lie. The first half is then as a prompt's, of which all come."""
     L = len(steps[0])
-    residency = Residency(L, E, Pools(F=round(share * L * E)))
+    pools = Pools(F=round(share * L * E))
+    spare = min(-(-pools.F // SPARE), L * (len(sent) - 1)) if sent else 0
+    residency = Residency(L, E, pools, spare=spare)
+    alone = False
     for n, step in enumerate(steps):
         if n == len(steps) // 2:
             residency.reset_counters()
+            alone = sent is not None
+        residency.begin_forward("decode", alone)
         for layer, experts in step:
-            residency.begin(layer, experts)
+            states = ((e, residency.state(ExpertKey(layer, e))) for e in sorted(experts))
+            missing = [e for e, state in states if alone and state is not State.FULL]
+            residency.begin(layer, experts, {*missing[sent[len(missing)] :]} if alone else set())
+        residency.end_forward()
     return residency.counters.hit_rate()
 
 

@@ -72,8 +72,8 @@ def here(folder: str | Path | None = None) -> DeviceSpec:
 
     kept = quietest(f"{machine()}, disk {disk}, {FORMAT}", "machine", once)
     found = typed(kept["card"], DeviceSpec)
-    found.figures["others_cores"] = _figure(kept["others"], "cores", "what others used meanwhile")
-    found.figures["memory_gb"] = _figure(available() / 1e9, "GB", "available now")
+    found.figures["others_cores"] = figure(kept["others"], "cores", "what others used meanwhile")
+    found.figures["memory_gb"] = figure(available() / 1e9, "GB", "available now")
     return found
 
 
@@ -98,23 +98,22 @@ def measured(folder: str | Path | None = None) -> DeviceSpec:
     """This machine as it is now."""
     disk, busy, how = disk_rates(folder)
     figures = {
-        "memory_bandwidth_gbs": _figure(
-            memory_rate() / 1e9, "GB/s", "the best of all cores' reads"
-        ),
-        "storage_read_gbs": _figure(disk / 1e9, "GB/s", f"the median of {how}"),
-        "storage_busy_gbs": _figure(busy / 1e9, "GB/s", f"the slowest tenth of {how}"),
-        "fp32_tflops": _figure(flops() / 1e12, "TFLOPS", "the best of a product by numpy"),
+        "memory_bandwidth_gbs": figure(memory_rate() / 1e9, "GB/s", "the best of all cores' reads"),
+        "storage_read_gbs": figure(disk / 1e9, "GB/s", f"the median of {how}"),
+        "storage_busy_gbs": figure(busy / 1e9, "GB/s", f"the slowest tenth of {how}"),
+        "fp32_tflops": figure(flops() / 1e12, "TFLOPS", "the best of a product by numpy"),
     }
     when = time.strftime("%Y-%m-%d %H:%M")
     return DeviceSpec(f"this machine ({os.cpu_count()} cores, measured {when})", figures)
 
 
-def _figure(value: float, unit: str, how: str) -> Figure:
+def figure(value: float, unit: str, how: str) -> Figure:
+    """One that was measured."""
     return Figure(value, unit, "measured", how)
 
 
-def _seconds(act: Callable[[], object]) -> list[float]:
-    """Of one try after another, after a first one that meets new memory."""
+def seconds(act: Callable[[], object]) -> list[float]:
+    """Seconds of one try after another, after a first one that meets new memory."""
     found = []
     act()
     end = time.perf_counter() + SECONDS
@@ -131,14 +130,14 @@ def memory_rate() -> float:
     cores = os.cpu_count() or 1
     parts = np.array_split(np.ones(nbytes // 8, np.int64), cores)
     with ThreadPoolExecutor(cores) as pool:
-        return nbytes / min(_seconds(lambda: list(pool.map(np.sum, parts))))
+        return nbytes / min(seconds(lambda: list(pool.map(np.sum, parts))))
 
 
 def flops() -> float:
     """FLOP/s of a square product in fp32, by numpy's library."""
     n = 768
     a = np.ones((n, n), np.float32)
-    return 2 * n**3 / min(_seconds(lambda: a @ a))
+    return 2 * n**3 / min(seconds(lambda: a @ a))
 
 
 def disk_rates(folder: str | Path | None = None) -> tuple[float, float, str]:
@@ -181,6 +180,6 @@ def _read(file: Path) -> tuple[float, float]:
             fd = f.fileno()
             if not flags and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            seconds = _seconds(read)
-            return tuple(AT_ONCE * READ / np.quantile(seconds, (0.5, 1 - SLOW)))
+            took = seconds(read)
+            return tuple(AT_ONCE * READ / np.quantile(took, (0.5, 1 - SLOW)))
     raise OSError(f"{file} cannot be read")

@@ -26,6 +26,7 @@ from moelab.ndp.costs import NotSupported
 from moelab.ndp.routing import PromptRouting, counted
 from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS
+from moelab.simulation.costs import BESIDE
 
 SHOWN = (*PAPER, "NDP+TP+LB+PRE, improved")
 #: sequences of drawn routing beside the one that is simulated: what is known of popularity
@@ -128,7 +129,7 @@ def main(args: argparse.Namespace) -> int:
             f"{card}, {figure}: {of.value:g} {of.unit}, {of.kind}: {of.source}"
             for card in cards.values()
             for figure, of in load_device(card).figures.items()
-            if of.kind != "published"
+            if of.kind != "published" and figure not in BESIDE  # which the systems do not ask for
         ],
     }
     print("{model} on {machine}: prompt of {prompt}, answer of {answer} tokens".format(**about))

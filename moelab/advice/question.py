@@ -11,6 +11,7 @@ whatever an engine does besides."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import inf
 
 from moelab.advice.assumed import LAYERS, TOKENS, Assumed
 from moelab.advice.model import AS_IS, LOSSLESS, Model
@@ -21,8 +22,7 @@ from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
 from moelab.simulation.drafts import PassCosts, advised
 
-#: experts that must have slots beside those that are kept, so that a layer can load while it
-#: computes
+#: slots of `Question.staging` on a CPU
 STAGING = 2
 #: shares of the memory in which ways are tried beside it
 PARTS = (1.5, 0.75, 0.5)
@@ -58,13 +58,26 @@ class Question:
         """Bytes of everything but the experts: other weights, KV cache, process."""
         return self.model.others + self.kv + RESERVE
 
+    def require_possible(self) -> None:
+        """ValueError for what no machine could answer; nothing of a CPU's."""
+
+    @property
+    def staging(self) -> int:
+        """Experts that must have slots beside those that are kept, so that a layer can load while
+        it computes."""
+        return STAGING
+
+    def forms(self) -> list[str]:
+        """How experts may be stored."""
+        return self.model.forms()
+
     def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
         """A form, of so many bytes an expert in memory, of which nothing else is known yet but its
         loss, if it has one; None if it does not fit."""
         spec = self.model.spec
         count = spec.L * spec.E
         budget = min(self.memory - self.fixed, count * expert)
-        if budget < min(STAGING + spec.K, count) * expert:
+        if budget < min(self.staging + spec.K, count) * expert:
             return None
         written = 0 if form == AS_IS else count * expert + self.model.others
         return Way(
@@ -73,7 +86,7 @@ class Question:
             count * expert,
             budget,
             self.fixed + budget,
-            ttft=self._prompt(expert, budget == count * expert),
+            ttft=self._prompt(expert, float(budget < count * expert)),
             written=written,
         )
 
@@ -81,26 +94,32 @@ class Question:
         """The forms that fit.
 
         faster : than the machine's is the disk that is asked about."""
-        rates, slow = self._rates(faster)
+        fast, rates, slow = self._rates(faster)
         ways = []
         count = self.model.spec.L * self.model.spec.E
-        for form in self.model.forms():
+        for form in self.forms():
             expert = self.model.expert_bytes(form)
             if (way := self.way(form, expert)) is None:
                 continue
-            kept = count if way.resident else max(way.budget // expert - STAGING, 0)
-            low, hit, high = self.assumed.found(kept / count)
+            kept = count if way.resident else max(way.budget // expert - self.staging, 0)
+            low, hit, high = self.found(kept / count, expert)
             tpot, limit = self._token(expert, hit, rates)
-            ends = self._token(expert, high, rates)[0], self._token(expert, low, slow)[0]
+            ends = self._token(expert, high, fast)[0], self._token(expert, low, slow)[0]
             ways.append(replace(way, hit_rate=hit, tpot=tpot, between=ends, limited_by=limit))
         return ways
 
-    def _rates(self, faster: float) -> tuple[MachineRates, MachineRates]:
-        """The machine's, and with a busy disk."""
-        rates = MachineRates.of(self.device)
-        busy = self.device.figures.get("storage_busy_gbs")
-        slow = busy.value * 1e9 if busy else rates.read
-        return replace(rates, read=faster * rates.read), replace(rates, read=faster * slow)
+    def found(self, share: float, expert: int) -> tuple[float, float, float]:
+        """What of a step's experts, of so many bytes, is in memory with such a share of all there:
+        least, middle, most."""
+        return self.assumed.found(share)
+
+    def _rates(self, faster: float) -> list[MachineRates]:
+        """The machine's if all is reached that is published, as it is, and at its slowest: with a
+        busy disk, or if twice as much is lacking."""
+        found = [MachineRates.of(self.device, reached) for reached in range(3)]
+        if busy := self.device.figures.get("storage_busy_gbs"):
+            found[2] = replace(found[2], read=1e9 * busy.value)
+        return [replace(rates, read=faster * rates.read) for rates in found]
 
     def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         """(seconds of a token, what limits it), of experts of so many bytes, such a share of which
@@ -113,9 +132,9 @@ class Question:
         limit = max(parts, key=parts.get)
         return (self.model.dense + self.kv) / rates.memory + parts[limit], limit
 
-    def _prompt(self, expert: int, resident: bool) -> float:
-        """Seconds of the first prompt: all its experts are read once, from the disk unless all are
-        in memory, and multiplied; the head sees its last token only."""
+    def _prompt(self, expert: int, missing: float) -> float:
+        """Seconds of the first prompt: all its experts are read once, such a share of them from
+        where they are if not in memory, and multiplied; the head sees its last token only."""
         spec, rates = self.model.spec, MachineRates.of(self.device)
         tokens = self.context * self.batch
         layers = self.model.dense / 2 - spec.vocab * spec.H
@@ -123,7 +142,7 @@ class Question:
         experts = spec.L * min(tokens * spec.K, spec.E) * expert
         return max(
             (self.model.dense + experts) / rates.memory,
-            (not resident) * experts / rates.read,
+            missing * experts / rates.read,
             2 * tokens * weights / rates.flops,
         )
 
@@ -142,12 +161,17 @@ class Question:
         ids = self.assumed.draw(min(LAYERS, spec.L), [2 * TOKENS], 0)
         return advised([ids], spec.E, way.budget / way.experts, costs)
 
+    @property
+    def allowed(self) -> str:
+        """What loss is, in words that follow others."""
+        return f" with a loss of at most {self.loss:.2%}" if self.loss < inf else ""
+
     def refusal(self) -> ValueError:
         """The error where nothing that fits is known to lose no more than is allowed."""
         spec = self.model.spec
         least = -(-(self.fixed + (STAGING + spec.K) * spec.expert_bytes) // 10**6)
         return ValueError(
-            f"{spec.name} does not fit {size(self.memory)} with a loss of at most {self.loss:.2%}: "
+            f"{spec.name} does not fit {size(self.memory)}{self.allowed}: "
             f"the process takes {size(RESERVE)}, other weights {size(self.model.others)}, a KV "
             f"cache of {self.context * self.batch:,} tokens {size(self.kv)}, and a few experts are "
             f"needed, too. Give {least}MB or more, or a smaller context or batch, measure the loss "

@@ -27,6 +27,9 @@ class Way:
     tpot, ttft : s.    kind : "modelled", "simulated" or "measured".
     between : what `tpot` may be, the least and the most, s; None: nobody can say.
     predicted : of a measured one, the TPOT that had been expected.
+    device : what computes; `budget` is of its memory.
+    pinned, hybrid : beside a GPU, bytes of experts in the CPU's memory, and threads of the CPU that
+        compute some of the missing ones there.
     """
 
     form: str
@@ -44,6 +47,9 @@ class Way:
     kind: str = "modelled"
     between: tuple[float, float] | None = None
     predicted: float | None = None
+    device: str = "cpu"
+    pinned: int = 0
+    hybrid: int = 0
 
     @property
     def resident(self) -> bool:
@@ -62,7 +68,7 @@ class Way:
     @property
     def settings(self) -> Record:
         """What tells it from other ways of running the model, as plain values."""
-        plain = {"form": self.form, "executor": "fast", "budget": self.budget}
+        plain = {"form": self.form, "executor": "fast", "budget": self.budget} | self._place
         if self.resident:
             return plain
         return plain | {"cache": self.cache, "prefetch": self.prefetch, "workers": 1}
@@ -70,7 +76,7 @@ class Way:
     def options(self, stored: str | None) -> Record:
         """What `open_model` takes to run it, of a model that is stored in this form (None: as
         it was published, which needs no memory of its own to be whole)."""
-        options = {"executor": "fast"}
+        options = {"executor": "fast"} | self._place
         if self.resident:
             return (
                 options if self.form == AS_IS and stored is None else {"memory": "100%"} | options
@@ -80,9 +86,19 @@ class Way:
         return options | {"cache": self.cache, "prefetch": self.prefetch or "none"}
 
     @property
+    def _place(self) -> Record:
+        """Where it computes, as options; nothing on the CPU."""
+        if self.device == "cpu":
+            return {}
+        shared = {"hybrid": self.hybrid} if self.hybrid else {}
+        return {"device": self.device} | (
+            {"host": f"{self.pinned // 10**6 + 1}MB"} | shared if self.pinned else {}
+        )
+
+    @property
     def name(self) -> str:
         """In a few words."""
-        parts = [self.form]
+        parts = [self.form] if self.device == "cpu" else [self.form, "GPU"]
         if not self.resident:
             parts += [self.cache, *([f"prefetch {self.prefetch}"] if self.prefetch else [])]
         return ", ".join(parts)
@@ -104,6 +120,7 @@ class Way:
         """All that is known of it, as a person reads it."""
         return {
             "experts as": self.form,
+            "on": "CPU" if self.device == "cpu" else "GPU",
             "cache": "–" if self.resident else self.cache,
             "prefetch": self.prefetch or "–",
             "TPOT": duration(self.tpot) + self.range,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,23 +43,14 @@ class Standing:
 
 @dataclass(frozen=True)
 class Contest:
-    """unit : of the scores. ceiling : the best possible score of each trace.
+    """ceiling : the best possible hit rate of each trace, %.    standings : best first, of the same."""
 
-    standings : best first. lower : whether a lower score is better.
-    """
-
-    unit: str
     ceiling: Mapping[str, float]
     standings: list[Standing]
-    lower: bool = False
 
     def share(self, standing: Standing, trace: str) -> float:
         """What was reached of the ceiling, 0 to 1; 0 where it raised."""
-        reached = standing.scores.get(trace)
-        best = self.ceiling[trace]
-        if reached is None:
-            return 0.0
-        return best / reached if self.lower else reached / best
+        return standing.scores.get(trace, 0.0) / self.ceiling[trace]
 
     @property
     def own(self) -> Standing:
@@ -85,7 +76,6 @@ def arena(
     Raises TypeError: it is no policy.
     """
     made = mine if isinstance(mine, type) else type(mine)
-    name = made.__name__
     require_policy(made)
     if isinstance(of, RoutingTrace):
         of = {of.spec.name: of}
@@ -107,8 +97,19 @@ def arena(
         }
         for other in progress([n for n in POLICIES if n != "belady"], "policies", unit="policy")
     }
-    own = guarded(list(of), lambda text: play(of[text], fresh(mine), share), name)
-    return ranked("hit rate (%)", ceiling, others, own)
+    scores: dict[str, float] = {}
+    error = ""
+    try:
+        for text, trace in of.items():
+            # a new object of a class; a copy of an object, which one trace shall not teach for the next
+            policy = mine() if isinstance(mine, type) else copy.deepcopy(mine)
+            scores[text] = play(trace, policy, share)
+    except Exception:
+        error = traceback.format_exc()
+    standings = [Standing(name, False, found) for name, found in others.items()]
+    contest = Contest(ceiling, [Standing(made.__name__, True, scores, error), *standings])
+    contest.standings.sort(key=lambda one: -sum(contest.share(one, text) for text in of))
+    return contest  # ties: own first
 
 
 def require_policy(made: type) -> None:
@@ -139,38 +140,6 @@ def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
         )
         for source in TEXTS
     }
-
-
-def ranked(
-    unit: str,
-    ceiling: Mapping[str, float],
-    others: Mapping[str, Mapping[str, float]],
-    own: Standing,
-    lower: bool = False,
-) -> Contest:
-    standings = [own, *(Standing(name, False, of) for name, of in others.items())]
-    contest = Contest(unit, ceiling, standings, lower)
-    contest.standings.sort(
-        key=lambda of: -sum(contest.share(of, trace) for trace in ceiling)
-    )  # ties: own first
-    return contest
-
-
-def guarded(traces: Sequence[str], play: Callable[[str], float], name: str) -> Standing:
-    """What is brought, on one trace after the other until it raises."""
-    scores = {}
-    try:
-        for trace in traces:
-            scores[trace] = play(trace)
-    except Exception:
-        return Standing(name, True, scores, traceback.format_exc())
-    return Standing(name, True, scores)
-
-
-def fresh(mine: Any) -> Any:
-    """A new object of a class; a copy of an object, so that one trace teaches it nothing about the
-    next."""
-    return mine() if isinstance(mine, type) else copy.deepcopy(mine)
 
 
 def play(trace: RoutingTrace, policy: Any, share: float) -> float:

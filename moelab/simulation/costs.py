@@ -24,6 +24,10 @@ HOUR = 3600.0
 Seconds = Annotated[float, Must(lambda s: 0 <= s < HOUR, "seconds, of less than an hour")]
 #: seconds as base + per token
 Linear = tuple[Seconds, Seconds]
+#: figures of what a GPU spends besides, and of all that only a GPU beside slower memory has
+SPENT = ("graph_launch_ms", "layer_ms", "step_ms", "host_trip_ms")
+BESIDE = {*SPENT, "host_memory_gb", "host_memory_bandwidth_gbs"}
+BESIDE |= {f"{part}_reached_ratio" for part in ("memory", "link", "host")}
 #: what a card lacks by which experts could arrive
 NO_WAY_IN = "host link and no disk (link_bandwidth_gbs, storage_read_gbs)"
 #: compressed over raw size of bf16 exponents: 2.65 of 8 bits, the entropy in ZipMoE (Fig. 2)
@@ -168,13 +172,12 @@ class MachineRates:
                 + ("TFLOPS (bf16_tflops, fp16_tflops, fp32_tflops)" if read else NO_WAY_IN)
                 + "; add the figure with its source"
             )
-        spent = ("graph_launch_ms", "layer_ms", "step_ms", "host_trip_ms")
         return cls(
             read,
             rate("memory_bandwidth_gbs", "memory"),
             1e12 * flops,
             rate("host_memory_bandwidth_gbs", "host"),
-            *(1e-3 * known(name) for name in spent),
+            *(1e-3 * known(name) for name in SPENT),
         )
 
     def beside(self, nbytes: float) -> Rates:

@@ -27,7 +27,8 @@ def pareto(advice: Advice) -> Figure:
     fast, s = unit_of(min(way.tpot for way in every), "s")
     groups: dict[str, list[Way]] = {}
     for way in sorted(every, key=lambda way: (SERIES.index(way.form), way.kind)):
-        groups.setdefault(f"{way.form}, {way.loses}, {way.kind}", []).append(way)
+        where = "" if way.device == "cpu" else " on the GPU"
+        groups.setdefault(f"{way.form}{where}, {way.loses}, {way.kind}", []).append(way)
     figure = Figure()
     for name, group in groups.items():
         first = group[0]
@@ -61,7 +62,8 @@ def pareto(advice: Advice) -> Figure:
         hoverinfo="skip",
     )
     figure.update_yaxes(type="log", tickvals=ROUND)
-    return finish(figure, f"memory of the process ({small})", f"TPOT ({fast}, log)", height=440)
+    whose = "process" if advice.best.device == "cpu" else "GPU"
+    return finish(figure, f"memory of the {whose} ({small})", f"TPOT ({fast}, log)", height=440)
 
 
 def draw(advice: Advice) -> None:

@@ -6,7 +6,8 @@ advice is made as `moelab.advise` makes it: the model runs once on that disk, as
 its experts in memory; forms, caches and prefetchers are simulated. No other measurement of a setting
 is known to any advice. Then the ways that `--verify` runs, the fastest of each form, run for real,
 in turn, on the same tokens. All in this process: reads are throttled, memory is not limited, and a
-rate that the disk does not reach is the disk's own."""
+rate that the disk does not reach is the disk's own. With --device cuda a GPU's memory is the budget, and
+what is predicted stands beside what is measured: `notebooks.studies.advise_on_gpu`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from moelab.advice.space import Costs, Look, Search
 from moelab.advice.verify import run as run_way
 from moelab.advice.verify import stored
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
-from moelab.base.arguments import number, several, whole
+from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.files import load_json, write_json
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
@@ -44,6 +45,7 @@ from moelab.bench.results import git, watched
 from moelab.cards import load_model
 from moelab.evaluation.intervals import typical
 
+from .advise_on_gpu import on_gpu
 from .grid import synthetic
 from .timing import ENGINE, turns, working
 
@@ -163,7 +165,11 @@ def run(
     folder: str | Path | None = None,
     quick: bool = False,
     specs: Sequence[MoESpec] = SPECS,
+    device: str = "cpu",
+    shares: Sequence[float] = (0.1, 0.25, 0.5, 0.75, 1.0),
 ) -> Record:
+    if device == "cuda":
+        return on_gpu(shares, rounds, folder)
     cells = list(product(specs, rates, budgets))
     if quick:
         cells = cells[:1]
@@ -256,5 +262,10 @@ OPTIONS = {
     "quick": (
         {"action": "store_true"},
         "one family, budget, rate and round: whether all of it runs",
+    ),
+    "device": (one_of(("cpu", "cuda")), "cuda: the GPU of this machine, refused without one"),
+    "shares": (
+        several(number(above=0, most=1)),
+        "of the experts in bf16, in the GPU's memory, with --device cuda",
     ),
 }

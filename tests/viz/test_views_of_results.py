@@ -58,7 +58,6 @@ def test_the_copied_command_of_the_map_gives_the_same_map(tmp_path):
 
 
 CONTEST = Contest(
-    "hit rate (%)",
     {"prose": 80.0, "code": 60.0},
     [
         Standing("lru", False, {"prose": 40.0, "code": 45.0}),

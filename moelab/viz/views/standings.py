@@ -17,6 +17,9 @@ from moelab.bench.arena import Contest
 from moelab.viz.charts import EDGE, bar_look, finish, hover
 from moelab.viz.views.base import View
 
+#: of the scores
+UNIT = "hit rate (%)"
+
 
 def draw(contest: Contest) -> Figure:
     """What each reached of the ceiling, best on top, a bar a trace; the own one's name is bold."""
@@ -35,11 +38,11 @@ def draw(contest: Contest) -> Figure:
             textposition="outside",
             textfont={"size": 10},
             cliponaxis=False,
-            hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + contest.unit, trace),
+            hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + UNIT, trace),
         )
     figure.add_vline(x=100, line=EDGE).update_xaxes(range=[0, 112])
     figure.update_yaxes(type="category", tickfont={"size": 12})
-    legend, height = f"numbers:<br>{contest.unit}", 140 + 11 * len(contest.ceiling) * len(order)
+    legend, height = f"numbers:<br>{UNIT}", 140 + 11 * len(contest.ceiling) * len(order)
     look = {"barmode": "group", "bargap": 0.25, "height": height, "legend_traceorder": "normal"}
     return finish(figure, "reached of the ceiling (%)", legend=legend).update_layout(**look)
 
@@ -47,7 +50,6 @@ def draw(contest: Contest) -> Figure:
 def words(contest: Contest) -> tuple[str, str]:
     own = contest.own
     best = contest.standings[0]
-    kind = "simulated" if contest.lower else "exact counts"
     if own.error:
         said = f"{own.name} raised {own.error.strip().splitlines()[-1]}."
     else:
@@ -58,7 +60,7 @@ def words(contest: Contest) -> tuple[str, str]:
         )
         said += "" if contest.place == 1 else f" First is {best.name}."
     return (
-        f"{said} Scores: {contest.unit}, {kind}; the ceiling is 100 %.",
+        f"{said} Scores: {UNIT}, exact counts; the ceiling is 100 %.",
         f"Bars of {len(contest.standings)} contestants on {', '.join(contest.ceiling)}: share "
         "of the ceiling.",
     )
@@ -89,6 +91,6 @@ def _rows(contest: Contest) -> Rows:
     every = [(i, of.name, of.scores) for i, of in enumerate(contest.standings, 1)]
     return [
         {"place": place, "name": name}
-        | {f"{trace}, {contest.unit}": scores.get(trace) for trace in contest.ceiling}
+        | {f"{trace}, {UNIT}": scores.get(trace) for trace in contest.ceiling}
         for place, name, scores in [*every, ("ceiling", "", contest.ceiling)]
     ]
