@@ -79,7 +79,7 @@ class Engine:
         if self.host is not None:
             K = run.settings.spec.K
             controller.balance = Balance(run.settings.experts_bytes, K=K)
-        controller.exclusive = loader.pool is not None
+        controller.exclusive = run.settings.spare > 0
         self.controller = controller
         self.residency = controller.residency
         self.run = run

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,7 +121,8 @@ def simulate(
         source="link" if balance is not None or alone else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
-    controller = StepController(residency, simulated.queue, gate, order, balance=balance)
+    beside = {"balance": balance, "exclusive": residency.spare > 0}
+    controller = StepController(residency, simulated.queue, gate, order, **beside)
     done: list[Forward] = []
     predictions = prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
@@ -259,10 +261,7 @@ def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance 
     """What decided in a run, or would on a card."""
     if not any(run.rates):
         return None
-    rates = run.rates
-    if device is not None:
-        of_card = _beside(_card(device), run)
-        rates = [of_card if of else None for of in rates]
+    rates = run.rates if device is None else repeat(_beside(_card(device), run))
     return Balance(run.settings.experts_bytes, rates, run.settings.spec.K)
 
 
