@@ -19,56 +19,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moelab.experts.gemv_triton import Bank, combine, gated, matrix, pair
+from moelab.experts.gemv_triton import Bank, combine, matrix
 from moelab.kernels.tiles_triton import TYPES, WIDTHS, escapes, instead, weights
 
 ROWS = 16, 128  # of a block: at least, as tensor cores have it, and at most
 COLUMNS = 64  # outputs of a block
 GROUPS = {32: 2, 16: 4, 8: 8, 4: 8}  # of a tile, by the weights of each
-GATES = 1024  # that a program computes
 
 
 @triton.jit
-def _add_escapes(
-    total,
-    x,
-    t,
-    live,
-    first,
-    second,
-    count,
-    begin,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    TYPE: tl.constexpr,
-    DOT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """total [rows, COLUMNS] and what escapes of the outputs from `begin` on lack."""
-    r = begin + tl.arange(0, COLUMNS)
+def _between(first, second, count, begin, end):
+    """How many escapes come before two indices."""
     low = 0
-    high = count.to(tl.int32)
-    if not TRANSPOSED:  # they are sorted by output
-        high = low
-        for i in range(0, count, 1024):
-            at, _, there = escapes(first, second, count, i + tl.arange(0, 1024))
-            low += tl.sum((there & (at // C < begin)).to(tl.int32), 0)
-            high += tl.sum((there & (at // C < begin + COLUMNS)).to(tl.int32), 0)
-    j = tl.arange(0, 32)
-    lacks = -instead(first)
-    for i in range(low, high, 16):
-        at, value, there = escapes(first, second, count, i + j % 16)
-        there &= i + j % 16 < high
-        output = at % R if TRANSPOSED else at // C
-        c = at // R if TRANSPOSED else at % C
-        value = tl.where(j < 16, tl.load(value, mask=there, other=0.0).to(tl.float32), lacks)
-        mine = there[:, None] & (output[:, None] == r[None, :])
-        w = tl.where(mine, value[:, None], 0.0)
-        mask = live[:, None] & there[None, :]
-        a = tl.load(x + t[:, None] * C + c[None, :], mask=mask, other=0.0)
-        total = tl.dot(a.to(DOT), w.to(TYPE).to(DOT), total, input_precision="ieee")
-    return total
+    high = 0
+    for i in range(0, count, 1024):
+        at, _, there = escapes(first, second, count, i + tl.arange(0, 1024))
+        low += tl.sum((there & (at < begin)).to(tl.int32), 0)
+        high += tl.sum((there & (at < end)).to(tl.int32), 0)
+    return low, high
 
 
 @triton.jit
@@ -116,21 +84,27 @@ def _multiply_kernel(
             w = tl.trans(weights(first, second, r.to(tl.int64), g, r < R, C, KIND, V))
         total = tl.dot(a.to(DOT), w.to(TYPE).to(DOT), total, input_precision="ieee")
     if KIND == "bf12" and count > 0:
-        given = x, t, live, first, second, count, begin
-        total = _add_escapes(total, *given, R, C, TYPE, DOT, TRANSPOSED, COLUMNS)
-    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
-    total += added.to(tl.float32)[None, :]
+        low, high = 0, count.to(tl.int32)
+        if not TRANSPOSED:  # they are sorted by output
+            low, high = _between(first, second, count, begin * C, (begin + COLUMNS) * C)
+        j = tl.arange(0, 32)
+        lacks = -instead(first)
+        for k in range(low, high, 16):
+            at, value, there = escapes(first, second, count, k + j % 16)
+            there &= k + j % 16 < high
+            output = at % R if TRANSPOSED else at // C
+            c = at // R if TRANSPOSED else at % C
+            value = tl.where(j < 16, tl.load(value, mask=there, other=0.0).to(tl.float32), lacks)
+            mine = there[:, None] & (output[:, None] == r[None, :])
+            w = tl.where(mine, value[:, None], 0.0)
+            mask = live[:, None] & there[None, :]
+            a = tl.load(x + t[:, None] * C + c[None, :], mask=mask, other=0.0)
+            total = tl.dot(a.to(DOT), w.to(TYPE).to(DOT), total, input_precision="ieee")
+    biases = tl.where(bias != 0, R, 0)
+    at = bias.to(tl.pointer_type(TYPE)) + r
+    total += tl.load(at, mask=r < biases, other=0.0).to(tl.float32)[None, :]
     mask = live[:, None] & (r < R)[None, :]
     tl.store(y + i[:, None] * R + r[None, :], total.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _gate_kernel(h, out, glu, I: tl.constexpr, INTERLEAVED: tl.constexpr, GATES: tl.constexpr):
-    n = tl.program_id(1).to(tl.int64)
-    c = tl.program_id(0) * GATES + tl.arange(0, GATES)
-    gate, up = pair(h + n * 2 * I, c, c < I, I, INTERLEAVED)
-    found = gated(gate, up, glu[0], glu[1], glu[2])
-    tl.store(out + n * I + c, found.to(out.dtype.element_ty), mask=c < I)
 
 
 def feed_forward(
@@ -142,7 +116,7 @@ def feed_forward(
     activate: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Σ_k w_k · down_k(gated(up_k(x))) as x, of each token's experts; ids of E for none. What is
-    between up and down is rounded to x's type.
+    between up and down is rounded to x's type, and gated by torch.
 
     activate : of [T · K, R of up], in the place of up's gate."""
     T, K = ids.shape
@@ -153,7 +127,7 @@ def feed_forward(
     blocks = _blocks(known, E, rows)
     x = x.contiguous()
     h = _multiply(up, x, order, blocks, K, rows, x.dtype)
-    a = _gated(h, up) if activate is None else activate(h).to(x.dtype).contiguous()
+    a = (activate or up.gate.of)(h).to(x.dtype).contiguous()
     y = _multiply(down, a, order, blocks, 0, rows, torch.float32)
     in_order = torch.arange(len(order), device=x.device)
     places = torch.empty_like(order).scatter_(0, order, in_order)
@@ -190,13 +164,3 @@ def _multiply(
     given = x, order, blocks, of.table, len(of.table), y, K, of.R, C
     _multiply_kernel[grid](*given, *kinds, *how, num_warps=8 if rows > 64 else 4)
     return y
-
-
-def _gated(h: Tensor, up: Bank) -> Tensor:
-    n, two_I = h.shape
-    out = torch.empty(n, two_I // 2, dtype=h.dtype, device=h.device)
-    glu = tuple(map(float, up.gate[:3]))
-    columns = min(GATES, triton.next_power_of_2(two_I // 2))
-    grid = triton.cdiv(two_I // 2, columns), n
-    _gate_kernel[grid](h, out, glu, two_I // 2, up.gate.interleaved, columns)
-    return out

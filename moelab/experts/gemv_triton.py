@@ -76,38 +76,26 @@ def matrix(table, e, E):
 
 
 @triton.jit
-def gated(gate, up, alpha, limit, shift):
-    """fp32, what `moelab.kernels.gates.Gate` says; NaN stays."""
-    gate = tl.where(gate > limit, limit, gate)
-    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return gate * tl.sigmoid(alpha * gate) * (up + shift)
-
-
-@triton.jit
-def pair(x, c, there, C: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Gates and ups c of a row [2C] at x, as fp32."""
-    first = 2 * c if INTERLEAVED else c
-    second = 2 * c + 1 if INTERLEAVED else C + c
-    gate = tl.load(x + first, mask=there, other=0.0).to(tl.float32)
-    return gate, tl.load(x + second, mask=there, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _inputs(x, k, c, there, glu, C: tl.constexpr, INPUT: tl.constexpr):
     """fp32 inputs c of expert k: the token's ("x"), its own, of [K, C] ("own"), or gated ones, of
-    [K, 2C]."""
+    [K, 2C], as `moelab.kernels.gates.Gate` says; NaN stays."""
     if INPUT == "x":
         found = tl.load(x + c, mask=there, other=0.0).to(tl.float32)
     elif INPUT == "own":
         found = tl.load(x + k * C + c, mask=there, other=0.0).to(tl.float32)
     else:
-        gate, up = pair(x + k * 2 * C, c, there, C, INPUT == "interleaved")
-        found = gated(gate, up, glu[0], glu[1], glu[2])
+        alpha, limit, shift = glu
+        first = k * 2 * C + (2 * c if INPUT == "interleaved" else c)
+        gate = tl.load(x + first, mask=there, other=0.0)
+        up = tl.load(x + first + (1 if INPUT == "interleaved" else C), mask=there, other=0.0)
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+        found = gate * tl.sigmoid(alpha * gate) * (up + shift)
     return found
 
 
 @triton.jit
-def _rows_kernel(
+def _multiply_kernel(
     x,
     ids,
     table,
@@ -116,58 +104,43 @@ def _rows_kernel(
     glu,
     R: tl.constexpr,
     C: tl.constexpr,
-    TYPE: tl.constexpr,
     INPUT: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TYPE: tl.constexpr,
     KIND: tl.constexpr,
     V: tl.constexpr,
     ROWS: tl.constexpr,
     G: tl.constexpr,
 ):
-    """y[k, r] = Σ W_k[r, c] · x[c] + bias_k[r] for ROWS rows of expert k."""
+    """y[k, r] = Σ W_k[r, c] · x[c] + bias_k[r] for some outputs of expert k: ROWS, or G · V of
+    W_k[c, r]."""
     k = tl.program_id(1).to(tl.int64)
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first, second, bias, _ = matrix(table, tl.load(ids + k).to(tl.int64), E)
-    total = tl.zeros([ROWS, G], tl.float32)
-    for begin in range(0, tl.where(first != 0, C, 0), G * V):
-        g = begin // V + tl.arange(0, G)
-        c = g[:, None] * V + tl.arange(0, V)[None, :]
-        values, scales = tile(first, second, r.to(tl.int64), g, r < R, C, KIND, V)
-        values *= _inputs(x, k, c, c < C, glu, C, INPUT)[None, :, :]
-        total += tl.sum(values, 2) * scales
-    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
-    tl.store(y + k * R + r, tl.sum(total, 1) + added.to(tl.float32), mask=r < R)
-
-
-@triton.jit
-def _columns_kernel(
-    x,
-    ids,
-    table,
-    E,
-    y,
-    glu,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    TYPE: tl.constexpr,
-    INPUT: tl.constexpr,
-    KIND: tl.constexpr,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,
-    G: tl.constexpr,
-):
-    """As `_rows_kernel` of W_k[c, r], for G · V outputs."""
-    k = tl.program_id(1).to(tl.int64)
-    g = tl.program_id(0) * G + tl.arange(0, G)
-    r = g[:, None] * V + tl.arange(0, V)[None, :]
-    first, second, bias, _ = matrix(table, tl.load(ids + k).to(tl.int64), E)
-    total = tl.zeros([ROWS, G, V], tl.float32)
-    for begin in range(0, tl.where(first != 0, C, 0), ROWS):
-        c = begin + tl.arange(0, ROWS)
-        values, scales = tile(first, second, c.to(tl.int64), g, c < C, R, KIND, V)
-        inputs = _inputs(x, k, c, c < C, glu, C, INPUT)
-        total += values * (scales * inputs[:, None])[:, :, None]
-    added = tl.load(bias.to(tl.pointer_type(TYPE)) + r, mask=(r < R) & (bias != 0), other=0.0)
-    tl.store(y + k * R + r, tl.sum(total, 0) + added.to(tl.float32), mask=r < R)
+    inputs = tl.where(first != 0, C, 0)
+    if TRANSPOSED:
+        g = tl.program_id(0) * G + tl.arange(0, G)
+        r = g[:, None] * V + tl.arange(0, V)[None, :]
+        sums = tl.zeros([ROWS, G, V], tl.float32)
+        for begin in range(0, inputs, ROWS):
+            c = begin + tl.arange(0, ROWS)
+            values, scales = tile(first, second, c.to(tl.int64), g, c < C, R, KIND, V)
+            scales *= _inputs(x, k, c, c < C, glu, C, INPUT)[:, None]
+            sums += values * scales[:, :, None]
+        total = tl.sum(sums, 0)
+    else:
+        r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        sums = tl.zeros([ROWS, G], tl.float32)
+        for begin in range(0, inputs, G * V):
+            g = begin // V + tl.arange(0, G)
+            c = g[:, None] * V + tl.arange(0, V)[None, :]
+            values, scales = tile(first, second, r.to(tl.int64), g, r < R, C, KIND, V)
+            values *= _inputs(x, k, c, c < C, glu, C, INPUT)[None, :, :]
+            sums += tl.sum(values, 2) * scales
+        total = tl.sum(sums, 1)
+    biases = tl.where(bias != 0, R, 0)
+    at = bias.to(tl.pointer_type(TYPE)) + r
+    total += tl.load(at, mask=r < biases, other=0.0).to(tl.float32)
+    tl.store(y + k * R + r, total, mask=r < R)
 
 
 @triton.jit
@@ -226,7 +199,7 @@ def _combine_kernel(
         if not IN_ORDER:
             place = tl.load(places + place)
         row = y + tl.where(there, place, 0) * H
-        part = tl.load(row + h, mask=(h < H) & there, other=0.0)
+        part = tl.load(row + h, mask=h < tl.where(there, H, 0), other=0.0)
         factor = tl.where(there, tl.load(w + t * K + k).to(tl.float32), 0.0)
         total += factor * part
     total = tl.where(wrong > 0, float("nan"), total)
@@ -308,17 +281,12 @@ def _multiply(
     V = WIDTHS[of.kind]
     y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
     glu = tuple(map(float, (gate or SILU)[1:]))
-    given = x, ids, of.table, len(of.table), y, glu, of.R, C
-    if of.transposed:
-        grid = triton.cdiv(of.R, ACROSS * V), K
-        kernel, sizes = _columns_kernel, (DOWN, ACROSS)
-    else:
-        G = min(WIDE // V, 64, triton.next_power_of_2(triton.cdiv(C, V)))
-        rows = min(TILE // G, ROWS)
-        grid = triton.cdiv(of.R, rows), K
-        kernel, sizes = _rows_kernel, (rows, G)
-    kernel[grid](*given, TYPES[dtype], how, of.kind, V, *sizes, num_warps=4)
+    given = x, ids, of.table, len(of.table), y, glu, of.R, C, how, of.transposed
+    G = min(WIDE // V, 64, triton.next_power_of_2(triton.cdiv(C, V)))
+    rows, G = (DOWN, ACROSS) if of.transposed else (min(TILE // G, ROWS), G)
+    grid = triton.cdiv(of.R, G * V if of.transposed else rows), K
+    _multiply_kernel[grid](*given, TYPES[dtype], of.kind, V, rows, G, num_warps=4)
     if of.escapes:
         grid = triton.cdiv(of.escapes, ESCAPES), K
-        _escapes_kernel[grid](*given, how, of.transposed, ESCAPES)
+        _escapes_kernel[grid](*given, ESCAPES)
     return y

@@ -68,8 +68,8 @@ def _attend_kernel(
     new = _turned(k, h * D + d, d < D, d, c, s, D).to(kind)
     value = tl.load(v + h * D + d, mask=d < D, other=0.0)
     first = split == 0  # has the new token, too
-    tl.store(keys + old * D + d, new, mask=(d < D) & first)
-    tl.store(values + old * D + d, value, mask=(d < D) & first)
+    tl.store(keys + old * D + d, new, mask=d < tl.where(first, D, 0))
+    tl.store(values + old * D + d, value, mask=d < tl.where(first, D, 0))
     score = tl.sum(x * new.to(tl.float32)[None, :], 1) * scaling
     largest = tl.where(first, score, float("-inf"))
     total = tl.where(first, tl.full([ROWS], 1.0, tl.float32), 0.0)

@@ -146,6 +146,7 @@ class GraphLayer(OneTokenLayer):
             )
             return None
         ours.module = module
+        ours.ran = "none"
         return ours if same else None
 
     def place(self, memory: CacheMemory | None) -> None:

@@ -23,6 +23,11 @@ class Gate(NamedTuple):
         g = g.clamp(max=self.limit)
         return g * (self.alpha * g).sigmoid() * (u.clamp(-self.limit, self.limit) + self.plus)
 
+    def of(self, h: Any) -> Any:
+        """[n, 2I] → [n, I]."""
+        halves = h.unflatten(-1, (-1, 2)).unbind(-1) if self.interleaved else h.chunk(2, -1)
+        return self(*halves)
+
 
 #: silu(gate) · up
 SILU = Gate()

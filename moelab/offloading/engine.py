@@ -542,11 +542,6 @@ class EngineSource:
                 f"this executor on a model in memory"
             ) from None
 
-    @property
-    def memory(self) -> tuple[Tensor, int]:
-        """Where experts lie: uint8 of `device`, and the bytes of a slot."""
-        return self.engine.loader.slots.memory
-
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:

@@ -40,8 +40,6 @@ from moelab.store.headers import DTYPES, NAMES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
 
-SECONDS = 10  # that a thread may take to notice that a token is over
-
 
 class Lying(NamedTuple):
     """Experts of L layers that lie in the CPU's memory as they are stored.
@@ -65,23 +63,31 @@ class Lying(NamedTuple):
         plan = kind.tag, plans(self.up, self.down, kind, self.gate)
         return plan, (self.rows, self.moves, self.home)
 
+    def compute(self, layer: int, x: Tensor, away: np.ndarray, w: Tensor) -> Tensor:
+        """Σ_k w_k · expert_k(x) as x [1, H], of the experts `away` int64 [K], −1 for others, with
+        weights w [K]; they must be there."""
+        x, w, y = x.contiguous(), w.float().contiguous(), torch.empty(x.shape)
+        where = x.data_ptr(), away, w.data_ptr(), y.data_ptr()
+        compute_there(*self.given(x.dtype), layer, *where, team())
+        return y.to(x.dtype)
+
 
 def lying(
     modules: list[SeamExperts], store: ExpertStore, home: np.ndarray, dtype: torch.dtype
 ) -> Lying | None:
     """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
     kernels cannot compute them as they lie."""
+    source = _FromZero(store)
     found = []
     alike = set()
     for of in modules:
-        of = copy.copy(of)
-        of.source = _FromZero(store)
-        gate = gate_of(of) if plain(of) else None
-        chosen = np.arange(of.num_experts)
-        if gate is None or of.source.matrices(of.layer, chosen, dtype) is None:
+        gate = gate_of(of) if plain(of) and source.reads(of.layer, dtype) else None
+        if gate is None:
             return None
-        found.append(locate(of, chosen, dtype))
-        alike.add((gate, *((one.kind, one.R, one.transposed) for one in found[-1])))
+        here = copy.copy(of)
+        here.source = source
+        found.append(locate(here, np.arange(of.num_experts), dtype))
+        alike.add((gate, of.num_experts, *((m.kind, m.R, m.transposed) for m in found[-1])))
     if len(alike) > 1:
         return None
     rows = np.stack([np.stack([one.rows for one in of]) for of in zip(*found)])
@@ -95,18 +101,23 @@ class _FromZero:
     """A source of the seam that knows where an expert's matrices lie from its first byte on."""
 
     def __init__(self, store: ExpertStore) -> None:
-        self.store = store
+        self.layers = store.layers
 
-    def matrices(
-        self, layer: int, experts: Any, dtype: torch.dtype
-    ) -> dict[str, tuple[str, np.ndarray]] | None:
-        of = self.store.layers[layer].experts
-        if {entry.dtype for entries in of for entry in entries.values()} != {NAMES.get(dtype)}:
-            return None
-        names, (codecs, *others), rows, _ = located(of, True)
-        if "" in codecs or any(other != codecs for other in others):
-            return None
-        return {name: (codec, table) for name, codec, table in zip(names, codecs, rows)}
+    def reads(self, layer: int, dtype: torch.dtype) -> bool:
+        """Whether kernels can, all experts of a layer alike."""
+        experts = self.layers[layer].experts
+        stored = {entry.dtype for entries in experts for entry in entries.values()}
+        codecs = {*located(experts, True)[1]}
+        return (
+            dtype in KINDS
+            and stored == {NAMES[dtype]}
+            and len(codecs) == 1
+            and "" not in codecs.pop()
+        )
+
+    def matrices(self, layer: int, experts: Any, dtype: torch.dtype) -> dict[str, tuple]:
+        names, codecs, rows, _ = located(self.layers[layer].experts, True)
+        return {name: (codec, table) for name, codec, table in zip(names, codecs[0], rows)}
 
 
 class Worker:
@@ -149,14 +160,8 @@ class Worker:
             serving = self.submit(_serve, box, experts, number)
             yield events
             box.end(number)
-            events += serving.result(SECONDS)
+            events += serving.result()
             box.check()
-        except TimeoutError:
-            box.stop()
-            raise RuntimeError(
-                f"the thread that computes experts where they lie is at something else than token "
-                f"{number}, for more than {SECONDS} s"
-            ) from None
         except BaseException:
             box.stop()
             raise
@@ -173,8 +178,8 @@ def _serve(box: Mailbox, experts: Lying, number: int) -> list[Event]:
         if failed := serve(*given, (ids, times), TIMER, team()):
             layer = -1 - failed
             raise RuntimeError(
-                f"layer {layer} of token {number} wants experts {ids[layer].tolist()} (−1: none) "
-                f"computed where they lie, but not all lie in the CPU's memory"
+                f"layer {layer} of token {number} wants experts {ids[layer].tolist()} (−1: none): not "
+                f"all lie in the CPU's memory, or it is another token's"
             )
     except BaseException:
         box.stop()
@@ -216,8 +221,7 @@ class Host(HostPool):
             self.hold(experts_of(store))
             self.verify = False  # nobody else can write there
             self.bandwidth = bandwidth
-        #: layer, dtype → its experts as kernels find them
-        self._lying: dict[tuple[int, torch.dtype], Lying | None] = {}
+        self._lying: dict[tuple, Lying | None] = {}  # of `lies`
 
     def close(self) -> None:
         """End the thread when it has done what it is at."""
@@ -258,8 +262,13 @@ class Host(HostPool):
         tell: Callable[[Event], object],
     ) -> Tensor:
         """What these experts contribute, [T, H]; `tell` is told when each was computed."""
+        start = time.perf_counter()
         if len(x) == 1 and (experts := self.lies(layer, x.dtype)) is not None:
-            return self._compute_one(layer.layer, experts, chosen, x, ids[0], weights[0], tell)
+            away = np.where(np.isin(ids[0], chosen), ids[0], -1)
+            y = experts.compute(0, x, away, weights[0])
+            for event in _events(layer.layer, chosen, start, time.perf_counter()):
+                tell(event)
+            return y
         here = copy.copy(layer)
         here.source = lambda *key: cast(self.tensors(*key), x.dtype)
         parts = {expert: rows for expert, *rows in assignments(ids, layer.num_experts)}
@@ -274,20 +283,8 @@ class Host(HostPool):
         return out
 
     def lies(self, layer: SeamExperts, dtype: torch.dtype) -> Lying | None:
-        key = layer.layer, dtype
+        """A layer's experts as kernels find them, if they do."""
+        key = layer.layer, dtype, gate_of(layer)
         if key not in self._lying:
-            home = self.home[layer.layer :][:1]
-            self._lying[key] = lying([layer], self.store, home, dtype)
+            self._lying[key] = lying([layer], self.store, self.home[layer.layer :][:1], dtype)
         return self._lying[key]
-
-    def _compute_one(self, layer, experts, chosen, x, ids, weights, tell) -> Tensor:
-        start = time.perf_counter()
-        x = x.contiguous()
-        w = weights.float()
-        y = torch.empty(x.shape)
-        away = np.where(np.isin(ids, chosen), ids, -1)
-        given = 0, x.data_ptr(), away, w.data_ptr(), y.data_ptr(), team()
-        compute_there(*experts.given(x.dtype), *given)
-        for event in _events(layer, chosen, start, time.perf_counter()):
-            tell(event)
-        return y.to(x.dtype)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -240,7 +240,8 @@ class Loader:
             self._used[me] = time.thread_time()
 
     def _next_read(self) -> tuple[Load, tuple[str, ...], int | None] | None:
-        """What is to be read from the disk: (load, kinds, slot of the pool to read into)."""
+        """What is to be read from the disk: (load, kinds, slot of the pool to read into, if there is
+        one)."""
         found = self.queue.next_read(lambda key: not self._near(key))
         if found is None or self.pool is None:
             return found and (*found, None)
@@ -252,16 +253,16 @@ class Loader:
         chunks = []
         error = None
         try:
-            if landing is None:
+            if self.pool is None:
                 into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             else:
-                into = {"both": self.pool.bytes(landing)}
+                into = {"both": None if landing is None else self.pool.bytes(landing)}
             chunks = self.reader.read_parts(*load.key, into)
             end = clock()
             if self.in_place and self._check_first(*chunks):
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
-            if landing is not None:
+            if self.pool is not None:
                 self.slots.land(load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
@@ -272,7 +273,7 @@ class Loader:
                 self.pool.put(load.key, landing)
             elif landing is not None:
                 self.pool.spare.append(landing)
-            elif error is None:
+            elif self.pool is None and error is None:
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
                 begin = max(start, self._served)
@@ -298,7 +299,8 @@ class Loader:
 
     def _near(self, key: ExpertKey) -> bool:
         """Whether an expert need not be read from the disk."""
-        return self.pool is not None and (key in self.pool.slots or key in self._leaving)
+        pool = self.pool
+        return pool is not None and (key in pool.slots or key in self._leaving and pool.room)
 
     def _send(self) -> None:
         """All that is in pinned memory is sent: it may be computed as soon as the GPU has been told
@@ -339,16 +341,17 @@ class Loader:
 
     def _make_way(self, load: Load) -> None:
         """A load's slot is going to be written: who has left it is taken back first, and the expert
-        itself, if it has just left another."""
-        slot = load.slots["full"]
-        for key, (left, _) in [*self._leaving.items()]:
-            if left == slot or key == load.key:
-                self._take_back(key, load.key)
+        itself, if it has just left another. Nobody who is needed now leaves for the disk."""
+        if load.key in self._leaving:
+            self._take_back(load.key)
+        for key, (slot, _) in [*self._leaving.items()]:
+            if slot == load.slots["full"]:
+                self._take_back(key, {load.key, *self.queue.demanded})
 
-    def _take_back(self, key: ExpertKey, *needed: ExpertKey) -> None:
+    def _take_back(self, key: ExpertKey, needed: Set[ExpertKey] = frozenset()) -> None:
         """Begin to copy an expert that has left its slot to the pool."""
         slot, done = self._leaving.pop(key)
-        end = self.pool.take_back(key, self.slots.full(slot), done, {*needed})
+        end = self.pool.take_back(key, self.slots.full(slot), done, needed)
         if end is not None:
             self.slots.link.leave_after(slot, end)
 
@@ -357,7 +360,7 @@ class Loader:
         with self._lock:
             for key in keys:
                 if key in self._leaving:
-                    self._take_back(key, key)
+                    self._take_back(key)
                 if (end := self.pool.coming(key)) is not None:
                     end.synchronize()
 

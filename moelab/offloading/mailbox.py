@@ -37,7 +37,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.offloading.link import host_memory
+from moelab.offloading.link import pin
+from moelab.store.reader import aligned_buffer
 
 LINE = 128  # bytes: some processors fetch two cache lines together
 #: of the addresses; the GPU's, the thread's, the driver's
@@ -69,8 +70,11 @@ class Mailbox:
             "y": 4 * H,
         }
         ends = np.cumsum([-(-size // LINE) * LINE for size in sizes.values()]).tolist()
-        self._memory = host_memory(ends[-1], torch.device(device), self)
+        self._memory = aligned_buffer(ends[-1])
         self._memory[:] = 0
+        device = torch.device(device)
+        if pin(self._memory, device, self) is None and device.type == "cuda":
+            raise MemoryError("no memory can be shared with the GPU: leave out hybrid=")
         self._begins = dict(zip(FIELDS, [0, *ends]))
         self.at = {name: self._memory.ctypes.data + at for name, at in self._begins.items()}
 

@@ -292,7 +292,7 @@ class Memory:
         workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
         if how.executes:  # all that a layer will execute is loaded while the one before computes
             workers = max(workers, store.spec.K)
-        if link is not None and room - scratch >= (store.spec.K + 2) * sizes.full:
+        if link is not None and room - scratch >= (store.spec.K + 2) * sizes.in_flight:
             ahead = max(ahead, store.spec.K - 1)  # scratch slots of a token that runs alone
         pools, staging = divide(
             room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead

@@ -120,11 +120,6 @@ class Slots:
                 parts = [memory[i : i + TOUCHED : ALIGN] for i in range(0, len(memory), TOUCHED)]
                 list(pool.map(lambda part: part.fill(0), parts))
 
-    @property
-    def memory(self) -> tuple[torch.Tensor, int]:
-        """All slots of what is computed, uint8, and the bytes of one."""
-        return self._full, self.sizes.full
-
     def tensors(
         self, slot: int, layer: int, expert: int = 0, reuse: bool = False
     ) -> dict[str, torch.Tensor]:

@@ -83,7 +83,7 @@ class HostPool(Reader):
             self._policy.shape(*self.home.shape)
         #: whose homes are read by the CPU now, so that nobody else comes there
         self.busy: Set[ExpertKey] = frozenset()
-        self._now = 0  # counts what the policy is told of
+        self._now, self._layer = 0, -1  # a step of the policy is of one layer
         self._memory: np.ndarray | None = None
         self._allocate()
 
@@ -156,9 +156,14 @@ class HostPool(Reader):
 
     # who comes and goes
 
-    def take(self) -> int:
-        """A slot for the CPU to read into, then to `put`; somebody may leave for the
-        disk. One must be left that is not being read into."""
+    @property
+    def room(self) -> bool:
+        """Whether a slot can be had, if somebody leaves for the disk."""
+        return bool(self.spare or Candidates(self.slots, self.busy))
+
+    def take(self) -> int | None:
+        """A slot for the CPU to read into, then to `put`, if one can be had; somebody may leave for
+        the disk."""
         if self._memory is None:
             self._allocate()
         slot = self._free()
@@ -230,8 +235,9 @@ class HostPool(Reader):
         self._touch(key)
 
     def _touch(self, key: ExpertKey) -> None:
+        self._now += key[0] != self._layer
+        self._layer = key[0]
         self._policy.touch(ExpertKey(*key), self._now)
-        self._now += 1
 
     def _leave(self, key: ExpertKey) -> int:
         """The slot of an expert that is here no more."""

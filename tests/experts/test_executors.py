@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from functools import partial
+from math import inf
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from moelab import open_model
 from moelab.base.registry import make
 from moelab.experts import AS_THEY_LIE, EXECUTORS
-from moelab.experts.executor import Tally, plain, silu_gated
+from moelab.experts.executor import Tally, gate_of, plain, silu_gated
 from moelab.experts.fast import Fast
 from moelab.experts.gemv import GEMV
 from moelab.models import eager, plug
@@ -196,8 +197,20 @@ def test_few_bits_are_multiplied_as_they_lie(name, layout, tokens):
     assert (len(widened) > 0) == (tokens == 300 and name != "gemv")
 
 
+@pytest.mark.parametrize(
+    "layout, gate",
+    [
+        ("gated", (False, 1, inf, 0)),
+        ("clamped", (False, 1, 10, 0)),
+        ("interleaved", (True, 1.702, 7, 1)),
+        ("ungated", None),
+    ],
+)
+def test_gates_are_found_by_their_values(layout, gate):
+    assert gate_of(case(layout=layout)[-1]) == gate
+
+
 def test_clamped_gates_are_not_taken_for_silu():
-    assert silu_gated(case()[-1]) and not silu_gated(case(layout="clamped")[-1])
     for limit in (0.5, 7.0, 30.0, 1000.0):
         for low, high in ((None, limit), (-limit, None)):
             for part in (0, 1) if high else (1,):

@@ -1,5 +1,8 @@
 """Triton's GEMV against a naive loop in fp64."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -133,3 +136,13 @@ def test_ids_of_no_expert_are_refused(wrong, triton_device, monkeypatch):
         torch.cuda.synchronize()
         executor(x, ids.clamp(0, 6), w, experts)
     assert executor(x, ids.clamp(0, 6), w, experts).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "kinds", [["int4"], pytest.param([], marks=pytest.mark.stress)], ids=["int4", "all"]
+)
+def test_kernels_compile_where_there_is_no_gpu(kinds):
+    pytest.importorskip("triton")
+    command = [sys.executable, "-m", "tests.experts.compiled", "89", *kinds]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout

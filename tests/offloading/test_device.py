@@ -41,7 +41,7 @@ def forms(tmp_path_factory):
 
 def of_those_there(up, down, x, ids, w, activate=None):
     """`naive_experts` of rows with an address."""
-    there = up.table[ids, 0] != 0
+    there = (ids < len(up.table)) & (up.table[ids.clamp(max=len(up.table) - 1), 0] != 0)
     return naive_experts(up, down, x, ids[there], w[there])
 
 
@@ -108,7 +108,7 @@ def close(got, wanted):
         ("raw", 0.6, 0.5),
         ("raw", 0.3, 0),
         ("raw", 1.0, None),
-        ("bf12", 0.6, 0.5),
+        ("bf12", 0.6, None),
         ("model", 0.6, None),
     ],
 )
@@ -122,17 +122,22 @@ def test_a_token_that_a_gpu_runs_alone(
         monkeypatch.setattr(Balance, "shares", lambda of: np.tile((share * m).astype(int), (2, 1)))
         options["hybrid"] = 1
     with opened(forms[form], memory, device, **options) as lm:
-        assert close(decode(lm), wanted)
-        assert len(opened.called) == 7  # by the first, it was prepared
+        given = (TOKENS[:, :5], 2) if form == "bf12" else (TOKENS,)  # interpreted, it takes long
+        if form == "bf12":
+            with open_model(forms["model"]) as stock:
+                wanted = decode(stock, *given)
+        assert close(decode(lm, *given), wanted)
+        n = len(wanted) - 2
+        assert len(opened.called) == n  # by the first, it was prepared
         metrics, run = lm.moelab.metrics(), lm.moelab.run
-        assert metrics.paths["token"] == 7
+        assert metrics.paths["token"] == n
         assert metrics.python_per_layer >= 0
         assert sum(metrics.hits.values()) + metrics.misses == sum(
             len(of) for step in run.steps for _, of in step
         )
         tokens = [event for event in run.timeline if event.resource == "host"]
         assert bool(tokens) == (share is not None)
-        again = replay(run, device="a100-80gb")
+        again = replay(run)
         assert again.counters == lm.moelab.residency.counters
         assert {*lm.moelab.engine.loader.queue.held} == {*lm.moelab.residency.resident(State.FULL)}
 

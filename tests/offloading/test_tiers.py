@@ -19,6 +19,7 @@ from moelab.offloading.offload import host_slots
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
+from tests.depth import depth
 from tests.models import tiny
 from tests.offloading.links import Delayed
 from tests.offloading.test_offload import generate
@@ -199,6 +200,31 @@ def test_after_an_error_the_experts_are_what_they_were(seed, opened, folders, mo
                 generate(lm)
         for got, wanted in zip(generate(lm), reference):
             assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("seed", range(depth(4, 60)))
+def test_in_any_setting_each_expert_is_in_one_place(seed, opened, folders, monkeypatch):
+    chance, reference = random.Random(seed), open_model(folders[0])
+    slots, policies = chance.choice([4, 5, 8, 99]), [name for name in POLICIES if name != "belady"]
+    how = {
+        "cache": chance.choice(policies),
+        "scope": chance.choice(["model", "layer"]),
+        "prefetch": chance.choice(["none", "router"]),
+        "staging": chance.choice([None, 1, 3]),
+    }
+    with opened(chance.choice([0.3, 0.5, 0.8]), slots * 8192, seed, **how) as lm:
+        for prompt in chance.sample([1, 9, 40], 2):
+            given = {"seed": seed, "prompt": prompt, "new": 5}
+            for got, wanted in zip(generate(lm, **given), generate(reference, **given)):
+                assert torch.equal(got, wanted)
+        loader = lm.moelab.engine.loader
+        pool, held = loader.pool, {key for key, of in loader.queue.held.items() if "full" in of}
+        assert not held & pool.slots.keys()
+        assert (
+            len({*pool.slots.values(), *pool.spare})
+            == pool.count
+            == len(pool.slots) + len(pool.spare)
+        )
 
 
 @pytest.mark.parametrize("host", ["auto", 0.3])
