@@ -79,8 +79,8 @@ class DeviceTables:
         self.kernels, self.mail = device_triton, mailbox_triton
         self.loader, self.where, self.box, self.worker = loader, where, box, worker
         self.K = K = box.K
-        self._memory, self._slot = loader.slots.memory
-        self.device = device = self._memory.device
+        self._first, self._slot = loader.slots.full(0).data_ptr(), loader.slots.sizes.full
+        self.device = device = loader.slots.device
         self.L, E = L, E = where.home.shape
         sizes = [L * E, L * E, L * (K + 1), 3, K, loader.slots.count["full"]]
         bounds = [0, *accumulate(sizes)]
@@ -320,8 +320,8 @@ class DeviceTables:
             self.fields.table[key] = 0
 
     def _address(self, slot: int) -> int:
-        return self._memory.data_ptr() + slot * self._slot
+        return self._first + slot * self._slot
 
     def _place(self, address: int) -> int:
         """The slot there; less than 0 for none."""
-        return (address - self._memory.data_ptr()) // self._slot
+        return (address - self._first) // self._slot

@@ -21,6 +21,7 @@ from moelab.offloading.engine import Cancelled
 from moelab.offloading.hybrid import Balance
 from moelab.simulation.simulator import replay
 from tests.fast.test_graphs import NAIVE, naive_attention, naive_experts
+from tests.gpus import compiled
 from tests.models import tiny
 from tests.offloading.links import Delayed
 from tests.offloading.test_link import DEVICES
@@ -122,11 +123,12 @@ def test_a_token_that_a_gpu_runs_alone(
         monkeypatch.setattr(Balance, "shares", lambda of: np.tile((share * m).astype(int), (2, 1)))
         options["hybrid"] = 1
     with opened(forms[form], memory, device, **options) as lm:
-        given = (TOKENS[:, :5], 2) if form == "bf12" else (TOKENS,)  # interpreted, it takes long
+        given = (TOKENS[:, 8:13], 2) if form == "bf12" else (TOKENS,)  # interpreted, it takes long
         if form == "bf12":
             with open_model(forms["model"]) as stock:
                 wanted = decode(stock, *given)
-        assert close(decode(lm, *given), wanted)
+        got = decode(lm, *given)
+        assert close(got, wanted)
         n = len(wanted) - 2
         assert len(opened.called) == n  # by the first, it was prepared
         metrics, run = lm.moelab.metrics(), lm.moelab.run
@@ -300,3 +302,20 @@ def test_without_a_graph_of_the_whole_it_says_so(forms, wanted, opened, monkeypa
             assert close(decode(lm), wanted)
         assert not opened.called
         assert lm.moelab.metrics().paths == {"layer": 8}
+
+
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """The experts are copied by wide loads, without a mask."""
+    code = """
+from moelab.offloading.device_triton import Tables, assign, stamp, fetch, _fetch_kernel, _stamp_kernel
+of = [torch.zeros(n, 4, dtype=torch.int64) for n in (8,) * 12]
+of[0] = torch.zeros(8, dtype=torch.int64)
+assign(torch.zeros(4, dtype=torch.int64), Tables(*of, torch.zeros(4, dtype=torch.int64)))
+fetch(torch.zeros(3, 4, dtype=torch.int64))
+_stamp_kernel[(1,)](torch.zeros(1, dtype=torch.int64), num_warps=1)
+"""
+    made = compiled(code, tmp_path)
+    assert {*made} == {"_assign_kernel", "_fetch_kernel", "_stamp_kernel"}
+    assert "ld.global.v4.b32" in made["_fetch_kernel"]
+    assert "st.global.v4.b32" in made["_fetch_kernel"]
+    assert "%globaltimer" in made["_stamp_kernel"]
