@@ -24,7 +24,8 @@ from moelab.kernels.tiles_triton import TYPES, WIDTHS, escapes, instead, weights
 
 ROWS = 16, 128  # of a block: at least, as tensor cores have it, and at most
 COLUMNS = 64  # outputs of a block
-GROUPS = {32: 2, 16: 4, 8: 8, 4: 8}  # of a tile, by the weights of each
+DEEP = 64  # inputs of a tile at most, and groups of them
+GROUPS = 8
 
 
 @triton.jit
@@ -37,6 +38,22 @@ def _between(first, second, count, begin, end):
         low += tl.sum((there & (at < begin)).to(tl.int32), 0)
         high += tl.sum((there & (at < end)).to(tl.int32), 0)
     return low, high
+
+
+@triton.jit
+def _lacking(
+    first, second, count, k, high, r, R: tl.constexpr, C: tl.constexpr, ACROSS: tl.constexpr
+):
+    """(inputs c [32], whether there are such, weights fp32 [32, outputs r]) of the escapes k to
+    k + 15, below `high`, each as its weight and as what was multiplied in its place."""
+    j = tl.arange(0, 32)
+    at, value, there = escapes(first, second, count, k + j % 16)
+    there &= k + j % 16 < high
+    output = at % R if ACROSS else at // C
+    value = tl.load(value, mask=there, other=0.0).to(tl.float32)
+    value = tl.where(j < 16, value, -instead(first))
+    mine = there[:, None] & (output[:, None] == r[None, :])
+    return at // R if ACROSS else at % C, there, tl.where(mine, value[:, None], 0.0)
 
 
 @triton.jit
@@ -87,16 +104,8 @@ def _multiply_kernel(
         low, high = 0, count.to(tl.int32)
         if not TRANSPOSED:  # they are sorted by output
             low, high = _between(first, second, count, begin * C, (begin + COLUMNS) * C)
-        j = tl.arange(0, 32)
-        lacks = -instead(first)
         for k in range(low, high, 16):
-            at, value, there = escapes(first, second, count, k + j % 16)
-            there &= k + j % 16 < high
-            output = at % R if TRANSPOSED else at // C
-            c = at // R if TRANSPOSED else at % C
-            value = tl.where(j < 16, tl.load(value, mask=there, other=0.0).to(tl.float32), lacks)
-            mine = there[:, None] & (output[:, None] == r[None, :])
-            w = tl.where(mine, value[:, None], 0.0)
+            c, there, w = _lacking(first, second, count, k, high, r, R, C, TRANSPOSED)
             mask = live[:, None] & there[None, :]
             a = tl.load(x + t[:, None] * C + c[None, :], mask=mask, other=0.0)
             total = tl.dot(a.to(DOT), w.to(TYPE).to(DOT), total, input_precision="ieee")
@@ -159,7 +168,7 @@ def _multiply(
     y = torch.empty(len(order), of.R, dtype=dtype, device=x.device)
     # The interpreter multiplies bits of bf16.
     kinds = TYPES[x.dtype], TYPES[x.dtype if x.is_cuda else torch.float32]
-    how = K > 0, of.transposed, of.kind, V, GROUPS[V], rows, COLUMNS
+    how = K > 0, of.transposed, of.kind, V, min(DEEP // V, GROUPS), rows, COLUMNS
     grid = triton.cdiv(of.R, COLUMNS), len(blocks)
     given = x, order, blocks, of.table, len(of.table), y, K, of.R, C
     _multiply_kernel[grid](*given, *kinds, *how, num_warps=8 if rows > 64 else 4)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -149,7 +149,8 @@ class GEMV(Sorted):
             return None
         gate = gate_of(experts)
         up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
-        activate = None if gate else experts.activate
+        there = ref(experts)  # as banks are kept as long as it lives
+        activate = None if gate else lambda h: there().activate(h)
 
         def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
             several = ids.dim() > 1

@@ -187,8 +187,8 @@ def _combine_kernel(
 ):
     """out[t] = Σ_k w[t, k] · y[place of the choice], in the order of k; NaN for a token with an id
     that there is not, of which `refused` tells."""
-    t = tl.program_id(1).to(tl.int64)
-    h = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    t = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
     wrong = 0
     for k in range(0, K):
@@ -219,7 +219,7 @@ def feed_forward(
     """Σ_k w_k · down_k(gated(up_k(x))) as x, of the K experts of these ids; E for none.
 
     activate : of fp32 [K, R of up], in the place of up's gate."""
-    x = x.contiguous()
+    x, ids = x.contiguous(), ids.contiguous()
     between = _multiply(up, x, ids, x.shape[1], "x", x.dtype)
     if activate is None:
         C, how = up.R // 2, "interleaved" if up.gate.interleaved else "gated"
@@ -243,7 +243,7 @@ def combine(
     given = y, ids, ids if places is None else places, w.contiguous(), out
     refused = _refused(y.device).data_ptr()
     columns = min(COLUMNS, triton.next_power_of_2(H))
-    grid = triton.cdiv(H, columns), T
+    grid = T, triton.cdiv(H, columns)
     _combine_kernel[grid](*given, refused, E, K, H, places is None, columns)
     return out
 

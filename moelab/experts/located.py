@@ -29,6 +29,9 @@ def locate(
         if getattr(getattr(experts.source, "device", None), "type", "cpu") != device:
             return None
         if (found := find(experts.layer, chosen.tolist(), dtype)) is not None:
+            packed = any(codec != "raw" for codec, _ in found.values())
+            if packed and experts.has_bias and device == "cpu" and dtype != torch.bfloat16:
+                return None  # numba's kernels take biases beside packed weights for bf16
             return _matrices(experts, found, experts.shapes, dtype, found)
     suffixes = ("", "_bias") if experts.has_bias else ("",)
     parts = [name + suffix for name in names(experts) for suffix in suffixes]

@@ -21,25 +21,19 @@ have the same exponents but for a factor, which denormals need no branch for."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from moelab.kernels.products import KINDS, PACKED
-from moelab.kernels.vectors import Kind
+from moelab.kernels.vectors import BLOCK, Kind
 
 #: kind → its name in kernels
 NAMES: dict[Kind, str] = {kind: name for name, kind in PACKED.items()}
 NAMES |= {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
-#: name → weights that a lane loads at a time
-WIDTHS = {"float32": 4, "bfloat16": 8, "float16": 8} | {"bf12": 16, "int8": 16, "fp8": 16}
-WIDTHS |= {"int4": 32, "mxfp4": 32}
+#: name → weights that a lane loads at a time, 16 bytes
+WIDTHS = {name: 16 * BLOCK // kind.size for kind, name in NAMES.items()}
 #: torch's types of weights → Triton's
-TYPES = {
-    torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16,
-    torch.float16: tl.float16,
-}
+TYPES = {dtype: getattr(tl, NAMES[kind]) for dtype, kind in KINDS.items()}
 
 
 @triton.jit

@@ -112,19 +112,17 @@ class Balance:
     """Decides layer by layer which experts are computed where they lie.
 
     sizes : [L][E] of bytes that an expert's reads transfer.
-    rates : to go by, one for each forward pass, None in those that compute nothing where it lies; by
-        default what has been measured until then.
+    rates : to go by, one for each forward pass; by default what has been measured until then.
     K : experts of a token, where a GPU runs whole tokens.
     """
 
     def __init__(
         self,
         sizes: Sequence[Sequence[tuple[int, ...]]],
-        rates: Iterable[Rates | None] | None = None,
+        rates: Iterable[Rates] | None = None,
         K: int = 0,
     ) -> None:
-        self.sizes, self.K = sizes, K
-        self.rates: Rates | None = Rates()
+        self.sizes, self.rates, self.K = sizes, Rates(), K
         self._mean = np.array([fmean(map(sum, of)) for of in sizes])
         self._token: np.ndarray | None = None  # `shares` of a token's pass
         self._given = None if rates is None else iter(rates)
@@ -132,7 +130,7 @@ class Balance:
         #: layer → its experts that are computed near, and far
         self._placed: dict[int, tuple[list[Wanted], list[Wanted]]] = {}
 
-    def begin_forward(self, token: bool = False) -> Rates | None:
+    def begin_forward(self, token: bool = False) -> Rates:
         """What decides in this forward pass; of a `token` that a GPU runs alone, `shares` does."""
         if self._given is not None:
             self.rates = next(self._given)
@@ -161,8 +159,6 @@ class Balance:
 
     def away(self, layer: int, tokens: Mapping[int, int], there: Collection[int]) -> set[int]:
         """The experts of {expert: tokens} to compute where they lie; `there` are in near memory."""
-        if self.rates is None:
-            return set()
         sizes = self.sizes[layer]
         wanted = [Wanted(e, n, 0 if e in there else sum(sizes[e])) for e, n in tokens.items()]
         if self._token is None:
@@ -177,8 +173,6 @@ class Balance:
     def end_forward(self, events: Iterable[Event]) -> None:
         """What happened in the forward pass: the next one is decided by it, too. An event without an
         expert is of all that was sent, or computed near, in the layer."""
-        if self.rates is None:
-            return
         took: dict[int, float] = defaultdict(float)
         for event in events:
             seconds = event.end - event.start

@@ -75,7 +75,9 @@ class SimulatedMachine:
         self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
         self.alone = False
         self._lacking = 0  # experts of the step that are not there
-        self._coming: list[ExpertKey] = []  # what is copied while nothing else is
+        # what is to be copied while nothing else is, and what is or was
+        self._coming: list[ExpertKey] = []
+        self._come: list[ExpertKey] = []
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
@@ -136,14 +138,17 @@ class SimulatedMachine:
 
     def beside(self, keys: Iterable[ExpertKey]) -> None:
         """Experts come to stay, as far as nothing else has to come."""
-        self._coming = [*keys]
+        self._coming, self._come = [*keys], [*keys]
 
     def settle(self) -> None:
-        """Wait for them."""
+        """Wait for them; those that a layer has not fetched to stay get slots now."""
         while self._coming or not self._disk_free:
             self._start()
             self.now = self._running[0][0]
             heappop(self._running)[2]()
+        for key in self._come:
+            if key not in self.queue.held:
+                self.queue.keep(key, self.queue.free["full"][0])
         self._wait(self.now)
 
     def finish(self) -> None:
@@ -180,8 +185,6 @@ class SimulatedMachine:
 
         def then() -> None:
             self._disk_free = True
-            if key not in self.queue.held:  # else its layer has fetched it
-                self.queue.keep(key, self.queue.free["full"][0])
 
         copied = Event(self._source, "read", *key, self.now, self.now + seconds, nbytes)
         self._begin(DISK, copied, then)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,10 +261,7 @@ def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance 
     """What decided in a run, or would on a card."""
     if not any(run.rates):
         return None
-    rates = run.rates
-    if device is not None:
-        of_card = _beside(_card(device), run)
-        rates = [of_card if of else None for of in rates]
+    rates = run.rates if device is None else repeat(_beside(_card(device), run))
     return Balance(run.settings.experts_bytes, rates, run.settings.spec.K)
 
 

@@ -75,7 +75,7 @@ def run_of(
         None: all of them. A share needs no sizes.
     pools : in place of it.
     alone : whether it is a GPU that runs each decoded token without asking the host.
-    hybrid : whether the CPU computes some of such a token's where they lie, at rates of a device.
+    hybrid : whether some experts are computed where they lie, at rates that a device says.
 
     Raises ValueError: a trace without routing; a budget that is none; one in bytes where the
     experts' sizes are not known."""
@@ -102,7 +102,7 @@ def run_of(
     run.steps, run.predictions = steps, [[] for _ in steps]
     paths = {"decode": "token"} if alone else {}
     run.forwards = [one._replace(path=paths.get(one.phase, "none")) for one in forwards]
-    run.rates = [Rates() if hybrid and one.path == "token" else None for one in run.forwards]
+    run.rates = [Rates() if hybrid else None for _ in steps]
     return run
 
 

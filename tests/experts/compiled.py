@@ -6,6 +6,7 @@ as what a process has loaded of Triton either compiles or interprets.
 
 import os
 import sys
+from types import SimpleNamespace
 
 os.environ["TRITON_INTERPRET"] = "0"
 
@@ -79,8 +80,29 @@ def blobs(name):
     unpack(codec, torch.from_numpy(packed), w)
 
 
+def token_path():
+    """The kernels of a token that a GPU runs alone, of E experts, K of them chosen."""
+    from moelab.offloading import device_triton, mailbox_triton
+
+    E, K = 8, 4
+    sizes = [E], [E], [K + 1], [6], [K], [2], [2, E, 4], [2, 4], [E], [2, K, 4], [3, K], [2, K], [K]
+    tables = device_triton.Tables(*(torch.zeros(of, dtype=torch.int64) for of in sizes))
+    device_triton.assign(tables.away, tables)
+    device_triton.fetch(tables.jobs)
+    one = tables.sizes[:1]
+    device_triton._stamp_kernel[(1,)](one, num_warps=1)
+    names = "posted", "x", "away", "w", "done", "y", "stop", "late"
+    at = dict.fromkeys(names, 1 << 40)
+    for H, dtype in ((2048, torch.bfloat16), (2880, torch.float16), (64, torch.float32)):
+        box = SimpleNamespace(at=at, L=4, H=H, K=K, patience=1 << 20)
+        x, w = torch.zeros(1, H, dtype=dtype), torch.zeros(K, dtype=dtype)
+        mailbox_triton.post(box, one, 2, x, tables.away, w)
+        mailbox_triton.take(box, one, 2, tables.away, x)
+
+
 if __name__ == "__main__":
     found = compile_instead_of_running(int(sys.argv[1]))
+    token_path()
     for kind in sys.argv[2:] or WIDTHS:
         for transposed in (False, True):
             if not transposed or kind not in FEW:

@@ -108,8 +108,8 @@ def test_on_a_gpu_each_decoded_token_goes_alone_and_the_cpu_takes_its_share():
     assert link.metrics().paths == {"token": 14} and link.counters.away == 0
     assert both.counters.away > 0 and both.tpot < link.tpot
     assert both.metrics().link_bytes < link.metrics().link_bytes
-    alone = moelab.simulate(trace, memory="25%", device="m2-max", hybrid=True)
-    assert alone.counters.away == 0 and alone.metrics().paths == {"none": 14}  # no GPU, no link
+    with pytest.raises(ValueError, match="no memory beside it"):
+        moelab.simulate(trace, memory="25%", device="m2-max", hybrid=True)
     with pytest.raises(ValueError, match="pools="):
         moelab.simulate(run_of(trace), hybrid=True, device="rtx-4090")
 
