@@ -2,10 +2,7 @@
 no GPU) and the thread that answers, against a naive loop and against each other's slow doubles."""
 
 import contextlib
-import json
 import os
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,6 +19,7 @@ from moelab.kernels.products import KINDS, Matrices
 from moelab.offloading.host import Lying, Worker
 from moelab.offloading.mailbox import Mailbox
 from moelab.offloading.mailbox_triton import post, take
+from tests.gpus import compiled
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 L, E, K, H, I = 3, 5, 2, 48, 16
@@ -280,24 +278,19 @@ def test_a_forked_process_has_a_thread_of_its_own(worker):
 
 
 COMPILED = """
-import json
-from tests.experts.compiled import compile_instead_of_running, torch
 from moelab.offloading.mailbox import Mailbox
 from moelab.offloading.mailbox_triton import post, take
 
 box, count, x = Mailbox(36, 4, 2880, torch.bfloat16), torch.tensor([1]), torch.zeros(1, 2880).bfloat16()
 away, w = torch.zeros(4, dtype=torch.int64), torch.zeros(4).bfloat16()
-found = compile_instead_of_running(90)
 post(box, count, 3, x, away, w)
 take(box, count, 3, away, x)
-print(json.dumps([made.asm["ptx"] for _, made in found]))
 """
 
 
 def test_words_are_loaded_and_stored_as_the_protocol_wants_it(tmp_path):
-    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    made = subprocess.check_output([sys.executable, "-c", COMPILED], env=env, text=True)
-    post, take = json.loads(made.splitlines()[-1])
+    made = compiled(COMPILED, tmp_path)
+    post, take = made["_post_kernel"], made["_take_kernel"]
     assert post.count("st.release.sys") == 1 and "ld.acquire" not in post
     letter, _, word = post.partition("st.release.sys")
     assert "st.global" in letter and "bar." in letter and "st.global" not in word
