@@ -65,10 +65,11 @@ class Lying(NamedTuple):
 
     def compute(self, layer: int, x: Tensor, away: np.ndarray, w: Tensor) -> Tensor:
         """Σ_k w_k · expert_k(x) as x [1, H], of the experts `away` int64 [K], −1 for others, with
-        weights w [K]; they must be there."""
+        weights w [K]. LookupError if one is not there."""
         x, w, y = x.contiguous(), w.float().contiguous(), torch.empty(x.shape)
         where = x.data_ptr(), away, w.data_ptr(), y.data_ptr()
-        compute_there(*self.given(x.dtype), layer, *where, team())
+        if not compute_there(*self.given(x.dtype), layer, *where, team()):
+            raise LookupError(f"not all of the experts {away.tolist()} lie in the CPU's memory")
         return y.to(x.dtype)
 
 

@@ -1,5 +1,6 @@
 """Experts computed where they lie against a loop in double precision, as they are stored."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -51,5 +52,8 @@ def test_a_tokens_experts_are_those_of_a_loop(name, dtype, codec, quantize, tmp_
             assert got.dtype == dtype and got.shape == x.shape
             assert (got - wanted).norm() < {torch.float32: 1e-5}.get(dtype, 1e-2) * wanted.norm()
             assert [(e.layer, e.expert) for e in events] == [(layer.index, e) for e in chosen]
-            assert host.lies(seam, dtype)
+            where = host.lies(seam, dtype)
+            gone = where._replace(home=where.home * (np.arange(seam.num_experts) != chosen[0]))
+            with pytest.raises(LookupError):
+                gone.compute(0, x, ids[0].numpy(), weights[0])
     host.close()
