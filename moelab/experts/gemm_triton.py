@@ -57,7 +57,7 @@ def _lacking(
 
 
 @triton.jit
-def _multiply_kernel(
+def _grouped_kernel(
     x,
     order,
     blocks,
@@ -166,10 +166,10 @@ def _multiply(
     C = x.shape[1]
     V = WIDTHS[of.kind]
     y = torch.empty(len(order), of.R, dtype=dtype, device=x.device)
-    # The interpreter multiplies bits of bf16.
-    kinds = TYPES[x.dtype], TYPES[x.dtype if x.is_cuda else torch.float32]
+    # The interpreter would multiply bf16's bits.
+    kinds = TYPES[x.dtype], tl.float32 if triton.knobs.runtime.interpret else TYPES[x.dtype]
     how = K > 0, of.transposed, of.kind, V, min(DEEP // V, GROUPS), rows, COLUMNS
     grid = triton.cdiv(of.R, COLUMNS), len(blocks)
     given = x, order, blocks, of.table, len(of.table), y, K, of.R, C
-    _multiply_kernel[grid](*given, *kinds, *how, num_warps=8 if rows > 64 else 4)
+    _grouped_kernel[grid](*given, *kinds, *how, num_warps=8 if rows > 64 else 4)
     return y

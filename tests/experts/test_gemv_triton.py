@@ -1,9 +1,5 @@
 """Triton's GEMV against a naive loop in fp64."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -14,8 +10,8 @@ from moelab.experts.executor import gate_of
 from moelab.kernels.gates import SILU, Gate
 from tests.experts import toy
 from tests.experts.banks import FEW, PLAIN, make, naive
+from tests.gpus import compiled
 
-ROOT = Path(__file__).parents[2]
 GPT_OSS = Gate(True, 1.702, 7.0, 1.0)
 GATES = {"silu": SILU, "clamped": Gate(limit=0.5), "gpt-oss": GPT_OSS, "relu": None}
 
@@ -140,11 +136,41 @@ def test_ids_of_no_expert_are_refused(wrong, triton_device, monkeypatch):
     assert executor(x, ids.clamp(0, 6), w, experts).isfinite().all()
 
 
+COMPILED = """
+from moelab.experts import gemm_triton, gemv_triton
+from moelab.store import bf12, fewbit, unpack_triton
+from tests.experts.banks import FEW, PLAIN, make
+
+for kind in KINDS:
+    dtype = PLAIN.get(kind, torch.bfloat16)
+    for transposed in {False, kind not in FEW}:
+        given = "cpu", dtype, transposed, True
+        made_ = [make(kind, 3, *of, *given) for of in ((128, 128), (128, 64))]
+        up, down = (gemv_triton.bank(of.of, of.table) for of in made_)
+        x, w = torch.zeros(300, 128, dtype=dtype), torch.ones(300, 2)
+        ids = torch.zeros(300, 2, dtype=torch.int64)
+        for T in (2, 300):
+            gemm_triton.feed_forward(up, down, x[:T], ids[:T], w[:T])
+        gemv_triton.feed_forward(up, down, x[:1], ids[0], w[0])
+    if kind not in PLAIN:
+        codec = bf12.CODEC if kind == "bf12" else fewbit.find_format(kind)
+        w = torch.linspace(-1, 1, 64 * 128).view(64, 128).bfloat16()
+        blob = bf12.pack(w) if kind == "bf12" else codec.compress(w)
+        unpack_triton.unpack(codec, torch.from_numpy(blob), w)
+"""
+
+
 @pytest.mark.parametrize(
-    "kinds", [["int4"], pytest.param([], marks=pytest.mark.stress)], ids=["int4", "all"]
+    "kinds, capability",
+    [
+        (("int4",), 89),
+        pytest.param((*PLAIN, "bf12", *FEW), 80, marks=pytest.mark.stress),
+        pytest.param((*PLAIN, "bf12", *FEW), 90, marks=pytest.mark.stress),
+    ],
+    ids=["int4", "all-80", "all-90"],
 )
-def test_kernels_compile_where_there_is_no_gpu(kinds):
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "tests.experts.compiled", "89", *kinds]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:] + done.stdout
+def test_kernels_compile_for_a_gpu(kinds, capability, tmp_path):
+    made = compiled(COMPILED.replace("KINDS", repr(kinds)), tmp_path, capability)
+    assert {"_multiply_kernel", "_grouped_kernel", "_combine_kernel", "_unpack_kernel"} <= {*made}
+    assert "ld.global.v4.b32" in made["_multiply_kernel"]  # 16 bytes a lane
+    assert "mma" in made["_grouped_kernel"]
