@@ -13,7 +13,7 @@ from moelab.base.specs import Event
 def check(events: Iterable[Event]) -> list[str]:
     """What is impossible about a timeline, in words; [] for a sound one.
 
-    No event ends before it starts, reads carry bytes and nothing else does, only compute waits, and
+    No event ends before it starts, what is read or sent has bytes and nothing else does, only compute waits, and
     no resource does two things at once. Events that touch do not overlap; an event of no duration
     overlaps nothing."""
     problems, by_resource = [], defaultdict(list)
@@ -22,9 +22,9 @@ def check(events: Iterable[Event]) -> list[str]:
             math.isfinite(event.start) and math.isfinite(event.end) and event.start <= event.end
         ):
             problems.append(f"{event} does not end after it starts")
-        if (event.bytes > 0) != event.kind.startswith("read"):
-            problems.append(f"{event}: reads have bytes, other events have none")
-        if event.kind == "wait" and event.resource != "compute":
+        if (event.bytes > 0) != event.kind.startswith(("read", "send")):
+            problems.append(f"{event}: reads and what is sent have bytes, other events none")
+        if event.kind == "wait" and "compute" not in event.resource:
             problems.append(f"{event}: only compute waits")
         if event.end > event.start:
             by_resource[event.resource].append(event)

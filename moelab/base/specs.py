@@ -52,10 +52,10 @@ class State(StrEnum):
 class Event(NamedTuple):
     """One thing that one resource did, in seconds of the real clock or of a simulated one.
 
-    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute"; "ane", or what
-        stands for it.
+    resource : "disk" or, from pinned memory to a GPU, "link"; "worker 0" …, "compute"; "gpu", which
+        recovers, and "gpu compute", which waits for a link; "ane", or what stands for it.
     layer, expert : −1 for none, or for several experts at once.
-    kind : "read E", "read SM", "read", "decompress", "recover", "decode" (both in one), "expert",
+    kind : "read E", "read SM", "read", "send" (planes that were read), "decompress", "recover", "decode" (both in one), "expert",
         "other" (attention, router, norms …), "wait" (compute has nothing that is ready); of prompts
         by `moelab.ane`, "launch" (a group of experts), and "attention", "router", "gather",
         "scatter" apart from the other.

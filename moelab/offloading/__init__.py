@@ -6,7 +6,7 @@
     step            decides and loads; the simulator calls it, too
     load_queue      the life of a load: who gets which slot, what is read and decoded next; no threads
     loading         the threads that read and decode what the queue hands out
-    decoders        what a worker does to a compressed tensor
+    decoders        what a worker does to a compressed tensor, and on its way to a GPU
     slots, link     the memory; copies to a GPU's
     prompts         several tokens on a GPU: many experts in a call; what chunks of a prompt cost
     hybrid, host    which experts are computed where they lie instead of being sent; what computes them

@@ -1,28 +1,45 @@
-"""What a worker does to a compressed tensor, in one stage or, on the CPU, in two.
+"""What a worker does to a compressed tensor: decompress its exponents, and recover it.
 
-Source: ZipMoE §3.3 and §4. There recovery is a kernel of the GPU; here, what goes to a GPU is
-joined before it is sent, as many bytes. A decoder belongs to one worker and returns when the tensor
-is in its place."""
+Source: ZipMoE §3.3 (recovery is a kernel of the GPU, beside decompression by the CPU) and §4 (chunks
+are read into pinned memory). The paper's board has one memory for both. Here a GPU has its own, in
+which the experts of pool F lie; what is kept of the pools C, S and E, compressed, lies in pinned
+memory of the CPU, as read. SM-chunks go over the link while exponents are decompressed into pinned
+memory, too, and follow them; recovery is behind both on the link's stream. So as many bytes cross
+the link as the expert has.
+
+A decoder takes (operation of `USES`, the chunks it uses, piece, load); on a GPU it returns when the
+GPU has been told so."""
 
 from __future__ import annotations
 
+import threading
+import warnings
+from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib.util import find_spec
+from typing import Any
 
+import numpy as np
 import torch
 
-from moelab.offloading.link import Link, host_memory
-from moelab.offloading.load_queue import USES, Piece
-from moelab.offloading.slots import Slots
-from moelab.store.reader import Chunks, decode_tensor
+from moelab.offloading.link import host_memory
+from moelab.offloading.load_queue import USES, Load, Phase, Piece
+from moelab.offloading.slots import Slots, places
+from moelab.store import bits
+from moelab.store.bits import as_bytes
+from moelab.store.codec import RAW
+from moelab.store.codecs import unpack_plane
+from moelab.store.headers import DTYPES
+from moelab.store.reader import Chunks, decode_tensor, named
 from moelab.store.stages import decompress, recover
 
 #: an operation of `load_queue.USES` → what does it, with the chunks that it uses
 OPERATIONS = {"decompress": decompress, "recover": recover, "decode": decode_tensor}
 
 
-def on_cpu(
-    kind: str, chunks: dict[str, Chunks], piece: Piece, out: torch.Tensor, slot: int
-) -> None:
+def on_cpu(kind: str, chunks: dict[str, Chunks], piece: Piece, out: torch.Tensor) -> None:
     """Both stages, or one of them, into memory of the CPU.
 
     kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged
@@ -34,23 +51,155 @@ def on_cpu(
     OPERATIONS[kind](*chunks.values(), name, out, shard)
 
 
-class OnCuda:
-    """Both stages into pinned memory of the CPU, which is then copied to the GPU."""
+@dataclass(eq=False)
+class Passage:
+    """Where an expert passes on its way to a GPU. A tensor of N weights has 2N bytes at its place in
+    a slot: for sign-mantissa bytes, then for exponents.
 
-    def __init__(self, link: Link) -> None:
-        self._link, self._host = link, torch.empty(0, dtype=torch.uint8)
+    host : pinned memory, that is decompressed into.    there : the GPU's; None: what is joined is
+        copied when it is.    sent : tensors whose sign-mantissa bytes are there.
+    reads : events, each after the GPU has read something of `host`.
+    """
 
-    def __call__(
-        self, kind: str, chunks: dict[str, Chunks], piece: Piece, out: torch.Tensor, slot: int
-    ) -> None:
-        if self._host.numel() < out.nbytes:
-            self._host = torch.from_numpy(host_memory(out.nbytes, out.device, self))
-        decoded = self._host[: out.nbytes].view(out.dtype).view(out.shape)
-        decode_tensor(chunks["e"], chunks["sm"], piece.tensor, decoded)
-        with self._link.into(slot):
-            out.copy_(decoded, non_blocking=True)
+    host: torch.Tensor
+    there: torch.Tensor | None
+    sent: set[str] = field(default_factory=set)
+    reads: list[Any] = field(default_factory=list)
 
 
-def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], Piece, torch.Tensor, int], None]:
-    """What one worker decodes with, into a slot's tensor."""
-    return on_cpu if slots.link is None else OnCuda(slots.link)
+class OnGPU:
+    """One for all threads: those that read `announce` SM-chunks, and `wait_for` slots.
+
+    There are as many passages as experts are under way at a time, the first ones in memory of the
+    GPU, too, which staging has counted."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots, self._link = slots, slots.link
+        self._lock = threading.Lock()
+        self._passages: dict[Load, Passage] = {}
+        self._spare: list[Passage] = []
+        self._made = 0
+        self._reads: dict[int, list[Any]] = defaultdict(list)  # slot "sm" → as `Passage.reads`
+
+    def __call__(self, kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
+        """As `on_cpu`, into the load's slot of the GPU."""
+        name, shard = piece
+        begin, end, entry = places(next(iter(chunks.values())).entries, False)[0][name]
+        passage = self._passage(load)
+        host = passage.host[begin:end]
+        slot = load.slots["full"]
+        out = self._slots.full(slot)[begin:end]
+        if not (entry.shards and recovers(self._slots.device)):
+            whole = host.view(DTYPES[entry.dtype]).view(entry.shape)
+            decode_tensor(*chunks.values(), name, whole)
+            passage.reads.append(self._copy(load, host, out, slot))
+            return
+        part = slice(0, entry.n) if shard is None else slice(*entry.bounds(shard))
+        sm, e = host.view(2, entry.n)[:, part]
+        there = None if passage.there is None else passage.there[begin:end].view(2, -1)[:, part]
+        if "sm" in chunks:
+            self.announce(load, chunks["sm"])
+        if "e" in chunks:
+            _unpack(chunks["e"], name, 0, shard, e)
+            if there is not None:
+                passage.reads.append(self._copy(load, e, there[1]))
+        if "sm" in chunks:
+            if there is not None:
+                sm, e = there
+            else:
+                sm = _unpack(chunks["sm"], name, 1, shard, sm)
+            join = partial(_join, e, sm, out.view(DTYPES[entry.dtype])[part])
+            done = self._link.behind(("gpu", "recover", load.key), join, 0, slot)
+            passage.reads.append(done)
+            self._reads[load.slots["sm"]].append(done)
+
+    def announce(self, load: Load, chunks: Chunks) -> None:
+        """SM-chunks in memory go over the link, unless they have already."""
+        passage = self._passage(load)
+        if passage.there is None or not recovers(self._slots.device):
+            return
+        with self._lock:  # so that who finds one sent is told behind it
+            for name, (begin, _, entry) in places(chunks.entries, False)[0].items():
+                if entry.shards and name not in passage.sent:
+                    end = begin + entry.n
+                    source = _unpack(chunks, name, 1, None, passage.host[begin:end])
+                    done = self._copy(load, source, passage.there[begin:end])
+                    passage.sent.add(name)
+                    passage.reads.append(done)
+                    self._reads[load.slots["sm"]].append(done)
+
+    def wait_for(self, slot: int) -> None:
+        """Until the GPU has read what lay in a slot for SM-chunks."""
+        for event in self._reads.pop(slot, ()):
+            event.synchronize()
+
+    def _copy(
+        self, load: Load, source: torch.Tensor, out: torch.Tensor, slot: int | None = None
+    ) -> Any:
+        copy = partial(out.copy_, source, non_blocking=True)
+        return self._link.behind(("link", "send", load.key), copy, source.numel(), slot)
+
+    def _passage(self, load: Load) -> Passage:
+        with self._lock:
+            if load not in self._passages:
+                ended = Phase.LOADED, Phase.DROPPED
+                for of in [of for of in self._passages if of.phase in ended and not of.busy]:
+                    self._spare.append(self._passages.pop(of))
+                passage = self._spare.pop(0) if self._spare else self._made_anew()
+                for event in passage.reads:
+                    event.synchronize()
+                self._passages[load] = Passage(passage.host, passage.there)
+            return self._passages[load]
+
+    def _made_anew(self) -> Passage:
+        slots, i = self._slots, self._made
+        self._made += 1
+        host = host_memory(slots.sizes.full, slots.device, self)
+        return Passage(torch.from_numpy(host), slots.passing(i))
+
+
+def _unpack(
+    chunks: Chunks, name: str, i: int, shard: int | None, out: torch.Tensor
+) -> torch.Tensor:
+    """A plane's bytes where they lie or, if they are compressed, in `out`."""
+    plane = chunks.plane(name, i, shard)
+    if plane.codec is RAW:
+        return torch.from_numpy(plane.shards[0])
+    with named(chunks, name):
+        unpack_plane(plane, as_bytes(out, writable=True))
+    return out
+
+
+@cache
+def recovers(device: torch.device) -> bool:
+    """Whether a device recovers tensors: a GPU for which Triton is installed, and the CPU."""
+    if device.type != "cpu" and find_spec("triton") is None:
+        warnings.warn(
+            "Triton is not installed: compressed experts are recovered by the CPU, and sent whole",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def _join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor) -> None:
+    """On the link's stream, whose memory is what is copied here: nothing else waits for it."""
+    planes = (plane.to(out.device, non_blocking=True) for plane in (exponents, sign_mantissa))
+    if out.is_cuda:
+        from moelab.store import stages_triton
+
+        stages_triton.join(*planes, out)
+    else:
+        bits.join(*(plane.numpy() for plane in planes), as_bytes(out, True).view(np.uint16))
+
+
+def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], Piece, Load], None]:
+    """What workers decode with, into a load's slot."""
+    if slots.link is not None:
+        return OnGPU(slots)
+
+    def decode(kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
+        tensors = slots.tensors(load.slots["full"], load.key.layer)
+        on_cpu(kind, chunks, piece, tensors[piece.tensor])
+
+    return decode

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -29,6 +30,9 @@ import numpy as np
 import torch
 
 from moelab.store.reader import aligned_buffer
+
+#: what computes what waits for a link
+GPU = "gpu compute"
 
 
 class Link:
@@ -42,10 +46,13 @@ class Link:
         self._left: dict[int, Any] = {}
         # slot → (number, end) of what was sent there and has not been used
         self._coming: dict[int, tuple[int, Any]] = {}
-        # (what, when it was sent, begin, end, bytes) of what may be under way
-        self._sent: list[tuple[Any, float, Any, Any, int]] = []
+        # (number, what, when it was sent, begin, end, bytes) of what may be under way
+        self._sent: list[tuple[int, Any, float, Any, Any, int]] = []
         self._number = 0
+        self._order = threading.Lock()  # of what brings experts
         self._until = 0.0  # when the last copy that has landed was there
+        #: number of a copy → when the GPU had nothing to compute before it was there
+        self._needed: dict[int, Any] = {}
 
     # what a GPU does
 
@@ -59,14 +66,18 @@ class Link:
     def on(self, stream: Any) -> Any:
         return torch.cuda.stream(stream)
 
-    def copy(self, stream: Any, source: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
-        """(begin, end) of a copy behind what the stream has to do."""
+    def run(self, stream: Any, do: Callable[[], object]) -> tuple[Any, Any]:
+        """(begin, end) of what `do` tells a GPU, behind what the stream has to do."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(stream):
             begin.record(stream)
-            out.copy_(source, non_blocking=True)
+            do()
             end.record(stream)
         return begin, end
+
+    def copy(self, stream: Any, source: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
+        """(begin, end) of a copy; it is told at once if the CPU's memory is pinned."""
+        return self.run(stream, partial(out.copy_, source, non_blocking=True))
 
     # copies
 
@@ -86,13 +97,33 @@ class Link:
     ) -> Any:
         """Copy pinned memory, when the event `after` has come, to a slot, behind what was sent
         before; returns the event of its end at once, see `arrive`."""
-        self._write(self._there, slot)
-        if after is not None:
-            self._there.wait_event(after)
-        begin, end = self.copy(self._there, source, out)
-        self._number += 1
-        self._coming[slot] = self._number, end
-        self._sent.append((what, time.perf_counter(), begin, end, source.numel()))
+        copy = partial(self.copy, self._there, source, out)
+        return self._behind(what, copy, source.numel(), slot, after)
+
+    def behind(
+        self, what: Any, do: Callable[[], object], nbytes: int = 0, slot: int | None = None
+    ) -> Any:
+        """As `send`, of what `do` tells the GPU, in any thread; without a slot nothing arrives."""
+        return self._behind(what, partial(self.run, self._there, do), nbytes, slot)
+
+    def _behind(
+        self,
+        what: Any,
+        tell: Callable[[], tuple[Any, Any]],
+        nbytes: int,
+        slot: int | None,
+        after: Any = None,
+    ) -> Any:
+        with self._order:
+            if slot is not None:
+                self._write(self._there, slot)
+            if after is not None:
+                self._there.wait_event(after)
+            begin, end = tell()
+            self._number += 1
+            if slot is not None:
+                self._coming[slot] = self._number, end
+            self._sent.append((self._number, what, time.perf_counter(), begin, end, nbytes))
         return end
 
     def overwrite(self, slot: int) -> None:
@@ -118,23 +149,33 @@ class Link:
         """What this thread tells the GPU from now on is done when what was sent to these slots is
         there."""
         if coming := [self._coming.pop(slot) for slot in slots if slot in self._coming]:
-            last = max(coming, key=itemgetter(0))[1]  # as all before it are there, then
+            number, last = max(coming, key=itemgetter(0))  # as all before it are there, then
+            if self.device.type == "cuda" and self._sent and number >= self._sent[0][0]:
+                self._needed[number] = self.run(self.now(), lambda: None)[0]
             self.now().wait_event(last)
 
     def landed(self) -> Iterator[tuple[Any, float, float, int]]:
         """(what, begin, end, bytes) of what was sent and is there, in order: a copy begins when it
-        was sent, or when the one before it was there, and takes as long as the GPU says."""
-        while self._sent and self._sent[0][3].query():
-            what, sent, begin, end, nbytes = self._sent.pop(0)
+        was sent, or when the one before it was there, and takes as long as the GPU says. Behind one
+        that was waited for, the wait: the host, which only tells the GPU to wait, knows nothing of
+        it."""
+        while self._sent and self._sent[0][4].query():
+            number, what, sent, begin, end, nbytes = self._sent.pop(0)
             start = max(sent, self._until)
             self._until = start + begin.elapsed_time(end) / 1e3
             yield what, start, self._until, nbytes
+            needed = self._needed.pop(number, None)
+            if needed is not None and needed.query():
+                waited = needed.elapsed_time(end) / 1e3
+                if waited > 0:
+                    yield (GPU, "wait", what[2]), self._until - waited, self._until, 0
 
     def rest(self) -> None:
         """Wait until nothing is under way: only then may the memory on either side become
         another's."""
         self._there.synchronize()
         self._back.synchronize()
+        self._coming.clear()
 
     def leave(self, slot: int) -> Any:
         """The expert in this slot leaves it when what this thread has told the GPU to compute is

@@ -25,7 +25,7 @@ from typing import Any
 from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
-from moelab.offloading.decoders import decoder
+from moelab.offloading.decoders import OnGPU, decoder, recovers
 from moelab.offloading.host import Host
 from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
@@ -78,7 +78,7 @@ class Loader:
         self.reader = reader
         self.timeline = timeline
         self.in_place = slots.sizes.in_place
-        two_stages = slots.link is None
+        in_stages = self.in_place or recovers(slots.device)
         store = reader.store
         #: where experts lie that are not on the GPU, if they are computed there as they lie
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
@@ -90,10 +90,10 @@ class Loader:
             ahead,
             counts=counts,
             tensors=lambda key: store.layers[key.layer].tensors,
-            shards=lambda load, name: store.entries(*load.key)[name].shards * two_stages,
+            shards=lambda load, name: store.entries(*load.key)[name].shards * in_stages,
             workers=workers,
             in_place=self.in_place,
-            **({} if two_stages else {"moved": self._moved}),
+            **({} if slots.link is None else {"moved": self._moved}),
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
@@ -106,6 +106,9 @@ class Loader:
     def start(self) -> None:
         """Begin with nothing in memory, a queue and threads of its own."""
         self.queue = self._make_queue()
+        self._decode = decoder(self.slots)
+        far = isinstance(self._decode, OnGPU) and not self.in_place
+        self._passing = self._decode if far else None  # what SM-chunks are announced to
         self.ready = SimpleQueue()
         self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
@@ -158,9 +161,10 @@ class Loader:
         return sum(self._used.values())
 
     def settle(self) -> None:
-        """Let the timeline know how long the GPU took for what was sent."""
-        for key, begin, end, nbytes in self.slots.link.landed() if self.pool else ():
-            self.timeline.add(Event("link", "read", *key, begin, end, nbytes))
+        """Let the timeline know how long the GPU took for what was sent, and to recover it."""
+        link = self.slots.link
+        for (resource, kind, key), begin, end, nbytes in link.landed() if link else ():
+            self.timeline.add(Event(resource, kind, *key, begin, end, nbytes))
 
     @property
     def tiers(self) -> dict[str, int]:
@@ -257,8 +261,14 @@ class Loader:
                 into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             else:
                 into = {"both": None if landing is None else self.pool.bytes(landing)}
+            if self._passing and "sm" in kinds:
+                self._passing.wait_for(load.slots["sm"])
+            elif self._passing and "sm" not in load.reads:  # kept: it goes ahead
+                self._passing.announce(load, self._chunks["sm", load.slots["sm"]])
             chunks = self.reader.read_parts(*load.key, into)
             end = clock()
+            if self._passing and "sm" in kinds:
+                self._passing.announce(load, chunks[-1])
             if self.in_place and self._check_first(*chunks):
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
@@ -310,7 +320,7 @@ class Loader:
             load, kinds = found
             self._make_way(load)
             chunks = pool.held(*load.key)
-            sent = load.key, load.slots["full"], chunks, pool.coming(load.key)
+            sent = ("link", "read", load.key), load.slots["full"], chunks, pool.coming(load.key)
             pool.reads(load.key, self.slots.send(*sent))
             self.queue.read_done(load, kinds, chunks.nbytes)
         for key in [*self._leaving][: len(pool.spare)]:
@@ -374,7 +384,6 @@ class Loader:
 
     def _work_loop(self, me: str) -> None:
         step_back()
-        decode = decoder(self.slots)
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, piece, operation, chunks = found
             start = clock()
@@ -383,8 +392,7 @@ class Loader:
                 # not when it is read: decoding finds it cached; of a tensor in shards by the first
                 for part in chunks.values() if not piece.shard else ():
                     self._check_first(part, piece.tensor)
-                out = self.slots.tensors(load.slots["full"], load.key.layer)[piece.tensor]
-                decode(operation, chunks, piece, out, load.slots["full"])
+                self._decode(operation, chunks, piece, load)
                 self.timeline.add(Event(me, operation, *load.key, start, clock()))
             except BaseException as caught:
                 error = caught
@@ -424,3 +432,5 @@ def fill(loader: Loader, keys: Iterable[ExpertKey]) -> None:
             loader.wait()
     for _ in layers[-1]:
         loader.wait()
+    if loader.slots.link is not None:
+        loader.slots.link.rest()

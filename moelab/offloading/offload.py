@@ -264,6 +264,7 @@ class Memory:
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
         as_stored = compact or device.type != "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
+        sizes = replace(sizes, far=link is not None and not sizes.in_place)
         if how.hybrid and not sizes.in_place:
             raise ValueError(
                 f"hybrid computes experts where they lie, as they are stored, but those of "
@@ -307,8 +308,11 @@ class Memory:
             and pools.F == pools.capacity < L * E
         ):
             spare = min(-(-pools.F // SPARE), L * store.spec.K) * sizes.in_place
-        stay = min(pools.F * (L if how.scope == "layer" else 1), L * E) - spare
-        host = 0 if link is None else host_slots(store, sizes, how.host, stay)
+        copies = L if how.scope == "layer" else 1
+        stay = min(pools.F * copies, L * E) - spare
+        beside = copies * replace(pools, F=0).nbytes(0, sizes.sm, sizes.e)
+        beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
+        host = 0 if link is None else host_slots(store, sizes, how.host, stay, beside)
         return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
 
     def residency(self) -> Residency:
@@ -388,10 +392,13 @@ class Memory:
         return run, Loader(slots, reader, workers, run.timeline, ahead, run.fetched, readers)
 
 
-def host_slots(store: ExpertStore, sizes: Sizes, budget: str | float | int, stay: int) -> int:
+def host_slots(
+    store: ExpertStore, sizes: Sizes, budget: str | float | int, stay: int, beside: int = 0
+) -> int:
     """How many slots of pinned memory a budget gives to the experts that do not stay on the GPU, and
-    to a few that are spare where they come and go (`moelab.offloading.tiers`). ValueError for less
-    than works, or more than there is."""
+    to a few that are spare where they come and go (`moelab.offloading.tiers`); `beside` bytes of it
+    are for compressed parts, kept or on their way. ValueError for less than works, or more than
+    there is."""
     experts = experts_of(store)
     size = slot_bytes(store)
     away = len(experts) - stay
@@ -400,16 +407,19 @@ def host_slots(store: ExpertStore, sizes: Sizes, budget: str | float | int, stay
         least = DEPTH + 1
         landing = (os.cpu_count() or 1) + WAITING if not away else least
         most = max(landing, away + max(1, min(2 * store.spec.K, away // 50)))
-    room = parse_budget(budget, len(experts) * size, store.weights_bytes)
-    if room < least * size:
+    needs = least * size + beside
+    room = parse_budget(budget, len(experts) * size + beside, store.weights_bytes)
+    if room < needs:
         raise ValueError(
-            f"host is {room:,} bytes; {least * size:,} are the least that works: {least} experts that are "
-            f"read, or exchanged; give '{-(-least * size // 10**6)}MB' or more"
+            f"host is {room:,} bytes; {needs:,} are the least that works: {least} experts that are "
+            f"read, or exchanged{', and parts of compressed ones' * bool(beside)}; give "
+            f"'{-(-needs // 10**6)}MB' or more"
         )
-    count = min(most, room // size)
-    if budget != "auto" and count * size > (there := available()):
+    count = min(most, (room - beside) // size)
+    taken = count * size + beside
+    if budget != "auto" and taken > (there := available()):
         raise ValueError(
-            f"host is {room:,} bytes, of which {count * size:,} are needed, and this machine has {there:,} "
+            f"host is {room:,} bytes, of which {taken:,} are needed, and this machine has {there:,} "
             f"left: give less, or auto; what does not fit is read when it is needed"
         )
     return count

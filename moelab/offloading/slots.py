@@ -31,12 +31,16 @@ TOUCHED = 64 << 20  # bytes whose pages a thread touches at a time
 @dataclass(frozen=True)
 class Sizes:
     """Bytes of a slot of each kind: the largest expert's tensors, E-chunks and SM-chunks, aligned;
-    nothing of the last two if experts are read in place."""
+    nothing of the last two if experts are read in place.
+
+    far : whether these two lie in memory of the CPU, beside a GPU's, and are not of one budget with
+        the first."""
 
     full: int
     e: int
     sm: int
     in_place: bool = False
+    far: bool = False
 
     @classmethod
     def of(cls, store: ExpertStore, in_place: bool | None = None) -> Sizes:
@@ -52,8 +56,13 @@ class Sizes:
 
     @property
     def in_flight(self) -> int:
-        """Bytes that one expert takes while it is read and decoded."""
-        return self.full + self.e + self.sm
+        """Bytes of the budget that one expert takes while it is read and decoded; on a GPU it passes
+        through as many as it then has."""
+        return 2 * self.full if self.far else self.full + self.e + self.sm
+
+    def kept(self, pools: Pools) -> int:
+        """Bytes of the budget that pools take."""
+        return pools.nbytes(self.full, *((0, 0) if self.far else (self.sm, self.e)))
 
 
 class Slots:
@@ -79,6 +88,12 @@ class Slots:
         else:
             nbytes = count["full"] * self.sizes.full
             self._full = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            passing = 0 if self.sizes.in_place else count["passing"]
+            self._passing = torch.empty(
+                (passing, self.sizes.full), dtype=torch.uint8, device=self.device
+            )
+            # torch's own stream may not be done with what had this memory before
+            self.link.now().synchronize()
         self._store = store
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
         self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
@@ -98,6 +113,11 @@ class Slots:
     def full(self, slot: int) -> torch.Tensor:
         """The memory of a slot of what is computed, where that is: uint8."""
         return self._full[slot * self.sizes.full : (slot + 1) * self.sizes.full]
+
+    def passing(self, i: int) -> torch.Tensor | None:
+        """The i-th place of a GPU's memory that a compressed expert passes through, as large as a
+        slot; None beyond the last one."""
+        return self._passing[i] if i < len(self._passing) else None
 
     def land(self, slot: int, chunks: Chunks) -> None:
         """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
@@ -203,11 +223,12 @@ def located(
 
 def slot_counts(pools: Pools, copies: int, in_flight: int) -> dict[str, int]:
     """How many slots of each kind hold `copies` of what the pools keep, and `in_flight` experts
-    more."""
+    more; through as many places of their own compressed ones pass to a GPU."""
     return {
         "full": copies * pools.F + in_flight,
         "e": copies * (pools.C + pools.E) + in_flight,
         "sm": copies * (pools.C + pools.S) + in_flight,
+        "passing": in_flight,
     }
 
 
@@ -251,7 +272,7 @@ def divide(
     copies = L if scope == "layer" else 1
     if plan is None:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging
-    needed = copies * plan.nbytes(sizes.full, sizes.sm, sizes.e)
+    needed = copies * sizes.kept(plan)
     if needed > room:
         raise ValueError(
             f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "

@@ -72,7 +72,7 @@ class StepController:
             seconds, room = self._on_link(events)
             wished = self.residency.left[:room] if wished is None else wished
         if seconds is not None:
-            self.gate.end_forward(seconds)
+            self.gate.end_forward(seconds, events, self.residency.L)
         return self.residency.end_forward(wished)
 
     def _on_link(self, events: Iterable[Event]) -> tuple[float, int]:
@@ -122,4 +122,8 @@ class StepController:
             layer, experts = announced
             keys = [ExpertKey(layer, expert) for expert in experts]
             state = self.residency.state
-            self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])
+            missing = [key for key in keys if state(key) is not State.FULL]
+            chosen = [
+                Request(key, 1, state(key), State.MISSED) for key in missing[: self.gate.room]
+            ]
+            self.queue.prefetch(chosen)

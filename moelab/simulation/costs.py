@@ -42,6 +42,7 @@ class Delays:
     experts_bytes : [L][E] of these two numbers for each expert; the seconds are the mean expert's.
     together : (n, seconds) of one token's n experts in one call, ascending, n above 1; none if each
         is computed by itself.
+    send : of both planes over a link to a GPU, which recovers; 0 where there is none.
     """
 
     e_read: Seconds
@@ -56,6 +57,7 @@ class Delays:
     sm_bytes: Count = 0
     experts_bytes: tuple[tuple[tuple[Count, Count], ...], ...] = ()
     together: tuple[tuple[Size, Seconds], ...] = ()
+    send: Seconds = 0.0
 
     def read(self, key: ExpertKey, e: bool, sm: bool) -> tuple[float, int]:
         """(seconds, bytes) of reading an expert's E-chunks, SM-chunks or both, in proportion to its
@@ -193,8 +195,8 @@ def delays_of(
     """Delays of an expert and seconds of everything else in a layer, from the figures of a device
     card.
 
-    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Recovery
-    reads and writes B; computing reads the weights once and then multiplies, without overlap, which
+    An expert of B bytes is B/2 of signs and mantissas and ρ·B/2 of compressed exponents. Those of a
+    device with a link are in memory beside it, and cross it decompressed. Recovery reads and writes B; computing reads the weights once and then multiplies, without overlap, which
     is at most twice too slow.
 
     rho : compressed over raw size of the exponents: 1 if they are not compressed.
@@ -222,9 +224,12 @@ def delays_of(
     half = spec.expert_bytes / 2
     read, other = delays_in_place(device, spec, rho * half, spec.expert_bytes, dense_bytes)
     N = 3 if spec.gated else 2
+    far = "link_bandwidth_gbs" in device.figures
     delays = replace(
         read,
-        sm_read=half / rates.read,
+        e_read=0.0 if far else read.e_read,
+        sm_read=0.0 if far else half / rates.read,
+        send=2 * half / rates.read if far else 0.0,
         decompress=half / (decompress_gbs * 1e9),
         recover=4 * half / rates.memory,
         N=N,

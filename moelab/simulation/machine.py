@@ -15,7 +15,7 @@ from moelab.cache.residency import Request, Step
 from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, Piece, read_name
 from moelab.simulation.costs import Machine
 
-DISK, HOST = -1, -2
+DISK, HOST, GPU = -1, -2, -3
 
 
 class SimulatedMachine:
@@ -59,9 +59,10 @@ class SimulatedMachine:
             shards=lambda load, tensor: self.delays.shards,
             workers=machine.workers,
         )
+        self._part = 1 / len(tensors)
         #: seconds of an operation on one tensor
         self._seconds = {
-            kind: getattr(self.delays, kind) / len(tensors)
+            kind: getattr(self.delays, kind) * self._part
             for kind in ("decompress", "recover", "decode")
         }
         self.now = start
@@ -75,6 +76,9 @@ class SimulatedMachine:
         self._ready: deque[list[ExpertKey]] = deque()  # computed in one go
         self.alone = False
         self._lacking = 0  # experts of the step that are not there
+        self._sent: set[Load] = set()  # whose signs and mantissas have been given to the link
+        self._link_until = self._joined_until = start
+        self._joins = count(GPU, -1)
         # what is to be copied while nothing else is, and what is or was
         self._coming: list[ExpertKey] = []
         self._come: list[ExpertKey] = []
@@ -170,9 +174,13 @@ class SimulatedMachine:
     def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
         seconds, nbytes = self.delays.read(load.key, "e" in kinds, "sm" in kinds)
         self._disk_free = False
+        if "sm" not in load.reads:
+            self._announce(load)
 
         def then() -> None:
             self._disk_free = True
+            if "sm" in kinds:
+                self._announce(load)
             self.queue.read_done(load, kinds, nbytes)
 
         end = self.now + seconds
@@ -192,13 +200,46 @@ class SimulatedMachine:
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
         worker = heappop(self._idle)
         parts = 1 if piece.shard is None else self.delays.shards
+        far = self.delays.send > 0
+        seconds = self._seconds[operation]
+        if far:  # which leaves recovery to the GPU
+            seconds = self._seconds["decompress"] * (operation != "recover")
 
         def then() -> None:
             heappush(self._idle, worker)
-            self.queue.decode_done(load, piece, operation)
+            if far and operation != "recover":
+                self._cross(load, self._part / parts)
+            if far and operation != "decompress":
+                self._join(load, piece, operation, parts)
+            else:
+                self.queue.decode_done(load, piece, operation)
 
-        end = self.now + self._seconds[operation] / parts
+        if operation != "decompress":
+            self._announce(load)
+        end = self.now + seconds / parts
         self._begin(worker, Event(f"worker {worker}", operation, *load.key, self.now, end), then)
+
+    def _announce(self, load: Load) -> None:
+        """Signs and mantissas that are there go over the link."""
+        if self.delays.send and load not in self._sent:
+            self._sent.add(load)
+            self._cross(load, 1.0)
+
+    def _cross(self, load: Load, share: float) -> None:
+        """A share of one of the planes is given to the link."""
+        start = max(self.now, self._link_until)
+        self._link_until = start + share * self.delays.send / 2
+        nbytes = max(1, round(share * self.delays.sm_bytes))
+        self.events.append(Event("link", "send", *load.key, start, self._link_until, nbytes))
+
+    def _join(self, load: Load, piece: Piece, operation: str, parts: int) -> None:
+        """The GPU recovers what has crossed the link by then."""
+        start = max(self.now, self._link_until, self._joined_until)
+        self._joined_until = start + self._seconds["recover"] / parts
+        joined = Event("gpu", "recover", *load.key, start, self._joined_until)
+        self._begin(
+            next(self._joins), joined, lambda: self.queue.decode_done(load, piece, operation)
+        )
 
     def _compute_experts(self, keys: list[ExpertKey]) -> None:
         start = self.now

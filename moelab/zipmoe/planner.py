@@ -127,7 +127,8 @@ def best_pools(
     shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
     room : bytes for the pools.    policy, scope : of the `Residency`.
 
-    Where chunks are not kept apart (raw, bf12, few bits) there is only one: all FULL.
+    Where chunks are not kept apart (raw, bf12, few bits), or beside a GPU, in memory of the CPU that
+    nothing FULL could have, there is only one: all FULL.
     """
     L, E = shares.shape
     pools = _candidates(shares, room, sizes, machine, scope, most)
@@ -158,7 +159,7 @@ def _candidates(
     copies, layers = (L, 1) if scope == "layer" else (1, L)
     each = room // copies
     full, sm, e = sizes.full, sizes.sm, sizes.e
-    if not (sm and e):
+    if not (sm and e) or sizes.far:
         return [Pools(F=min(E * layers, each // full))]
     of = {"F": full, "C": sm + e, "S": sm, "E": e}
     pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in of.items()]

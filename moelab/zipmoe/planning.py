@@ -1,6 +1,7 @@
 """Planning: how to divide a budget between the pools F, C, S and E, from expert popularity.
 
-Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of `algorithm_3`). The most popular experts of a layer lie in pool F, the next in C,
+Source: ZipMoE §3.4 and appendix C (Algorithms 2 and 4; `makespan` in place of Algorithm 3, which
+`moelab bench zipmoe` compares). The most popular experts of a layer lie in pool F, the next in C,
 then S, then E, so each pool is an interval of ranks. A step's hits in the intervals follow
 conditional Bernoulli sampling (`moelab.zipmoe.selection`); every pattern of hits has a time, and the
 division with the least expected time is chosen; of equally good ones, to 1e-9, that with more in F,
@@ -52,14 +53,6 @@ def makespan(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarr
     return np.maximum(np.maximum(disk, work), k * compute + np.where(F == 0, decode, 0))
 
 
-def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
-    """The paper's estimate, which lets workers read E-chunks, too, and leaves out recovery,
-    computing and all waiting: [n, 4] → seconds [n]."""
-    F, C, _, E = hits.T
-    work = (k - F - C - E) * delays.e_read + (k - F) * delays.decompress
-    return np.maximum(reading(hits, k, delays), work / workers)
-
-
 class CachePlan(NamedTuple):
     """A division of the budget: its pools, and the expected seconds of a layer's step, or the
     simulated ones of a token."""
@@ -90,7 +83,7 @@ def plans(
     sizes : bytes of an expert's (full tensors, SM-chunks, E-chunks).
     delays : seconds of one expert. workers : decode workers.
     pools : which pools may be used, letters of "FCSE". parts : equal ones that are given to them.
-    estimate : of a layer's time, `makespan` or `algorithm_3`.
+    estimate : of a layer's time, as `makespan`.
 
     Raises ValueError: pools that there cannot be."""
     full, sm, e = sizes

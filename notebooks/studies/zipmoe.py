@@ -20,27 +20,31 @@ budgets that it names, where plans are also beside single states and Algorithm 3
 7 are in the drawing alone, so `BUDGETS` are ours. Boards are
 their cards, without latency of a read and contention. A thread decompresses 1.2 GB/s of exponents,
 which is Fig. 4's crossing at three threads; exponents take 2.65 of 8 bits (Fig. 2). Of Switch's
-experts, only the decoder's are in a decode step; its encoder reads the prompt."""
+experts, only the decoder's are in a decode step; its encoder reads the prompt.
+
+With `store`, a folder that `moelab convert --codec huffman` has made, recovery beside copies is
+measured instead, end to end, on a CUDA GPU (`on_gpu`): nothing of it is simulated."""
 
 from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from moelab.base.arguments import number, whole
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Records
-from moelab.base.specs import MoESpec
+from moelab.base.specs import Event, MoESpec
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.calibration import calibrate
@@ -52,12 +56,20 @@ from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Steps, flat, ordered, simulate
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.trace import load as load_trace
+from moelab.zipmoe.measure import quick_delays
 from moelab.zipmoe.planner import drawn, own_steps, shares_of
-from moelab.zipmoe.planning import algorithm_3, makespan, plans
+from moelab.zipmoe.planning import makespan, plans, reading
 from moelab.zipmoe.selection import inclusion, selection_probabilities
 from moelab.zipmoe.selection import whole as nearest
 
+from .gpu import opened, row
+
 KIND = "simulated"
+#: what `on_gpu` measures: which orders, with how much of the experts in the GPU's memory
+ORDERS = ("affinity", "expert")
+SHARES = (0.25, 0.5)
+DECODED = 32
+ROUNDS = 3
 MODELS = ("DeepSeek-V2-Lite", "Qwen1.5-MoE-A2.7B", "Switch-Large-128")
 #: board → its budget in GB (§5.1), and others
 BOARDS = {"jetson-agx-orin-64gb": 20, "jetson-agx-orin-32gb": 10}
@@ -83,6 +95,26 @@ PEERS = {
     "DeepSpeed": "pip install deepspeed; ZeRO-3 with offload_param to nvme",
     "Accelerate": "is measured: `moelab bench gpu --only peers`, and without a GPU `moelab bench engine`",
 }
+
+
+def algorithm_3(hits: np.ndarray, k: int, delays: Delays, workers: int) -> np.ndarray:
+    """The paper's estimate, which lets workers read E-chunks, too, and leaves out recovery,
+    computing and all waiting: [n, 4] → seconds [n]."""
+    F, C, _, E = hits.T
+    work = (k - F - C - E) * delays.e_read + (k - F) * delays.decompress
+    return np.maximum(reading(hits, k, delays), work / workers)
+
+
+def overlaps(events: Iterable[Event]) -> dict[str, float]:
+    """{what loads: 1 − stall ÷ its busy time}: a disk, a link, a GPU that recovers, all workers. As
+    of `Metrics.overlap_efficiency`; all stall counts against each."""
+    stall, busy = 0.0, defaultdict(float)
+    for event in events:
+        took = event.end - event.start
+        stall += took if event.kind == "wait" else 0.0
+        if event.resource not in ("compute", "host"):
+            busy[event.resource.split()[0]] += took
+    return {name: 1 - stall / seconds for name, seconds in busy.items() if seconds}
 
 
 def inclusion_of_ranks(E: int, K: int) -> np.ndarray:
@@ -465,13 +497,40 @@ class Cell(NamedTuple):
         return machine.ttft(pools, tokens(machine.every, self.routing, [prompt], seed))
 
 
+def on_gpu(store: str | Path, device: Any, prompt: int, workers: int) -> Records:
+    """Prompts and tokens of a compressed store's model: medians of rounds after a first one, and of
+    the last round how far disk, link, workers and recovery hide behind computing."""
+    found = {}
+    for share, order in product(SHARES, ORDERS):
+        how = {"scheduler": order, "delays": quick_delays, "workers": workers}
+        with opened(Path(store), device, memory=share, executor="fast", **how) as engine:
+            session = engine.model.moelab
+            ids = np.random.default_rng(0).integers(3, session.store.spec.vocab, prompt + DECODED)
+            reports = []
+            for _ in range(1 + ROUNDS):
+                session.reset()
+                reports.append(engine.measure([ids.tolist()], prompt))
+            hidden = {
+                f"overlap of {what}": of for what, of in overlaps(session.run.timeline).items()
+            }
+        found[f"{share:.0%} on the GPU, {order}"] = row(reports[1:], **hidden)
+    return found
+
+
 def run(
     prompt: int = 128,
     prompts: Prompts | None = None,
     workers: int = 6,
     decompress_gbs: float = 1.2,
     seed: int = 0,
+    store: str | None = None,
 ) -> Records:
+    if store is not None:
+        if not torch.cuda.is_available():
+            raise ValueError("store= is measured on a CUDA GPU, and torch finds none here")
+        device = torch.device("cuda", 0)
+        title = f"recovery beside copies on {torch.cuda.get_device_name(device)} (measured)"
+        return {title: on_gpu(store, device, prompt, workers)}
     tables: dict[str, Records] = {"TPOT": {}, "TTFT": {}, "throughput": {}, "plans": {}}
     gains: dict[str, list[float]] = {}
     lengths = prompts.lengths if prompts else [prompt]
@@ -542,4 +601,5 @@ OPTIONS = {
     "workers": (whole(1), "decompression threads"),
     "decompress_gbs": (number(above=0), "GB/s of exponents of a thread"),
     "seed": (whole(), "of the first routing"),
+    "store": (str, "folder of a compressed store: measure it on a CUDA GPU, and simulate nothing"),
 }

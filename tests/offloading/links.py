@@ -6,11 +6,10 @@ remember to."""
 
 import random
 import threading
-import time
 from collections import deque
 from contextlib import contextmanager, nullcontext
 
-import numpy as np
+import torch
 
 from moelab.offloading.link import Link
 
@@ -78,7 +77,7 @@ class Device:
 
 
 class Delayed(Link):
-    """`log` : what was done, "copy" by a thread, "send" or "back", or "leave"."""
+    """`log` : what was done, "copy" by a thread, "send", "recover", "back" or "leave"."""
 
     def __init__(self, device, seed=0):
         self.gpu, self.log = Device(seed), []
@@ -97,10 +96,10 @@ class Delayed(Link):
     def on(self, stream):
         return nullcontext()
 
-    def copy(self, stream, source, out):
+    def run(self, stream, do):
         begin, end = Event(self.gpu), Event(self.gpu)
         stream.record_event(begin)
-        stream.todo.append((lambda: True, lambda: np.copyto(out.numpy(), source.numpy())))
+        stream.todo.append((lambda: True, torch.inference_mode()(do)))
         stream.record_event(end)
         self.gpu.run(self.gpu.chance.randrange(3))
         return begin, end
@@ -115,6 +114,10 @@ class Delayed(Link):
         self.log.append("send")
         return super().send(*given)
 
+    def behind(self, what, *given):
+        self.log += [what[1]] * (what[1] != "read")
+        return super().behind(what, *given)
+
     def take_back(self, *given):
         self.log.append("back")
         return super().take_back(*given)
@@ -122,7 +125,3 @@ class Delayed(Link):
     def leave(self, slot):
         self.log.append("leave")
         return super().leave(slot)
-
-    def landed(self):
-        for what, begin, _, nbytes in super().landed():
-            yield what, begin, max(begin, time.perf_counter()), nbytes

@@ -6,15 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from moelab import convert, open_model, simulate
 from moelab.experts.located import locate
 from moelab.models.seam import discover
+from moelab.offloading.link import Link
 from moelab.offloading.offload import host_slots
+from moelab.offloading.prefetch_gate import SOON
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import Reader
 from tests.models import tiny
+from tests.offloading import links
+from tests.offloading.clocks import Cuda
 from tests.offloading.links import Delayed
 from tests.offloading.test_offload import generate
 
@@ -52,7 +58,7 @@ def opened(monkeypatch):
             monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
             monkeypatch.setattr(
                 "moelab.offloading.offload.host_slots",
-                lambda store, sizes, _, stay: host_slots(store, sizes, host, stay),
+                lambda store, sizes, _, *more: host_slots(store, sizes, host, *more),
             )
         else:
             options["host"] = host
@@ -100,9 +106,9 @@ def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms,
         assert lm.moelab.metrics().misses or memory == 1.0
         assert sum(lm.moelab.tiers.values()) == sum(tiers_of(lm.moelab.store))
         if device == "cpu":
-            done = {"copy", *(memory < 1.0) * ["leave"]}
-            if form != "huffman" and memory < 1.0:
-                done |= {"send", "back"}
+            done = {"send", "recover"} if form == "huffman" else {"copy"}
+            if memory < 1.0:
+                done |= {"leave"} if form == "huffman" else {"leave", "send", "back"}
             assert {*lm.moelab.engine.loader.slots.link.log} == done
 
 
@@ -188,3 +194,57 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
         hit = np.array(sorted(expert for layer, expert in held if layer == 0))
         assert locate(experts, hit, torch.bfloat16) is not None
         assert locate(experts, hit, torch.bfloat16, "cuda") is None
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.floats(1e-4, 5e-3), st.floats(0, 5e-3), st.booleans()), max_size=9))
+def test_a_link_tells_how_long_a_gpu_waited_for_it(steps):
+    """Against a loop over both clocks, of (copying, computing before it is needed, needed at all)."""
+    cuda = Cuda()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "cuda", cuda)
+        link, there, gpu, wanted = Link(torch.device("cuda")), 0.0, 0.0, []
+        for slot, (copying, computing, needed) in enumerate(steps):
+            link.behind(("link", "read", (0, slot)), lambda t=copying: cuda.spend(t), 7, slot)
+            cuda.spend(computing)
+            there, gpu = there + copying, gpu + computing
+            if needed:
+                link.arrive([slot])
+                wanted += [(slot, there - gpu)] * (there > gpu)
+                gpu = max(gpu, there)
+            assert cuda.compute.now == pytest.approx(gpu)
+        found = list(link.landed())
+        took = [end - start for (_, kind, _), start, end, _ in found if kind == "read"]
+        assert took == pytest.approx([copying for copying, *_ in steps])
+        waited = [
+            (key[1], end - start) for (_, kind, key), start, end, _ in found if kind == "wait"
+        ]
+        assert [slot for slot, _ in waited] == [slot for slot, _ in wanted]
+        assert [of for _, of in waited] == pytest.approx([of for _, of in wanted])
+
+
+def test_what_fills_a_slot_waits_for_what_has_left_it(monkeypatch):
+    monkeypatch.setattr(torch, "cuda", cuda := Cuda())
+    link = Link(torch.device("cuda"))
+    cuda.spend(5.0)
+    link.leave(3)
+    first = link.behind(("link", "send", (0, 0)), lambda: cuda.spend(1.0), 1)
+    joined = link.behind(("gpu", "recover", (0, 0)), lambda: cuda.spend(1.0), 0, 3)
+    assert (first.at, joined.at) == (1.0, 6.0)  # planes arrive meanwhile; the slot is free at 5
+
+
+@pytest.mark.parametrize("ms, idle", [(1e5, False), (1e-6, True)])
+def test_what_is_prefetched_fits_into_the_time_that_the_link_idles(
+    ms, idle, forms, opened, monkeypatch
+):
+    """By a link that says how long it takes, and with guesses in every token."""
+    monkeypatch.setattr(links.Event, "elapsed_time", lambda event, end: ms)
+    with opened(forms["raw"], 0.3, "cpu", prefetch="router") as lm, torch.inference_mode():
+        cache = lm(torch.arange(3, 6)[None], use_cache=True).past_key_values
+        begun = []
+        for i in range(2 * SOON):
+            lm(torch.tensor([[3 + i]]), past_key_values=cache)
+            begun.append(lm.moelab.metrics().prefetched["begun"])
+        gate = lm.moelab.engine.controller.gate
+    assert (gate.room is None or gate.room > 0) == idle
+    assert (begun[-1] > begun[SOON - 2]) == idle and begun[0] == begun[SOON - 2]

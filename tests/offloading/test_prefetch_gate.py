@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from moelab.base.specs import Event
 from moelab.offloading.prefetch_gate import SELDOM, SOON, TRIAL, PrefetchGate
 
 
@@ -48,3 +49,34 @@ def test_tokens_without_predictions_do_not_count():
     gate = PrefetchGate()
     tokens(gate, 10 * SOON, 1.0, 1.0, asks=False)
     assert not any(tokens(gate, SOON, 1.0, 1.0))
+
+
+def copies(n, each):
+    """Events of a link that brings n experts one after the other."""
+    return [Event("link", "read", 0, i, i * each, (i + 1) * each, 1) for i in range(n)]
+
+
+@pytest.mark.parametrize("n, each, layers, room", [(4, 0.1, 2, 3), (8, 0.1, 1, 2), (9, 0.2, 4, 0)])
+def test_no_more_is_prefetched_than_a_link_would_idle_for(n, each, layers, room):
+    gate = PrefetchGate()
+    assert gate.room is None
+    for _ in range(3):
+        gate.begin_forward("decode")
+        assert not gate.enabled
+        gate.end_forward(1.0001, copies(n, each), layers)
+    assert gate.room == room
+    gate.begin_forward("prefill")
+    assert gate.room is None
+    assert PrefetchGate(trials=False).room is None
+    opened = tokens(gate, 200, 0.5, 1.0)
+    assert any(opened) == (room > 0)  # nothing is tried that has no room
+
+
+def test_a_link_that_is_less_busy_than_before_has_room_again():
+    gate = PrefetchGate()
+    for busy in (1.0, 0.2):
+        for _ in range(2 * TRIAL):
+            gate.begin_forward("decode")
+            assert not gate.enabled or busy < 1
+            gate.end_forward(1.0, copies(4, busy / 4), 2)
+    assert gate.room > 0

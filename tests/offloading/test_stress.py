@@ -99,8 +99,8 @@ def test_stress_finds_nothing(tmp_path):
 def test_stress_notices_a_wrong_weight(monkeypatch, tmp_path):
     right = decoders.on_cpu
 
-    def wrong(kind, chunks, name, out, slot):
-        right(kind, chunks, name, out, slot)
+    def wrong(kind, chunks, name, out):
+        right(kind, chunks, name, out)
         out.add_(1)
 
     monkeypatch.setattr(decoders, "on_cpu", wrong)

@@ -53,7 +53,7 @@ def opened(monkeypatch, folders):
         )
         monkeypatch.setattr(
             "moelab.offloading.offload.host_slots",
-            lambda store, sizes, _, stay: host_slots(store, sizes, host, stay),
+            lambda store, sizes, _, *more: host_slots(store, sizes, host, *more),
         )
         return open_model(folders[1], memory=memory, **options)
 

@@ -202,3 +202,21 @@ def test_an_expert_that_is_waited_for_is_handed_over_and_hits_are_one_call():
 def test_an_order_of_other_experts_is_refused():
     with pytest.raises(ValueError, match="the order has experts"):
         execute([request(0, "M")], given_order([request(1, "M")]), UNIT, 1)
+
+
+def test_a_gpu_recovers_while_planes_cross_its_link():
+    """By hand: planes are in memory beside it and take 3 each; decompressing takes 4, joining 1."""
+    far = replace(UNIT, e_read=0.0, sm_read=0.0, send=6.0)
+    asked = [request(0, "M"), request(1, "M")]
+    events, end = limited(asked, naive_order(asked), far, 1, 2)
+    found = {
+        what: [(e.expert, e.start, e.end) for e in events if e.resource == what]
+        for what in ("link", "worker 0", "gpu")
+    }
+    assert found["link"] == [(0, 0, 3), (1, 3, 6), (0, 6, 9), (1, 9, 12)]
+    assert found["worker 0"] == [(0, 0, 4), (1, 4, 8)]
+    assert found["gpu"] == [(0, 9, 10), (1, 12, 13)]
+    assert end == 10 + 2 * 6
+    one, alone = [request(0, "M")], replace(far, send=0.0)
+    assert limited(one, naive_order(one), far, 1, 1)[1] == 4 + 3 + 1 + 6
+    assert limited(one, naive_order(one), alone, 1, 1)[1] == 4 + 1 + 6

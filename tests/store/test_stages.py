@@ -72,3 +72,23 @@ def test_shards_are_decoded_apart_in_any_order_in_one_stage_or_two(chance, n, K)
             stages.decompress(e, "w", part, shard)
             left.append((shard, "recover"))
     assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
+
+
+@pytest.mark.parametrize("codec", [name for name in CODECS if name not in ("raw", "bf12")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 63, 5000, 9001])
+def test_the_triton_kernel_joins_what_a_loop_joins(codec, dtype, n, triton_device):
+    from moelab.store import stages_triton
+
+    tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).to(dtype)
+    e, sm = (
+        torch.from_numpy(codecs.plane_bytes(plane, n).copy()).to(triton_device)
+        for plane in compress_tensor(tensor, codec)
+    )
+    out = torch.full_like(tensor, float("nan"), device=triton_device)
+    got = stages_triton.join(e, sm, out).cpu().view(torch.int16)
+    naive = [((a << 8 | b) >> 1) | (b & 1) << 15 for a, b in zip(e.tolist(), sm.tolist())]
+    assert torch.equal(got, tensor.view(torch.int16))
+    assert got.tolist() == np.array(naive, np.uint16).view(np.int16).tolist()
+    with pytest.raises(ValueError, match="weights"):
+        stages_triton.join(e, sm[1:], out)

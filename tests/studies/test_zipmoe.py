@@ -3,14 +3,19 @@ claims ask for."""
 
 import numpy as np
 import pytest
+import torch
 
+from moelab import convert
+from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_model
 from moelab.claims import load
 from moelab.simulation.routing import routing_of
 from moelab.trace import PREFILL
-from notebooks.studies import zipmoe
+from notebooks.studies import gpu, zipmoe
+from tests.offloading.links import Delayed
+from tests.studies.test_gpu import SPEC
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +131,26 @@ def test_bounds_are_over_all_rows_and_claims_name_what_is_there(monkeypatch):
         for name in names:
             section, row, column = name.split(" | ")
             assert column in found[section][row], name
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
+def test_recovery_on_a_gpu_is_measured_on_one_only(tmp_path):
+    with pytest.raises(ValueError, match="CUDA GPU"):
+        zipmoe.run(store=str(tmp_path))
+
+
+def test_recovery_is_timed_end_to_end(monkeypatch, tmp_path):
+    def opened(folder, device=None, of=gpu.open_model, **options):
+        return of(folder, **options)
+
+    monkeypatch.setattr(gpu, "open_model", opened)
+    monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
+    monkeypatch.setattr(zipmoe, "DECODED", 4)
+    monkeypatch.setattr(zipmoe, "ROUNDS", 1)
+    synthesize(tmp_path / "model", SPEC)
+    convert(tmp_path / "model", tmp_path / "store", codec="huffman")
+    rows = zipmoe.on_gpu(tmp_path / "store", torch.device("cpu"), 8, 2)
+    assert len(rows) == 4
+    for row in rows.values():
+        assert row["TPOT ms"] > 0 < row["TTFT ms"]
+        assert {f"overlap of {what}" for what in ("link", "gpu", "worker")} <= row.keys()
