@@ -23,9 +23,7 @@ EXECUTORS = {
     "fast": Entry(
         "moelab.experts.fast:Fast", "GEMV for few tokens, GEMM for many, switched where measured"
     ),
-    "gemv": Entry(
-        "moelab.experts.gemv:GEMV", "decode on the CPU: each weight read once, from where it lies"
-    ),
+    "gemv": Entry("moelab.experts.gemv:GEMV", "decode: each weight read once, from where it lies"),
     "sorted": Entry(
         "moelab.experts.executor:Sorted",
         "tokens sorted by expert, one product each; runs everywhere",

@@ -115,6 +115,7 @@ class DeviceTables:
         self._left: dict[ExpertKey, int] = {}
         self.calls: list[Call] = []
         self.captured = device.type != "cuda"
+        self._scratch: set[int] = set()
 
     @classmethod
     def of(
@@ -219,6 +220,7 @@ class DeviceTables:
         fields.free[:keep] = addresses[self.K :]
         fields.counts[:] = 0, keep, self._number
         fields.share[:] = np.arange(self.K + 1) if share is None else share
+        self._scratch = {*addresses[: self.K]}
         self._state.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._launched = time.perf_counter()
         return True
@@ -290,7 +292,7 @@ class DeviceTables:
         """Let the queue know which experts stay where the token has put them; returns what was
         fetched. RuntimeError if that is not what the rule says."""
         fetched, table = [], self.fields.table[step.layer]
-        scratch = set(self.fields.scratch.tolist())
+        scratch = self._scratch
         where = dict(zip(did.experts, did.addresses))
         for request in step.requests + step.away:
             key, address = request.key, where[request.key.expert]

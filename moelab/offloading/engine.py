@@ -359,7 +359,8 @@ class Engine:
             self._forget_tables()
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, worker)
         tables = self._tables[1]
-        if tables is None or not self.decoding or self._drafts:
+        keeps = residency.spare or residency.holds_all  # or nothing that is fetched would ever stay
+        if tables is None or not keeps or not self.decoding or self._drafts:
             return None
         alone = self._alone
         keep = residency.free or 0 if alone else 0

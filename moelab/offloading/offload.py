@@ -134,7 +134,8 @@ class Offloading:
         choices=("auto", "float32", "bfloat16", "float16"),
     )
 
-    #: whether predictions are executed; tokens that went to each expert, [L, E], if that is known
+    #: what will compute; whether predictions are executed; tokens that went to each expert, [L, E], if that is known
+    executor = "exact"
     executes = False
     popular = None
 
@@ -300,7 +301,12 @@ class Memory:
         )
         kept = room - scratch - staging * sizes.in_flight
         spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
-        if link is not None and how.scope == "model" and pools.F == pools.capacity < L * E:
+        if (
+            link is not None
+            and how.executor == "fast"
+            and how.scope == "model"
+            and pools.F == pools.capacity < L * E
+        ):
             spare = min(-(-pools.F // SPARE), L * store.spec.K) * sizes.in_place
         copies = L if how.scope == "layer" else 1
         stay = min(pools.F * copies, L * E) - spare
