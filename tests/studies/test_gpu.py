@@ -1,18 +1,32 @@
-"""The bench of a GPU as far as a CPU goes: its tokens, of a small model, behind the link of
-`tests.offloading`."""
+"""The bench of a GPU as far as a CPU goes: its sections, of a small model, without a link."""
 
 import pytest
 import torch
 
-from moelab import convert
 from moelab.base.specs import MoESpec
-from moelab.bench.synthesize import synthesize
 from notebooks.studies import gpu
-from tests.offloading.links import Delayed
+from notebooks.studies.grid import Experiment
 
 SPEC = MoESpec(
     "small", "qwen3_moe", 2, (0, 1), 8, 2, 128, 128, vocab=128, heads=4, kv_heads=2, head_dim=32
 )
+CPU = torch.device("cpu")
+AT = gpu.Rates(3e12, 50e9, 60e9, 900e12)
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory):
+    made = Experiment(SPEC, tmp_path_factory.mktemp("gpu"), 16, 4, 1, routing="uniform", here=True)
+    made.prepare(("raw", "bf12", "int4"))
+    return made
+
+
+@pytest.fixture(autouse=True)
+def opened_on_a_cpu(monkeypatch):
+    def opened(folder, device=None, of=gpu.open_model, **options):
+        return of(folder, **options)
+
+    monkeypatch.setattr(gpu, "open_model", opened)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it runs")
@@ -21,31 +35,36 @@ def test_it_needs_a_gpu():
         gpu.run()
 
 
-def test_tokens_of_every_arm(monkeypatch, tmp_path):
-    def opened(folder, device=None, of=gpu.open_model, **options):
-        return of(folder, **options)
+def test_the_bound_is_hits_by_the_gpu_and_the_better_split_of_misses():
+    best = min(
+        max(part * 8e9 / AT.link, (1 - part) * 8e9 / AT.far) for part in torch.linspace(0, 1, 9999)
+    )
+    assert AT.bound(6e9, 8e9, True) == pytest.approx(2e-3 + float(best), rel=1e-3)
+    assert AT.bound(6e9, 8e9, False) == pytest.approx(2e-3 + 8 / 50)
 
-    monkeypatch.setattr(gpu, "open_model", opened)
-    monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
-    synthesize(tmp_path / "model", SPEC)
-    convert(tmp_path / "model", tmp_path / "bf12", codec="bf12")
-    rows = dict(
-        gpu.tokens(
-            tmp_path,
-            torch.device("cpu"),
-            list(range(3, 15)),
-            1,
-            8,
-            (0.4,),
-            SPEC.experts_bytes,
-            gpu.ARMS,
-        )
-    )
-    assert len(rows) == 2 + 2 * len(gpu.ARMS) and all(
-        row["TPOT ms"] > 0 < row["TTFT ms"] for row in rows.values()
-    )
+
+def test_all_in_memory(bench):
+    rows = gpu.resident(bench, CPU, ("raw", "int4"))
+    assert list(rows) == ["eager", "exact, raw", "fast, raw", "fast, int4"]
+    assert all(row["TPOT ms"] > 0 < row["TTFT ms"] for row in rows.values())
+    assert rows["fast, raw"]["÷ raw"] == 1
+
+
+def test_every_way_with_a_part_in_memory(bench, monkeypatch):
+    monkeypatch.setitem(gpu.WAYS, "split", ({"hybrid": 1, "ahead": 0}, {"executor": "fast"}))
+    rows = gpu.offloaded(bench, CPU, 0.4, list(gpu.WAYS), AT)
+    assert len(rows) == 2 * len(gpu.WAYS)
+    assert all(row["TPOT ms"] > 0 < row["÷ bound"] for row in rows.values())
     raw, packed = (rows[f"{form}, exact, 40% on the GPU"] for form in ("raw", "bf12"))
-    assert (
-        0 < raw["hit rate"] <= packed["hit rate"]
-    )  # the same memory holds more experts of twelve bits
+    assert 0 < raw["hit rate"] <= packed["hit rate"]  # which holds more in the same memory
     assert raw["MB copied"] > packed["MB copied"] > 0
+
+
+def test_speculation_beside_eq_1(bench):
+    (row,) = gpu.contexts(bench, CPU, (8,), AT).values()
+    assert row["saved, low"] <= row["saved"] <= row["saved, high"] < 1
+    assert 0 < row["largest saving by Eq. (1)"] <= 0.5
+
+
+def test_rates_are_of_this_device():
+    assert min(gpu.rates(CPU, 1 << 20)) > 0
