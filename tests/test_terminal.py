@@ -164,3 +164,8 @@ def test_an_empty_path_is_no_path_to_the_working_folder(words, capsys):
         and "is empty" in told
         and len(told.splitlines()) == 1
     )
+
+
+def test_doctor_tells_how_a_gpu_decodes(tmp_path, monkeypatch):
+    """Whatever is where a GPU would be runs the shipped model."""
+    assert doctor.decoded_by("cpu") == "7 by no graph"

@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,6 +30,9 @@ PACKAGES = {
     "lm_eval": "evaluate with lm-eval's tasks",
     "accelerate": "bench engine's peer accelerate",
 }
+
+#: path of a decoded token → what runs it
+GRAPHS = {"token": "one graph a token", "layer": "a graph a layer", "none": "no graph"}
 
 
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
@@ -105,6 +109,8 @@ def _cuda() -> str:
 def _fast_paths() -> Iterator[tuple[str, str]]:
     """What `executor="fast"` makes of the small model that is shipped."""
     try:
+        import torch
+
         from moelab.api import open_model
         from moelab.fast.paths import described
     except ModuleNotFoundError as error:
@@ -113,6 +119,24 @@ def _fast_paths() -> Iterator[tuple[str, str]]:
     with open_model(executor="fast") as model:
         for what, found in described(model):
             yield f"fast: {what}", found
+    if torch.cuda.is_available():
+        yield "tokens on the GPU", decoded_by("cuda")
+
+
+def decoded_by(device: str) -> str:
+    """Which path tokens take on a GPU (`Metrics.paths`): of the shipped model, with half of its experts
+    in the GPU's memory; and what was warned of meanwhile."""
+    import torch
+
+    from moelab.api import open_model
+
+    how = {"executor": "fast", "prefetch": "none"}
+    with warnings.catch_warnings(record=True) as said:
+        with open_model(memory=0.5, device=device, **how) as model:
+            model.generate(torch.ones(1, 4, dtype=torch.long, device=device), max_new_tokens=8)
+            paths = model.moelab.metrics().paths or {}
+    found = [f"{n} by {GRAPHS[path]}" for path, n in paths.items()]
+    return "; ".join([*found, *(str(of.message) for of in said)])
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,22 +16,21 @@ import gc
 import json
 import os
 import subprocess
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from moelab import open_model, using
-from moelab.advice.machine import memory_rate
+from moelab.advice import gpu_machine
 from moelab.base.arguments import number, one_of, several, whole
 from moelab.base.records import Record
-from moelab.base.specs import DeviceSpec, Figure, MoESpec
+from moelab.base.specs import DeviceSpec, MoESpec
 from moelab.bench.synthesize import scaled
 from moelab.cards import load_model
 from moelab.evaluation import intervals
@@ -59,61 +58,14 @@ WAYS: dict[str, tuple[Record, Record]] = {
     SPECULATIVE: ({}, {"executor": "fast", "speculate": "router"}),
 }
 SECTIONS = ("resident", "offloaded", "contexts", "peers")
-PROBE = 256 << 20  # bytes of a copy by which a rate is measured
+#: figures of a card: of the GPU's memory, the link to it, the CPU's memory
+RATES = "memory_bandwidth", "link_bandwidth", "host_memory_bandwidth"
 
 
-class Rates(NamedTuple):
-    """Bytes a second of the GPU's memory, of the link to it, and of the CPU's memory; the GPU's
-    operations a second, in bf16."""
-
-    near: float
-    link: float
-    far: float
-    flops: float
-
-    def bound(self, hits: float, misses: float, split: bool) -> float:
-        """The least seconds of a token that reads so many bytes of experts."""
-        return hits / self.near + misses / (self.link + self.far * split)
-
-    def card(self) -> DeviceSpec:
-        """As `overlap` takes them."""
-        names = {
-            "memory_bandwidth_gbs": self.near / 1e9,
-            "link_bandwidth_gbs": self.link / 1e9,
-            "bf16_tflops": self.flops / 1e12,
-        }
-        figures = {
-            name: Figure(value, "TFLOPS" if "tflops" in name else "GB/s", "measured", "in this run")
-            for name, value in names.items()
-        }
-        return DeviceSpec("the GPU of this run", figures)
-
-
-def rates(device: torch.device, n: int = PROBE) -> Rates:
-    """The best of ten tries each: copies of n bytes within the GPU, which read and write, and to it;
-    a product of matrices."""
-    near = torch.zeros(n, dtype=torch.uint8, device=device)
-    other = torch.empty_like(near)
-    host = torch.empty(n, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    side = int((n / 2) ** 0.5) // 64 * 64
-    matrix = near[: 2 * side * side].view(torch.bfloat16).view(side, side)
-
-    def per_second(act: Callable[[], object], amount: float) -> float:
-        best = 0.0
-        for _ in range(10):
-            start = time.perf_counter()
-            act()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            best = max(best, amount / (time.perf_counter() - start))
-        return best
-
-    return Rates(
-        per_second(lambda: other.copy_(near), 2 * n),
-        per_second(lambda: other.copy_(host, non_blocking=True), n),
-        memory_rate(),
-        per_second(lambda: matrix @ matrix, 2 * side**3),
-    )
+def bound(card: DeviceSpec, hits: float, misses: float, split: bool) -> float:
+    """The least seconds of a token that reads so many bytes of experts at a card's rates."""
+    near, link, far = (1e9 * card[f"{name}_gbs"] for name in RATES)
+    return hits / near + misses / (link + far * split)
 
 
 @contextmanager
@@ -177,7 +129,7 @@ def resident(bench: Experiment, device: torch.device, forms: Sequence[str]) -> R
 
 
 def offloaded(
-    bench: Experiment, device: torch.device, share: float, ways: Sequence[str], at: Rates
+    bench: Experiment, device: torch.device, share: float, ways: Sequence[str], at: DeviceSpec
 ) -> Record:
     """A share of the experts' memory on the GPU, each lossless format in each of `WAYS`."""
     budget = int(share * bench.spec.experts_bytes)
@@ -221,24 +173,33 @@ def offloaded(
     return rows
 
 
-def of_run(model: Any, at: Rates, split: bool) -> Record:
+def of_run(model: Any, at: DeviceSpec, split: bool) -> Record:
     """What a model's own metrics say of what was just measured; None for what they leave open."""
     said = model.moelab.metrics()
     spec = model.moelab.store.spec
-    stored = model.moelab.run.settings.mean_bytes
-    token = sum(stored) * spec.K * spec.L  # bytes of experts that a token is routed to
+    token = sum(model.moelab.run.settings.mean_bytes) * spec.K * spec.L  # of its routed experts
     hit_rate = said.hit_rate or 0.0
     prefill = said.read_bytes - (said.read_bytes_per_token or 0.0) * said.decode_tokens
+    tiers = model.moelab.tiers
+    pinned = getattr(model.moelab.engine.loader.pool, "nbytes", None)
+    alone = (said.paths or {}).get("token", 0)
+    python = said.python_per_layer
     return {
         "waiting ms": 1e3 * (said.stall_per_step or 0.0),
         "hit rate": said.hit_rate,
         "MB copied": (said.read_bytes_per_token or 0.0) / 1e6,
-        "bound ms": 1e3 * at.bound(hit_rate * token, (1 - hit_rate) * token, split),
-        "prompt's bytes over the link ms": 1e3 * prefill / at.link,
+        "tokens that the GPU ran alone": alone / max(said.decode_tokens, 1),
+        "experts by the CPU a token": (said.away or 0) / max(said.decode_tokens, 1),
+        "Python ms a layer": None if python is None else 1e3 * python,
+        "pinned ÷ not on the GPU": pinned and pinned / max(tiers.get("pinned", 0), 1),
+        "bound ms": 1e3 * bound(at, hit_rate * token, (1 - hit_rate) * token, split),
+        "prompt's bytes over the link ms": 1e3 * prefill / (1e9 * at[f"{RATES[1]}_gbs"]),
     }
 
 
-def contexts(bench: Experiment, device: torch.device, lengths: Iterable[int], at: Rates) -> Record:
+def contexts(
+    bench: Experiment, device: torch.device, lengths: Iterable[int], at: DeviceSpec
+) -> Record:
     """Executing predictions against loading on demand, as in the paper with no more experts in the
     GPU's memory than are under way, and the most that Eq. (1) allows at the measured rates."""
     rows = {}
@@ -257,7 +218,7 @@ def contexts(bench: Experiment, device: torch.device, lengths: Iterable[int], at
         pairs = zip(found[DEMAND], found[SPECULATIVE])
         saved = [1 - median(two["tpot_s"]) / median(one["tpot_s"]) for one, two in pairs]
         middle, low, high = intervals.median(saved)
-        most = overlap(spec, at.card(), length)
+        most = overlap(spec, at, length)
         rows[f"context {length}"] = {
             "on demand ms": 1e3 * tpot(found[DEMAND]),
             "speculative ms": 1e3 * tpot(found[SPECULATIVE]),
@@ -334,7 +295,7 @@ def run(
         most = max(*prompts, *lengths)
         bench = Experiment(spec, place, most, decode, rounds, routing=routing, here=True)
         bench.prepare(dict.fromkeys((*LOSSLESS, *forms)))
-        at = rates(device)
+        at = gpu_machine.measured(device, torch.cuda.get_device_name(device))
         found: Record = {
             "conditions": {
                 "GPU": torch.cuda.get_device_name(device),
@@ -344,10 +305,7 @@ def run(
                 "tokens": f"given; {bench.routed}; {decode} after each prompt, batch 1",
                 "rounds": rounds,
             },
-            "rates": {
-                name: {"GB/s": rate / 1e9}
-                for name, rate in zip(("GPU memory", "link", "CPU memory"), at[:3])
-            },
+            "rates": {name: {"GB/s": at[f"{name}_gbs"]} for name in RATES},
         }
         tokens = bench.tokens or []
         for bench.prompt in prompts:
