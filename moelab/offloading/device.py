@@ -16,7 +16,7 @@ What left a slot lies there until it has been taken back to pinned memory: it is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -113,6 +113,7 @@ class DeviceTables:
         self._launched = 0.0
         #: experts that have left a slot, whose bytes may not have come back yet → address of the slot
         self._left: dict[ExpertKey, int] = {}
+        self._brought: dict[ExpertKey, int] = {}  # who comes beside the token → slot
         self.calls: list[Call] = []
         self.captured = device.type != "cuda"
         self._scratch: set[int] = set()
@@ -203,17 +204,24 @@ class DeviceTables:
         link.arrive(range(self.loader.slots.count["full"]))
         self._left = {key: self._address(slot) for key, slot in self.loader.leaving.items()}
 
-    def begin(self, keep: int, share: np.ndarray | None) -> bool:
+    def begin(self, keep: int, share: np.ndarray | None, coming: Sequence[ExpertKey] = ()) -> bool:
         """Upload what the next token goes by: so many free slots `keep` what it fetches, of so many
-        misses of a layer `share` [L, K + 1] are fetched, or all. Whether that can be: there are slots,
-        and no expert is on disk only. The loader's lock is held."""
+        misses of a layer `share` [L, K + 1] are fetched, or all; copy who is `coming` beside it.
+        Whether that can be: there are slots, and no expert is on disk only. The loader's lock is
+        held."""
         loader, fields = self.loader, self.fields
         free = loader.writable(self.K + keep)
-        self._find_homes(free, share is not None)
+        others = [slot for slot in loader.free_slots if slot not in free][: len(coming)]
+        self._find_homes([*free, *others], share is not None)
         if len(free) < self.K + keep or share is not None and self._left:
             return False
         if not self._everyone() and not self._read_the_others():
             return False
+        if len(others) < len(coming) or any(key not in loader.reader.slots for key in coming):
+            return False
+        self._brought = dict(zip(coming, others))
+        for key, slot in self._brought.items():
+            loader.send(key, slot)
         addresses = [self._address(slot) for slot in free]
         self._number += 1
         fields.scratch[:] = addresses[: self.K]
@@ -270,6 +278,7 @@ class DeviceTables:
 
     def rest(self) -> None:
         """Wait until the GPU has done what was launched, by any thread; the host, too."""
+        self._brought = {}
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         with suppress(Exception):  # of a token that is worth nothing
@@ -314,6 +323,16 @@ class DeviceTables:
                 queue.keep(key, self._place(address))
                 table[key.expert] = address
         return fetched
+
+    def came(self, queue: LoadQueue) -> None:
+        """Who came beside the token is there from now on, but for whom the token has fetched and kept
+        itself."""
+        for key, slot in self._brought.items():
+            if key not in queue.held:
+                queue.keep(key, slot)
+                self.fields.table[key] = self._address(slot)
+        self.loader.slots.link.arrive(self._brought.values())
+        self._brought = {}
 
     def remove(self, evicted: Iterable[ExpertKey]) -> None:
         """These experts have left their slots."""

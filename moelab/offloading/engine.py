@@ -81,6 +81,8 @@ class Engine:
             controller.balance = Balance(run.settings.experts_bytes, K=K)
         controller.exclusive = run.settings.spare > 0
         self.controller = controller
+        if loader.slots.link is not None:  # as many come beside a token as the link has time for
+            controller.wished = None
         self.residency = controller.residency
         self.run = run
         self.timeline = run.timeline
@@ -369,7 +371,7 @@ class Engine:
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = tables.begin(keep, shares)
+            self._current = tables.begin(keep, shares, residency.coming if alone else ())
         if not self._current:
             return None
         if alone:
@@ -399,6 +401,8 @@ class Engine:
                 self.timeline.add(Event("compute", "wait", *copied))
             self.idle_since = end
             self.timeline.add(Event("compute", "expert", layer, -1, computing, end))
+        with self.loader.changing() as queue:
+            tables.came(queue)
         for event in events:
             self.timeline.add(event)
         alone = layers[-1].times[-1] - layers[0].times[0]

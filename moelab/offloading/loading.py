@@ -319,12 +319,17 @@ class Loader:
         while (found := self.queue.next_read(self._near)) is not None:
             load, kinds = found
             self._make_way(load)
-            chunks = pool.held(*load.key)
-            sent = ("link", "read", load.key), load.slots["full"], chunks, pool.coming(load.key)
-            pool.reads(load.key, self.slots.send(*sent))
-            self.queue.read_done(load, kinds, chunks.nbytes)
+            self.queue.read_done(load, kinds, self.send(load.key, load.slots["full"]))
         for key in [*self._leaving][: len(pool.spare)]:
             self._take_back(key)
+
+    def send(self, key: ExpertKey, slot: int) -> int:
+        """Copy an expert from pinned memory to a slot, behind what was sent before and when it has come
+        back itself; returns its bytes. The lock is held."""
+        pool = self.pool
+        chunks = pool.held(*key)
+        pool.reads(key, self.slots.send(("link", "read", key), slot, chunks, pool.coming(key)))
+        return chunks.nbytes
 
     @property
     def leaving(self) -> dict[ExpertKey, int]:
@@ -334,11 +339,17 @@ class Loader:
     def writable(self, n: int) -> list[int]:
         """As many free slots, those that have been free longest, if there are so many, which what this
         thread tells the GPU from now on may write into. The lock is held."""
-        leaving = {*self.leaving.values()}
-        found = [slot for slot in self.queue.free["full"] if slot not in leaving][:n]
+        found = self.free_slots[:n]
         for slot in found:
             self.slots.link.overwrite(slot)
         return found
+
+    @property
+    def free_slots(self) -> list[int]:
+        """Those of the GPU that nobody has, nor has left with bytes that are nowhere else; the one that
+        has been free longest comes first."""
+        leaving = {*self.leaving.values()}
+        return [slot for slot in self.queue.free["full"] if slot not in leaving]
 
     def _moved(self, key: ExpertKey, slot: int, stays: bool) -> None:
         """An expert has come to stay on the GPU, or leaves it."""

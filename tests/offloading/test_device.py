@@ -19,6 +19,7 @@ from moelab.experts import gemv
 from moelab.fast import fast_decode, graphs
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.hybrid import Balance
+from moelab.offloading.step import StepController
 from moelab.simulation.simulator import replay
 from tests.fast.test_graphs import NAIVE, naive_attention, naive_experts
 from tests.gpus import compiled
@@ -142,6 +143,23 @@ def test_a_token_that_a_gpu_runs_alone(
         again = replay(run)
         assert again.counters == lm.moelab.residency.counters
         assert {*lm.moelab.engine.loader.queue.held} == {*lm.moelab.residency.resident(State.FULL)}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_who_a_cpu_computes_comes_beside_the_next_token(device, forms, opened, monkeypatch):
+    """Where nothing is fetched, experts of repeated tokens are on the GPU before long, and a simulation
+    of the run brings the same."""
+    monkeypatch.setattr(Balance, "shares", lambda of: np.zeros((2, 4), int))
+    monkeypatch.setattr(StepController, "_on_link", lambda *_: (1e-3, 2))  # two have time
+    tokens = torch.cat([TOKENS[:, :7], TOKENS[:, 6:7].expand(1, 12)], 1)
+    with opened(forms["raw"], 0.5, device, hybrid=1) as lm, open_model(forms["model"]) as stock:
+        assert close(decode(lm, tokens), decode(stock, tokens))
+        run, residency = lm.moelab.run, lm.moelab.residency
+        assert any(map(list, run.predictions)) and residency.counters.away
+        assert {*lm.moelab.engine.loader.queue.held} == {*residency.resident(State.FULL)}
+        assert replay(run).counters == residency.counters
+        pool = lm.moelab.engine.loader.pool
+        assert not pool.slots.keys() & lm.moelab.engine.loader.queue.held.keys()
 
 
 @settings(max_examples=15)
