@@ -309,6 +309,8 @@ class ExpertFiles:
     checksum : of a bytes-like object, as entries have them; None if chunks have none.
     scratch : bytes of memory that reading takes besides its buffers.
     weights_bytes : of the weights that are not experts'.
+    stored_bytes(layer, expert, part) : that are read for a part of an expert.
+    extents(parts) : what to read, one after another, for `Chunks` that follow each other in the file.
     """
 
     folder: Path
@@ -324,14 +326,6 @@ class ExpertFiles:
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
         """One expert's entries by tensor name."""
         return self.layers[layer].experts[expert]
-
-    def stored_bytes(self, layer: int, expert: int, part: str) -> int:
-        """Bytes that are read for a part of an expert."""
-        raise NotImplementedError
-
-    def extents(self, parts: list[Any]) -> Iterable[Extent]:
-        """What to read, one after another, for `Chunks` that follow each other in the file."""
-        raise NotImplementedError
 
     @cached_property
     def _kinds(self) -> list[TensorEntry]:

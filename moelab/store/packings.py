@@ -20,7 +20,7 @@ one for an output, for a matrix, or for blocks of 128 × 128. Zero points of "gp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -213,9 +213,8 @@ class Packing(fewbit.FewBits):
 
     @property
     def record(self) -> dict[str, Any]:
-        tensors = [[name, dtype, list(shape)] for name, dtype, shape in self.tensors]
-        counts = {"bits": self.bits, "matrices": self.matrices}
-        return {"kind": self.name, **counts, "tensors": tensors}
+        about = asdict(self)
+        return {"kind": about.pop("name"), **about}
 
     @cached_property
     def times(self) -> int:
