@@ -217,24 +217,21 @@ class CheckpointStore(ExpertFiles):
     def _few_bits(self, index: int) -> dict[str, Codec]:
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
-        experts = range(self.checkpoint.plan.layers[index].E)
+        plan = self.checkpoint.plan
+        experts = range(plan.layers[index].E)
         sources = [list(expert_sources(self.checkpoint, index, expert)) for expert in experts]
         alike = len({tuple(of.kind for of in own) for own in sources}) == 1
         forms = {}
         for source in sources[0] if alike else ():
             if source.kind not in self._forms:
-                self._forms[source.kind] = self._form(source)
+                read = _read(self.checkpoint, source)
+                made = source.make(plan, read).to(self.dtype)
+                few = few_bits(plan, source.pieces(read), made)
+                # a symmetric matrix stays: W and Wᵀ look alike
+                told = few and not (made.dim() == 2 and torch.equal(made, made.mT))
+                self._forms[source.kind] = few[0] if told else RAW
             forms[source.name] = self._forms[source.kind]
         return forms
-
-    def _form(self, source: ParameterSource) -> Codec:
-        """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
-        look alike."""
-        read = _read(self.checkpoint, source)
-        made = source.make(self.checkpoint.plan, read).to(self.dtype)
-        few = few_bits(self.checkpoint.plan, source.pieces(read), made)
-        symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
-        return few[0] if few and not symmetric else RAW
 
     def _plain(self, source: ParameterSource) -> bool:
         """Whether a parameter is just the bytes of its tensors, one after another."""
@@ -248,6 +245,7 @@ class CheckpointStore(ExpertFiles):
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
+        plan = self.checkpoint.plan
         chunks = parts[0]
         for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
@@ -263,23 +261,12 @@ class CheckpointStore(ExpertFiles):
                 memory = target[at:end] if plain else as_bytes(read[pattern], writable=True)
                 yield stored.file, stored.begin, [memoryview(memory)]
                 at = end
-            if not plain:
-                self._convert(source, read, plane.codec, target)
-
-    def _convert(
-        self,
-        source: ParameterSource,
-        read: dict[str, torch.Tensor],
-        codec: Codec,
-        target: np.ndarray,
-    ) -> None:
-        """Make a parameter of what was read of it, in its codec."""
-        if codec.few_bits:
-            blobs = _blobs(self.checkpoint.plan, source.pieces(read))
-            target[:] = next(blob for one, blob in blobs if isinstance(one, type(codec)))
-        else:
-            made = source.make(self.checkpoint.plan, read)
-            torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
+            if plane.codec.few_bits:
+                blobs = _blobs(plan, source.pieces(read))
+                target[:] = next(blob for one, blob in blobs if isinstance(one, type(plane.codec)))
+            elif not plain:
+                made = source.make(plan, read)
+                torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
 
     @property
     def identity(self) -> str:

@@ -74,7 +74,13 @@ def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[
     name and with a remedy, for what is not read."""
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
     try:
-        widths = _packed_widths(config)
+        widths = sorted(
+            {
+                group["weights"]["num_bits"]
+                for group in (config.get("config_groups") or {}).values()
+                if (group.get("format") or config.get("format")) == "pack-quantized"
+            }
+        )
         config = config | {"packed widths": widths}
         fields = [(field, of) for field in READ[method] for of in _at(config, field.split("."))]
     except (AttributeError, KeyError, TypeError) as error:
@@ -104,17 +110,6 @@ def _at(node: Any, path: list[str]) -> Iterator[Any]:
             yield from _at(member, path[1:])
     else:
         yield from _at(node.get(path[0]), path[1:])
-
-
-def _packed_widths(config: dict[str, Any]) -> list[int]:
-    """Bits of the codes that are packed in words, by compressed-tensors."""
-    return sorted(
-        {
-            group["weights"]["num_bits"]
-            for group in (config.get("config_groups") or {}).values()
-            if (group.get("format") or config.get("format")) == "pack-quantized"
-        }
-    )
 
 
 # ---------------------------------------------------------------------------------------------
