@@ -217,21 +217,24 @@ class CheckpointStore(ExpertFiles):
     def _few_bits(self, index: int) -> dict[str, Codec]:
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
         from which others do not differ in what they are made of."""
-        plan = self.checkpoint.plan
-        experts = range(plan.layers[index].E)
+        experts = range(self.checkpoint.plan.layers[index].E)
         sources = [list(expert_sources(self.checkpoint, index, expert)) for expert in experts]
         alike = len({tuple(of.kind for of in own) for own in sources}) == 1
         forms = {}
         for source in sources[0] if alike else ():
             if source.kind not in self._forms:
-                read = _read(self.checkpoint, source)
-                made = source.make(plan, read).to(self.dtype)
-                few = few_bits(plan, source.pieces(read), made)
-                # a symmetric matrix stays: W and Wᵀ look alike
-                told = few and not (made.dim() == 2 and torch.equal(made, made.mT))
-                self._forms[source.kind] = few[0] if told else RAW
+                self._forms[source.kind] = self._form(source)
             forms[source.name] = self._forms[source.kind]
         return forms
+
+    def _form(self, source: ParameterSource) -> Codec:
+        """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
+        look alike."""
+        plan = self.checkpoint.plan
+        read = _read(self.checkpoint, source)
+        made = source.make(plan, read).to(self.dtype)
+        few = few_bits(plan, source.pieces(read), made)
+        return few[0] if few and not (made.dim() == 2 and torch.equal(made, made.mT)) else RAW
 
     def _plain(self, source: ParameterSource) -> bool:
         """Whether a parameter is just the bytes of its tensors, one after another."""
@@ -262,11 +265,14 @@ class CheckpointStore(ExpertFiles):
                 yield stored.file, stored.begin, [memoryview(memory)]
                 at = end
             if plane.codec.few_bits:
-                blobs = _blobs(plan, source.pieces(read))
-                target[:] = next(blob for one, blob in blobs if isinstance(one, type(plane.codec)))
+                target[:] = next(
+                    blob
+                    for codec, blob in _blobs(plan, source.pieces(read))
+                    if isinstance(codec, type(plane.codec))
+                )
             elif not plain:
-                made = source.make(plan, read)
-                torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
+                shape = chunks.entries[source.name].shape
+                torch.from_numpy(target).view(self.dtype).view(shape).copy_(source.make(plan, read))
 
     @property
     def identity(self) -> str:

@@ -71,7 +71,6 @@ class FewBits(Codec):
     """
 
     in_place = few_bits = True
-    parts: Callable[[Shape], dict[str, tuple[torch.dtype, Shape, int]]]
 
     def nbytes(self, shape: Shape, dtype: str = "") -> int:
         parts = self.parts(shape).values()

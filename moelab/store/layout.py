@@ -30,7 +30,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -313,14 +313,6 @@ class ExpertFiles:
     extents(parts) : what to read, one after another, for `Chunks` that follow each other in the file.
     """
 
-    folder: Path
-    spec: MoESpec
-    identity: str
-    codec: str
-    layers: list[Any]
-    aligned: bool
-    checksum: Callable[[Any], str] | None
-    weights_bytes: int
     scratch = 0
 
     def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
@@ -416,13 +408,11 @@ class ExpertStore(ExpertFiles):
             len(experts) == self.spec.L and {*experts} == {self.spec.E},
             f"its layers are not {self.spec.L} of {self.spec.E} experts, as of {self.spec.name}",
         )
-        self._set_weights(fields["weights"], fields["sha256"])
         files = fields["files"].items()
         self.files = {plain_name(name): (int(size), check) for name, (size, check) in files}
-
-    def _set_weights(self, weights: Record, digest: str) -> None:
+        weights = fields["weights"]
         shapes = {key: _dtype_and_shape(*of[:2]) for key, of in weights.items()}
-        self._weights_header = weights_header(shapes, digest)
+        self._weights_header = weights_header(shapes, fields["sha256"])
         self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         at = len(self._weights_header)
         for key, (dtype, shape) in shapes.items():

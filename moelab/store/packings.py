@@ -29,7 +29,6 @@ import torch
 from torch import Tensor
 
 from moelab.store import fewbit
-from moelab.store.bits import as_bytes
 from moelab.store.codec import rows_in_blocks
 from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
 
@@ -304,9 +303,9 @@ def gathered(
         if name in one
     )
     packing = Packing(kind, bits, len(layers), tensors)
-    blob = [
-        as_bytes(layer[name].reshape(-1).repeat_interleave(packing.repeats(name)))
+    parts = (
+        layer[name].reshape(-1).repeat_interleave(packing.repeats(name))
         for name, *_ in tensors
         for layer in layers.values()
-    ]
-    return packing, np.concatenate(blob)
+    )
+    return packing, fewbit.joined(*parts)

@@ -14,7 +14,7 @@ import torch
 
 from moelab.base.progress import progress
 from moelab.store.layout import AGAIN, PIECE, WEIGHTS, ExpertStore, StoreError, intact
-from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
+from moelab.store.reader import Chunks, Reader, decode, empty_tensors
 
 
 def verify(store: ExpertStore | str | Path) -> dict[str, int]:
@@ -47,7 +47,7 @@ def checked_experts(
     """(chunks, tensors) of every expert, checked, in the same memory one after another; StoreError
     for damage."""
     total = sum(layer.size - layer.header for layer in store.layers)
-    with Reader(store, modes()[0]) as reader, progress(desc=doing, total=total, unit="B") as bar:
+    with Reader(store) as reader, progress(desc=doing, total=total, unit="B") as bar:
         buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
             out = empty_tensors(layer.experts[0])
