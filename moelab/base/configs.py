@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from moelab.base.records import Record
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 
 #: where a multimodal config keeps its language model
@@ -79,7 +80,7 @@ MOE_LAYERS: dict[str, Callable[[Any, int], bool]] = {
 }
 
 #: model_type → what its code does and its config does not say; a callable reads it from the config
-EXCEPTIONS: dict[str, dict[str, Any]] = {
+EXCEPTIONS: dict[str, Record] = {
     "switch_transformers": {
         "K": 1,
         "gated": False,
@@ -285,7 +286,7 @@ def quantisation(config: Any) -> str | None:
     return f"{getattr(method, 'value', method)} {said.get('quant_algo') or ''}".strip()
 
 
-def _quantised(config: Any) -> dict[str, Any]:
+def _quantised(config: Any) -> Record:
     """The fields of what a config says of quantisation; {} for nothing."""
     said = next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), {})
     return said if isinstance(said, dict) else vars(said)
@@ -307,7 +308,7 @@ def _dtype(outer: Any, config: Any, name: str) -> str:
     return dtype if dtype in DTYPE_BYTES else "bfloat16"
 
 
-def _quantised_dtype(method: str, said: dict[str, Any]) -> str:
+def _quantised_dtype(method: str, said: Record) -> str:
     """Raises what a foreign config makes it."""
     known = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
     if method in known:

@@ -26,13 +26,13 @@ import torch
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
-from moelab.models.experts import Weights, shapes
+from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.headers import NAMES, Stored
-from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
+from moelab.store.headers import NAMES, Shape, Stored, Tensors
+from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
 #: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
@@ -57,10 +57,10 @@ class ParameterSource:
         """What it is made of: its name, and patterns, types and shapes of its tensors."""
         return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
 
-    def pieces(self, read: dict[str, torch.Tensor]) -> list[Piece]:
+    def pieces(self, read: Tensors) -> list[Piece]:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
-    def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
+    def make(self, plan: LoadingPlan, read: Tensors) -> torch.Tensor:
         """The parameter from its tensors by pattern, by transformers' own conversion; what is
         dequantised has the model's type."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
@@ -100,7 +100,7 @@ class CheckpointExperts:
         store = checkpoint.store
         self.stored = None if store is None else StoreExperts(store, mode="buffered")
 
-    def __call__(self, layer: int, expert: int) -> Weights:
+    def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes."""
         if self.stored is not None:
             tensors = self.stored(layer, expert)
@@ -120,7 +120,7 @@ class CheckpointExperts:
         return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
-def _read(checkpoint: Checkpoint, source: ParameterSource) -> dict[str, torch.Tensor]:
+def _read(checkpoint: Checkpoint, source: ParameterSource) -> Tensors:
     return {pattern: checkpoint.read(stored) for pattern, stored in source.stored.items()}
 
 
@@ -162,8 +162,8 @@ def _blobs(plan: LoadingPlan, sources: list[Piece]) -> Iterator[tuple[Codec, np.
 class CheckpointLayer:
     """One MoE layer, attributes as of `moelab.store.layout.Layer`; offsets are those in memory."""
 
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    experts: list[dict[str, TensorEntry]]
+    tensors: dict[str, tuple[str, Shape]]
+    experts: list[Entries]
 
 
 class CheckpointStore(ExpertFiles):
@@ -255,7 +255,7 @@ class CheckpointStore(ExpertFiles):
             plain = self._plain(source)
             target = plane.shards[0]
             at = 0
-            read: dict[str, torch.Tensor] = {}
+            read: Tensors = {}
             for pattern, stored in source.stored.items():
                 self.checkpoint.require_unchanged(stored.file)
                 end = at + stored.nbytes

@@ -24,7 +24,7 @@ from moelab.base.schema import blamed
 from moelab.models import compat
 from moelab.models.experts import banks, shapes
 from moelab.models.seam import MoELayer, discover
-from moelab.store.headers import DTYPES, Stored
+from moelab.store.headers import DTYPES, Stored, Tensors
 from moelab.store.layout import ExpertStore
 
 #: safetensors' names of the types of plain weights
@@ -126,7 +126,7 @@ class _Checked:
     folder: Path
     tensors: dict[str, Stored]
     twin: torch.nn.Module
-    parameters: dict[str, torch.Tensor]
+    parameters: Tensors
     quantizer: Any
     scaled: bool
 

@@ -28,8 +28,8 @@ import torch
 from moelab.base.files import atomic, vacant
 from moelab.base.schema import blamed
 from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
-from moelab.store.codec import Codec
-from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
+from moelab.store.codec import Blobs
+from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, Tensors, read_header
 from moelab.store.layout import (
     SOURCE_LAYOUT,
     ExpertStore,
@@ -49,7 +49,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def places(
     read: Iterable[tuple[str, int, torch.Tensor]],
-    tensors: dict[str, torch.Tensor],
+    tensors: Tensors,
 ) -> list[list] | None:
     """Where each tensor that was read of the source is in an expert's tensors; None if one cannot
     be found there.
@@ -79,7 +79,7 @@ def _place(source: torch.Tensor, words: dict[str, tuple[torch.Tensor, torch.dtyp
     return None
 
 
-def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:
+def blobs_of(chunks: Chunks) -> Blobs:
     """name → (codec, blob) of an expert's tensors that are stored in few bits."""
     return {
         name: (plane.codec, plane.shards[0])
@@ -88,9 +88,7 @@ def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:
     }
 
 
-def pieces(
-    tensors: dict[str, torch.Tensor], blobs: dict[str, tuple[Codec, Any]]
-) -> dict[str, torch.Tensor]:
+def pieces(tensors: Tensors, blobs: Blobs) -> Tensors:
     """An expert's tensors, and of those stored in few bits the codes and the scales."""
     return tensors | {
         f"{name}.{part}": piece

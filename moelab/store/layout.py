@@ -138,7 +138,11 @@ class TensorEntry(NamedTuple):
         return {"E": self.planes[:1], "SM": self.planes[1:], "both": self.planes}[part]
 
 
-def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str, TensorEntry]:
+#: of an expert, by name
+Entries = dict[str, TensorEntry]
+
+
+def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> Entries:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
     checksum]]]]]."""
     _need(list(fields) == list(tensors), "impossible entry: an expert has not the others' tensors")
@@ -158,7 +162,7 @@ def _read_entry(dtype: str, shape: Shape, checksum: str, planes: list[list]) -> 
     return TensorEntry(dtype, tuple(shape), checksum, tuple(found))
 
 
-def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
+def run(entries: Entries, part: str) -> tuple[int, int]:
     """(offset, length) of an expert's E-chunks, SM-chunks or both, both multiples of `ALIGN`; (0,
     0) for no chunks."""
     chunks = [
@@ -170,7 +174,7 @@ def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
     return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
 
 
-def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
+def in_file(entries: Entries) -> Iterator[tuple[str, Chunk]]:
     """(name within the expert, chunk) of an expert's chunks in the order of the file."""
     for part, first in (("E", 0), ("SM", 1)):
         for name, entry in entries.items():
@@ -178,7 +182,7 @@ def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
                 yield from ((f"{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
 
 
-def intact(entries: dict[str, TensorEntry], data: Any, offset: int) -> bool:
+def intact(entries: Entries, data: Any, offset: int) -> bool:
     """Whether an expert's bytes from `offset` of its file on are its chunks, by their checksums, one
     after another, with zeros behind each up to a multiple of `ALIGN`."""
     at = 0
@@ -315,7 +319,7 @@ class ExpertFiles:
 
     scratch = 0
 
-    def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
+    def entries(self, layer: int, expert: int) -> Entries:
         """One expert's entries by tensor name."""
         return self.layers[layer].experts[expert]
 

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.records import Record
 from moelab.store import fewbit
 from moelab.store.codec import rows_in_blocks
 from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
@@ -68,7 +69,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[str, int]:
+def scheme(config: Record, checkpoint: str = "the checkpoint") -> tuple[str, int]:
     """(kind, bits) of a quantization_config; bits are those of packed codes. Raises ValueError, by
     name and with a remedy, for what is not read."""
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
@@ -206,7 +207,7 @@ class Packing(fewbit.FewBits):
     tensors: tuple[tuple[str, str, Shape], ...]
 
     @property
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         about = asdict(self)
         return {"kind": about.pop("name"), **about}
 
@@ -273,7 +274,7 @@ def _shape_of(packing: Packing) -> Shape:
     return packing.matrices * made.shape[0], *made.shape[1:]
 
 
-def from_record(record: dict[str, Any]) -> Packing:
+def from_record(record: Record) -> Packing:
     """The packing of a `Packing.record`. Raises ValueError and the like for any other."""
     kind = record["kind"]
     bits = record["bits"]

@@ -48,9 +48,9 @@ from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import (
     AGAIN,
     ALIGN,
+    Entries,
     ExpertFiles,
     StoreError,
-    TensorEntry,
     run,
 )
 
@@ -82,7 +82,7 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
     return room[skip : skip + n]
 
 
-def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
+def empty_tensors(entries: Entries) -> Tensors:
     """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want
     them."""
     return {
@@ -101,7 +101,7 @@ class Chunks:
     layer: int
     expert: int
     part: str
-    entries: dict[str, TensorEntry]
+    entries: Entries
     data: np.ndarray = field(repr=False)
     offset: int
     nbytes: int

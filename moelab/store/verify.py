@@ -10,9 +10,8 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from moelab.base.progress import progress
+from moelab.store.headers import Tensors
 from moelab.store.layout import AGAIN, PIECE, WEIGHTS, ExpertStore, StoreError, intact
 from moelab.store.reader import Chunks, Reader, decode, empty_tensors
 
@@ -41,9 +40,7 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     return found
 
 
-def checked_experts(
-    store: ExpertStore, doing: str
-) -> Iterator[tuple[Chunks, dict[str, torch.Tensor]]]:
+def checked_experts(store: ExpertStore, doing: str) -> Iterator[tuple[Chunks, Tensors]]:
     """(chunks, tensors) of every expert, checked, in the same memory one after another; StoreError
     for damage."""
     total = sum(layer.size - layer.header for layer in store.layers)

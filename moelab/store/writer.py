@@ -28,7 +28,7 @@ from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
-from moelab.store.codec import Codec
+from moelab.store.codec import Blobs
 from moelab.store.headers import NAMES, WEIGHT_MAP, Stored
 from moelab.store.layout import (
     CHECKSUM,
@@ -188,7 +188,7 @@ class StoreWriter:
         expert: int,
         tensors: Record,
         sources: list[list] | None = None,
-        blobs: dict[str, tuple[Codec, Any]] | None = None,
+        blobs: Blobs | None = None,
     ) -> None:
         """Compress and append the next expert; empties `tensors` as it goes, to free them.
 
