@@ -29,7 +29,7 @@ from moelab.base.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
 from moelab.store.codec import Blobs
-from moelab.store.headers import NAMES, WEIGHT_MAP, Stored
+from moelab.store.headers import NAMES, WEIGHT_MAP, Header
 from moelab.store.layout import (
     CHECKSUM,
     FORMAT,
@@ -290,7 +290,7 @@ class StoreWriter:
 
     def finish(
         self,
-        weights: dict[str, Stored],
+        weights: Header,
         files: list[tuple[str, bytes]],
         source: Record | None = None,
     ) -> None:
@@ -342,7 +342,7 @@ class StoreWriter:
             )
         return layers
 
-    def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
+    def _write_weights(self, weights: Header) -> dict[str, list]:
         """Copy the other weights behind room for their header; returns key → dtype, shape,
         checksums of its pieces."""
         written = {key: [of.dtype, list(of.shape), []] for key, of in weights.items()}
