@@ -150,9 +150,8 @@ class Checkpoint:
         for path in sorted(self.folder.iterdir()):
             name = path.name
             foreign = path.is_symlink() and path.suffix not in SUFFIXES
-            if name.startswith(".") or path.suffix in OTHER_WEIGHTS:
-                continue
-            if foreign or not path.is_file():
+            known = name.startswith(".") or path.suffix in OTHER_WEIGHTS
+            if known or foreign or not path.is_file():
                 continue
             taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
             yield BESIDE * taken + name, path.read_bytes()
