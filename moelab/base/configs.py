@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from moelab.base.records import Record
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 
 #: where a multimodal config keeps its language model
@@ -79,7 +80,7 @@ MOE_LAYERS: dict[str, Callable[[Any, int], bool]] = {
 }
 
 #: model_type → what its code does and its config does not say; a callable reads it from the config
-EXCEPTIONS: dict[str, dict[str, Any]] = {
+EXCEPTIONS: dict[str, Record] = {
     "switch_transformers": {
         "K": 1,
         "gated": False,
@@ -285,7 +286,7 @@ def quantisation(config: Any) -> str | None:
     return f"{getattr(method, 'value', method)} {said.get('quant_algo') or ''}".strip()
 
 
-def _quantised(config: Any) -> dict[str, Any]:
+def _quantised(config: Any) -> Record:
     """The fields of what a config says of quantisation; {} for nothing."""
     said = next(filter(None, (getattr(config, name, None) for name in QUANTISATION)), {})
     return said if isinstance(said, dict) else vars(said)
@@ -307,7 +308,7 @@ def _dtype(outer: Any, config: Any, name: str) -> str:
     return dtype if dtype in DTYPE_BYTES else "bfloat16"
 
 
-def _quantised_dtype(method: str, said: dict[str, Any]) -> str:
+def _quantised_dtype(method: str, said: Record) -> str:
     """Raises what a foreign config makes it."""
     known = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
     if method in known:
@@ -318,32 +319,19 @@ def _quantised_dtype(method: str, said: dict[str, Any]) -> str:
     return known["fp8"] if weights.get("type") == "float" else f"int{weights['num_bits']}"
 
 
-def geometric_bytes(spec: MoESpec, config: Any = None) -> int:
-    """Bytes of all weights but the routed experts: embedding, head, attention, routers, shared and
-    dense layers.
-
-    config : says the ranks of multi-head latent attention, whose projections are small; without it,
-        each head counts as an ordinary one.
-    """
+def geometric_bytes(spec: MoESpec, config: Any) -> int:
+    """`MoESpec.dense_bytes`, less what the config of multi-head latent attention saves, whose
+    projections are small."""
+    if not (rank := getattr(config, "kv_lora_rank", None)):
+        return round(spec.dense_bytes)
     H = spec.H
-    dense = spec.num_layers - spec.L
-    attention = H * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
-    if rank := getattr(config, "kv_lora_rank", None):
-        keys = config.qk_nope_head_dim
-        turned = config.qk_rope_head_dim
-        queries = getattr(config, "q_lora_rank", None)
-        attention = (
-            H * queries + queries * spec.heads * (keys + turned)
-            if queries
-            else H * spec.heads * (keys + turned)
-        )
-        attention += H * (rank + turned) + spec.heads * (
-            rank * (keys + spec.head_dim) + spec.head_dim * H
-        )
-    weights = (
-        2 * spec.vocab * H
-        + spec.num_layers * attention
-        + dense * 3 * H * spec.dense_I
-        + spec.L * (H * spec.E + 3 * H * spec.shared_I)
+    keys = config.qk_nope_head_dim
+    turned = config.qk_rope_head_dim
+    wide = spec.heads * (keys + turned)
+    queries = getattr(config, "q_lora_rank", None)
+    attention = (H + wide) * queries if queries else H * wide
+    attention += H * (rank + turned) + spec.heads * (
+        rank * (keys + spec.head_dim) + spec.head_dim * H
     )
-    return round(weights * max(DTYPE_BYTES[spec.dtype], 2.0))
+    more = attention - 2 * H * spec.head_dim * (spec.heads + spec.kv_heads)
+    return round(spec.dense_bytes + spec.num_layers * more * max(DTYPE_BYTES[spec.dtype], 2.0))

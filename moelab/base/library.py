@@ -36,7 +36,10 @@ def in_split(name: str, split: str, share: int = 10) -> bool:
 @lru_cache(maxsize=4)
 def library(kind: str, split: str) -> tuple[str, ...]:
     """The sources ("code") or manual pages ("prose") of one split, without blank lines."""
-    texts = _sources(split) if kind == "code" else _pages(split)
+    from pydoc_data.topics import topics
+
+    pages = (text for name, text in sorted(topics.items()) if in_split(name, split, share=5))
+    texts = _sources(split) if kind == "code" else pages
     tidy = (
         "\n".join(line.rstrip() for line in text.splitlines() if line.strip()) for text in texts
     )
@@ -54,12 +57,6 @@ def _sources(split: str) -> list[str]:
         for path in sorted(files)
         if path.name != "topics.py" and in_split(path.relative_to(root).as_posix(), split)
     ]
-
-
-def _pages(split: str) -> list[str]:
-    from pydoc_data.topics import topics
-
-    return [text for name, text in sorted(topics.items()) if in_split(name, split, share=5)]
 
 
 def budget(room: int, count: Count) -> Callable[[str], bool]:

@@ -14,7 +14,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypedDict
 
-from moelab.base.configs import geometric_bytes
 from moelab.base.files import absolute
 from moelab.base.registry import Entry, require
 from moelab.base.schema import naming, typed
@@ -58,7 +57,7 @@ def other_bytes(spec: MoESpec) -> int:
     the experts', otherwise as its geometry says."""
     figures = load_card(spec.name).get("figures", {}) if spec.name in MODELS else {}
     if (published := figures.get("total_params")) is None:
-        return geometric_bytes(spec)
+        return round(spec.dense_bytes)
     whole = load_model(spec.name)  # a trace may have fewer layers
     return round((published["value"] - whole.L * whole.E * whole.expert_params) * 2)
 

@@ -35,7 +35,14 @@ from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
 from moelab.store.bits import as_bytes
-from moelab.store.headers import OTHER_WEIGHTS, WEIGHT_MAP, Stored, other_weights, read_folder
+from moelab.store.headers import (
+    OTHER_WEIGHTS,
+    WEIGHT_MAP,
+    Header,
+    Stored,
+    other_weights,
+    read_folder,
+)
 from moelab.store.layout import INDEX, SOURCE_LAYOUT, ExpertStore, StoreError
 
 #: kinds of files of a checkpoint that are read here or by transformers
@@ -58,7 +65,7 @@ class Checkpoint:
     name: str
     folder: Path
     files: tuple[Path, ...]
-    tensors: dict[str, Stored] = field(repr=False)
+    tensors: Header = field(repr=False)
     store: ExpertStore | None
     stamps: dict[Path, tuple[int, ...]] = field(repr=False)
 
@@ -143,9 +150,8 @@ class Checkpoint:
         for path in sorted(self.folder.iterdir()):
             name = path.name
             foreign = path.is_symlink() and path.suffix not in SUFFIXES
-            if name.startswith(".") or path.suffix in OTHER_WEIGHTS:
-                continue
-            if foreign or not path.is_file():
+            known = name.startswith(".") or path.suffix in OTHER_WEIGHTS
+            if known or foreign or not path.is_file():
                 continue
             taken = name in (INDEX, WEIGHT_MAP, SOURCE_LAYOUT) or name.startswith(BESIDE)
             yield BESIDE * taken + name, path.read_bytes()

@@ -28,7 +28,7 @@ from moelab.checkpoint.restore import blobs_of, pieces, places
 from moelab.models.experts import Weights, seam_of
 from moelab.models.seam import MoELayer
 from moelab.store import codecs, fewbit
-from moelab.store.codec import Codec
+from moelab.store.codec import Blobs
 from moelab.store.headers import WEIGHT_MAP, raw_header
 from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore, StoreError
 from moelab.store.reader import decode
@@ -146,7 +146,7 @@ def _write_experts(
 
 def read_expert(
     experts: CheckpointExperts, layer: int, expert: int
-) -> tuple[Weights, dict[str, tuple[Codec, Any]], list[Piece]]:
+) -> tuple[Weights, Blobs, list[Piece]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
     a checkpoint, see `places`."""
     if experts.stored is not None:
@@ -163,9 +163,7 @@ def read_expert(
     return tensors, blobs, read
 
 
-def quantize_expert(
-    quantize: str, tensors: Weights, blobs: dict[str, tuple[Codec, Any]], layer: MoELayer
-) -> None:
+def quantize_expert(quantize: str, tensors: Weights, blobs: Blobs, layer: MoELayer) -> None:
     """Round the matrices of an expert to a format, in place; those that it does not fit keep their
     bits."""
     if seam_of(layer.experts).is_transposed:

@@ -26,13 +26,13 @@ import torch
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
-from moelab.models.experts import Weights, shapes
+from moelab.models.experts import shapes
 from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.headers import NAMES, Stored
-from moelab.store.layout import Chunk, ExpertFiles, Extent, TensorEntry, aligned
+from moelab.store.headers import NAMES, Shape, Stored, Tensors
+from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
 #: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
@@ -57,10 +57,10 @@ class ParameterSource:
         """What it is made of: its name, and patterns, types and shapes of its tensors."""
         return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
 
-    def pieces(self, read: dict[str, torch.Tensor]) -> list[Piece]:
+    def pieces(self, read: Tensors) -> list[Piece]:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
-    def make(self, plan: LoadingPlan, read: dict[str, torch.Tensor]) -> torch.Tensor:
+    def make(self, plan: LoadingPlan, read: Tensors) -> torch.Tensor:
         """The parameter from its tensors by pattern, by transformers' own conversion; what is
         dequantised has the model's type."""
         made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
@@ -100,7 +100,7 @@ class CheckpointExperts:
         store = checkpoint.store
         self.stored = None if store is None else StoreExperts(store, mode="buffered")
 
-    def __call__(self, layer: int, expert: int) -> Weights:
+    def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes."""
         if self.stored is not None:
             tensors = self.stored(layer, expert)
@@ -120,7 +120,7 @@ class CheckpointExperts:
         return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
 
 
-def _read(checkpoint: Checkpoint, source: ParameterSource) -> dict[str, torch.Tensor]:
+def _read(checkpoint: Checkpoint, source: ParameterSource) -> Tensors:
     return {pattern: checkpoint.read(stored) for pattern, stored in source.stored.items()}
 
 
@@ -162,8 +162,8 @@ def _blobs(plan: LoadingPlan, sources: list[Piece]) -> Iterator[tuple[Codec, np.
 class CheckpointLayer:
     """One MoE layer, attributes as of `moelab.store.layout.Layer`; offsets are those in memory."""
 
-    tensors: dict[str, tuple[str, tuple[int, ...]]]
-    experts: list[dict[str, TensorEntry]]
+    tensors: dict[str, tuple[str, Shape]]
+    experts: list[Entries]
 
 
 class CheckpointStore(ExpertFiles):
@@ -230,11 +230,11 @@ class CheckpointStore(ExpertFiles):
     def _form(self, source: ParameterSource) -> Codec:
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
         look alike."""
+        plan = self.checkpoint.plan
         read = _read(self.checkpoint, source)
-        made = source.make(self.checkpoint.plan, read).to(self.dtype)
-        few = few_bits(self.checkpoint.plan, source.pieces(read), made)
-        symmetric = made.dim() == 2 and made.shape == made.mT.shape and torch.equal(made, made.mT)
-        return few[0] if few and not symmetric else RAW
+        made = source.make(plan, read).to(self.dtype)
+        few = few_bits(plan, source.pieces(read), made)
+        return few[0] if few and not (made.dim() == 2 and torch.equal(made, made.mT)) else RAW
 
     def _plain(self, source: ParameterSource) -> bool:
         """Whether a parameter is just the bytes of its tensors, one after another."""
@@ -248,13 +248,14 @@ class CheckpointStore(ExpertFiles):
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
         has been read."""
+        plan = self.checkpoint.plan
         chunks = parts[0]
         for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
             plane = chunks.plane(source.name, 0)
             plain = self._plain(source)
             target = plane.shards[0]
             at = 0
-            read: dict[str, torch.Tensor] = {}
+            read: Tensors = {}
             for pattern, stored in source.stored.items():
                 self.checkpoint.require_unchanged(stored.file)
                 end = at + stored.nbytes
@@ -263,23 +264,15 @@ class CheckpointStore(ExpertFiles):
                 memory = target[at:end] if plain else as_bytes(read[pattern], writable=True)
                 yield stored.file, stored.begin, [memoryview(memory)]
                 at = end
-            if not plain:
-                self._convert(source, read, plane.codec, target)
-
-    def _convert(
-        self,
-        source: ParameterSource,
-        read: dict[str, torch.Tensor],
-        codec: Codec,
-        target: np.ndarray,
-    ) -> None:
-        """Make a parameter of what was read of it, in its codec."""
-        if codec.few_bits:
-            blobs = _blobs(self.checkpoint.plan, source.pieces(read))
-            target[:] = next(blob for one, blob in blobs if isinstance(one, type(codec)))
-        else:
-            made = source.make(self.checkpoint.plan, read)
-            torch.from_numpy(target).view(self.dtype).view(made.shape).copy_(made)
+            if plane.codec.few_bits:
+                target[:] = next(
+                    blob
+                    for codec, blob in _blobs(plan, source.pieces(read))
+                    if isinstance(codec, type(plane.codec))
+                )
+            elif not plain:
+                shape = chunks.entries[source.name].shape
+                torch.from_numpy(target).view(self.dtype).view(shape).copy_(source.make(plan, read))
 
     @property
     def identity(self) -> str:

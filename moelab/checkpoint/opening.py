@@ -67,7 +67,8 @@ def open_checkpoint(
 
 
 def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> Any:
-    """The model of a checkpoint on the CPU; `external` : without its experts' weights."""
+    """The model of a checkpoint on the CPU; `external` : without its experts' weights. Its fp32 weights
+    lie at multiples of 64 bytes."""
     stored = checkpoint.store is not None
     wanted = checkpoint.dtype(dtype)
     try:
@@ -80,7 +81,11 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
     model = _filled(checkpoint, wanted, without_experts=external or stored)
     if stored and not external:
         _take_in(model, checkpoint)
-    _align(model)
+    for weight in model.parameters():
+        # on some processors the last bits of a product with one row depend on where fp32 weights
+        # begin, and a store's file is another than its checkpoint's
+        if weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.data_ptr() % 64:
+            weight.data = weight.data.clone()
     vouch(model, checkpoint)
     model.spec = checkpoint.spec
     model.tokenizer = tokenizer
@@ -130,15 +135,6 @@ def _take_in(model: Any, checkpoint: Checkpoint) -> None:
         if hasattr(experts, "config"):
             experts.config = block.experts.config
         block.experts = experts
-
-
-def _align(model: torch.nn.Module) -> None:
-    """Move fp32 weights to multiples of 64 bytes, not wherever a file's header ends: on some
-    processors the last bits of a product with one row depend on that, and a store's file is another
-    than its checkpoint's."""
-    for weight in model.parameters():
-        if weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.data_ptr() % 64:
-            weight.data = weight.data.clone()
 
 
 def spec_of(model: torch.nn.Module) -> MoESpec:

@@ -24,7 +24,7 @@ from moelab.base.schema import blamed
 from moelab.models import compat
 from moelab.models.experts import banks, shapes
 from moelab.models.seam import MoELayer, discover
-from moelab.store.headers import DTYPES, Stored
+from moelab.store.headers import DTYPES, Header, Tensors
 from moelab.store.layout import ExpertStore
 
 #: safetensors' names of the types of plain weights
@@ -55,9 +55,7 @@ class LoadingPlan:
     ignored: set[str]
 
 
-def make_plan(
-    folder: Path, tensors: dict[str, Stored], store: ExpertStore | None, config: Any
-) -> LoadingPlan:
+def make_plan(folder: Path, tensors: Header, store: ExpertStore | None, config: Any) -> LoadingPlan:
     """The plan of a checkpoint that holds exactly the model of its config.
 
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no
@@ -124,9 +122,9 @@ class _Checked:
     whether weights are FP8 with scales."""
 
     folder: Path
-    tensors: dict[str, Stored]
+    tensors: Header
     twin: torch.nn.Module
-    parameters: dict[str, torch.Tensor]
+    parameters: Tensors
     quantizer: Any
     scaled: bool
 
@@ -220,7 +218,7 @@ def _experts_of_store(store: ExpertStore, layers: list[MoELayer]) -> set[str]:
     return {f"{layer.name}.experts.{name}" for layer in layers for name in banks(layer.experts)}
 
 
-def _first_type(folder: Path, tensors: dict[str, Stored]) -> torch.dtype:
+def _first_type(folder: Path, tensors: Header) -> torch.dtype:
     """What transformers computes in where no config says: the type of the first plain weights of
     the first file."""
     floats = [(entry.file, key) for key, entry in tensors.items() if entry.dtype in FLOATS]
@@ -231,7 +229,7 @@ def _first_type(folder: Path, tensors: dict[str, Stored]) -> torch.dtype:
     return DTYPES[tensors[min(floats)[1]].dtype]
 
 
-def _described(tensors: dict[str, Stored], keys: list[str]) -> str:
+def _described(tensors: Header, keys: list[str]) -> str:
     return _some([f"{key} is {tensors[key].dtype} {list(tensors[key].shape)}" for key in keys])
 
 

@@ -28,8 +28,8 @@ import torch
 from moelab.base.files import atomic, vacant
 from moelab.base.schema import blamed
 from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
-from moelab.store.codec import Codec
-from moelab.store.headers import DTYPES, WEIGHT_MAP, Stored, read_header
+from moelab.store.codec import Blobs
+from moelab.store.headers import DTYPES, WEIGHT_MAP, Header, Stored, Tensors, read_header
 from moelab.store.layout import (
     SOURCE_LAYOUT,
     ExpertStore,
@@ -40,16 +40,13 @@ from moelab.store.layout import (
 from moelab.store.reader import Chunks
 from moelab.store.verify import checked_experts, checked_weights
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 # -------------------------------------------------------------------------------------- recorded
 # when converting
 
 
 def places(
     read: Iterable[tuple[str, int, torch.Tensor]],
-    tensors: dict[str, torch.Tensor],
+    tensors: Tensors,
 ) -> list[list] | None:
     """Where each tensor that was read of the source is in an expert's tensors; None if one cannot
     be found there.
@@ -73,13 +70,14 @@ def _place(source: torch.Tensor, words: dict[str, tuple[torch.Tensor, torch.dtyp
     bits = _bits(source)
     for name, (t, dtype) in words.items():
         for view in _views(t, bits.numel()) if dtype == source.dtype else ():
-            if _same(view, bits):
+            own = bits.view(view.shape)
+            if torch.equal(view[:1], own[:1]) and torch.equal(view, own):
                 place = [name, list(view.shape), view.storage_offset(), list(view.stride())]
                 return [*place, checksum(bits)]
     return None
 
 
-def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:
+def blobs_of(chunks: Chunks) -> Blobs:
     """name → (codec, blob) of an expert's tensors that are stored in few bits."""
     return {
         name: (plane.codec, plane.shards[0])
@@ -88,9 +86,7 @@ def blobs_of(chunks: Chunks) -> dict[str, tuple[Codec, Any]]:
     }
 
 
-def pieces(
-    tensors: dict[str, torch.Tensor], blobs: dict[str, tuple[Codec, Any]]
-) -> dict[str, torch.Tensor]:
+def pieces(tensors: Tensors, blobs: Blobs) -> Tensors:
     """An expert's tensors, and of those stored in few bits the codes and the scales."""
     return tensors | {
         f"{name}.{part}": piece
@@ -102,7 +98,7 @@ def pieces(
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Its weights as integers, contiguous and at the beginning of their storage; NaN and −0 are
     compared, too."""
-    tensor = tensor.contiguous().view(_WORDS[tensor.element_size()])
+    tensor = tensor.contiguous().view(getattr(torch, f"int{8 * tensor.element_size()}"))
     return tensor if tensor.storage_offset() == 0 else tensor.clone()
 
 
@@ -129,11 +125,6 @@ def _parts(t: torch.Tensor, k: int) -> Iterator[torch.Tensor]:
             for i, chunk in enumerate(t.chunk(k, dim)):
                 yield chunk
                 yield t[(slice(None),) * dim + (slice(i, None, k),)]
-
-
-def _same(view: torch.Tensor, bits: torch.Tensor) -> bool:
-    bits = bits.reshape(view.shape)
-    return torch.equal(view[:1], bits[:1]) and torch.equal(view, bits)
 
 
 # -------------------------------------------------------------------------------------------------------
@@ -177,7 +168,7 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
     return destination
 
 
-def _empty_files(folder: Path, files: dict[str, list]) -> dict[str, Stored]:
+def _empty_files(folder: Path, files: dict[str, list]) -> Header:
     """Make the source's safetensors files, headers and no weights; returns their tensors by key."""
     targets = {}
     for name, (size, header) in files.items():
@@ -198,9 +189,7 @@ def _write(target: Stored, at: int, data: Any) -> None:
         file.write(data)
 
 
-def _write_experts(
-    store: ExpertStore, experts: list[list[list]], targets: dict[str, Stored]
-) -> None:
+def _write_experts(store: ExpertStore, experts: list[list[list]], targets: Header) -> None:
     """Write what `places` has recorded of each expert."""
     for records, (chunks, tensors) in zip(
         experts, checked_experts(store, "restoring"), strict=True

@@ -32,8 +32,7 @@ from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW
 from moelab.store.codecs import unpack_plane
 from moelab.store.headers import DTYPES
-from moelab.store.reader import Chunks, decode_tensor, named
-from moelab.store.stages import decompress, recover
+from moelab.store.reader import Chunks, decode_tensor, decompress, named, recover
 
 #: an operation of `load_queue.USES` → what does it, with the chunks that it uses
 OPERATIONS = {"decompress": decompress, "recover": recover, "decode": decode_tensor}
@@ -186,9 +185,9 @@ def _join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tenso
     """On the link's stream, whose memory is what is copied here: nothing else waits for it."""
     planes = (plane.to(out.device, non_blocking=True) for plane in (exponents, sign_mantissa))
     if out.is_cuda:
-        from moelab.store import stages_triton
+        from moelab.store import unpack_triton
 
-        stages_triton.join(*planes, out)
+        unpack_triton.join(*planes, out)
     else:
         bits.join(*(plane.numpy() for plane in planes), as_bytes(out, True).view(np.uint16))
 

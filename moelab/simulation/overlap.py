@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moelab.base.configs import geometric_bytes
 from moelab.base.specs import DeviceSpec, MoESpec
 from moelab.offloading.budget import kv_bytes
 from moelab.simulation.costs import MachineRates
@@ -46,6 +45,6 @@ def overlap(spec: MoESpec, device: DeviceSpec, context: int = 0) -> Overlap:
     Raises ValueError: the card has no link, or no rates."""
     rates = MachineRates.of(device, reached=0)
     experts = spec.routed_bytes
-    ends = geometric_bytes(spec) - 4 * spec.vocab * spec.H  # but for embedding and head, 16 bits
+    ends = round(spec.dense_bytes) - 4 * spec.vocab * spec.H  # but for embedding and head, 16 bits
     read = experts + ends + kv_bytes(spec, context)
     return Overlap(experts / rates.read, read / rates.memory)

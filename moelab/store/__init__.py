@@ -7,7 +7,7 @@
     fewbit, packings   few bits a weight: int8, fp8, mxfp4, int4; those of compressed-tensors, GPTQ, AWQ
     codecs             the lossless codecs by name; byte planes and shards; a tensor ↔ its planes
     layout             a store's files and index; `ExpertStore`, and `ExpertFiles`, what a reader needs
-    reader, stages     an expert's chunks from the disk, and its tensors from them, at once or in two steps
+    reader             an expert's chunks from the disk, and its tensors from them, at once or in two steps
     writer             an expert after another; resumed where it was cut off
     verify, inspect    commands
     *_triton           the same on a GPU

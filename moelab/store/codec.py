@@ -72,6 +72,10 @@ class Codec:
         return [address, 0, 0, 0]
 
 
+#: of tensors in few bits, by name
+Blobs = dict[str, tuple[Codec, Any]]
+
+
 class Raw(Codec):
     """The bytes themselves."""
 

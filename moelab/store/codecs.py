@@ -105,8 +105,10 @@ def compress_tensor(weights: torch.Tensor, codec: str = DEFAULT) -> PackedTensor
     """
     found = find_codec(codec)
     if not found.in_place:
-        planes = enumerate(_planes(weights))
-        return PackedTensor(_pack(plane, found, exponents=not i) for i, plane in planes)
+        data = as_bytes(weights)
+        width = weights.itemsize if weights.is_floating_point() else 1
+        planes = [data] if width == 1 else bits.split(data.view(f"u{width}"))
+        return PackedTensor(_pack(plane, found, not i) for i, plane in enumerate(planes))
     if (blob := found.compress(weights)) is None:
         found = RAW
         blob = RAW.compress(weights)
@@ -140,13 +142,6 @@ def decompress_tensor(packed: PackedTensor, out: Any) -> None:
             columns[:, i] = plane_bytes(plane, n)
         words = target.view(f"u{width}")
         words[:] = (words >> 1) | (words << (8 * width - 1))
-
-
-def _planes(weights: torch.Tensor) -> list[np.ndarray]:
-    """The byte planes of `weights`, uint8 [n] each, the top byte of the rotated weights first."""
-    data = as_bytes(weights)
-    width = weights.itemsize if weights.is_floating_point() else 1
-    return [data] if width == 1 else bits.split(data.view(f"u{width}"))
 
 
 def _pack(plane: np.ndarray, codec: Codec, exponents: bool) -> Plane:

@@ -64,14 +64,13 @@ _E2M1 = torch.tensor(E2M1 + tuple(-value for value in E2M1))[
 
 
 class FewBits(Codec):
-    """A codec whose blob is a few tensors one after another: codes, scales, perhaps more."""
+    """A codec whose blob is a few tensors one after another: codes, scales, perhaps more.
+
+    parts(shape) : by name the dtype and shape of what is in the blob of a tensor of this shape, and
+        how often each of its entries stands there. Raises ValueError for a tensor that has none.
+    """
 
     in_place = few_bits = True
-
-    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
-        """By name the dtype and shape of what is in the blob of a tensor of this shape, and how
-        often each of its entries stands there. Raises ValueError for a tensor that has none."""
-        raise NotImplementedError
 
     def nbytes(self, shape: Shape, dtype: str = "") -> int:
         parts = self.parts(shape).values()
@@ -157,7 +156,7 @@ class Format(FewBits):
         target = out.mT if self.transposed else out
         if not _kernel_widens(self, codes, scales, target):
             target.copy_(self.dequantize(codes, scales).view(target.shape))
-        elif target.is_cpu and target.is_contiguous():
+        elif target.is_contiguous():
             _widen(self, codes, scales, target)
         else:
             target.copy_(_widen(self, codes, scales, torch.empty(target.shape, dtype=target.dtype)))

@@ -97,7 +97,11 @@ class Stored(NamedTuple):
         return Stored(self.file, self.dtype, shape, begin, self.key, i * prod(shape))
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+#: the tensors of files by key
+Header = dict[str, Stored]
+
+
+def read_header(file: Path) -> Header:
     """The tensors of a safetensors file by key, of which every byte of the file's data belongs to
     exactly one.
 
@@ -149,7 +153,7 @@ def _parse_json(file: Path, raw: bytes) -> Record:
         ) from error
 
 
-def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
+def read_folder(folder: Path) -> tuple[list[Path], Header]:
     """(files, tensors by key) of a folder of safetensors files: model.safetensors, or those that an
     index names, as transformers looks for them; or else all there are but hidden ones.
 
@@ -167,7 +171,7 @@ def read_folder(folder: Path) -> tuple[list[Path], dict[str, Stored]]:
         files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors files{other_weights(folder)}")
-    tensors: dict[str, Stored] = {}
+    tensors: Header = {}
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} lacks {file.name}; download the checkpoint again")

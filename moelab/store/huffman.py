@@ -149,7 +149,7 @@ def _package_merge(counts, limit):
 def _coded(source: np.ndarray, counts: np.ndarray) -> bytes | None:
     """A coded blob, with leads where that pays; None if it is larger than the bytes."""
     n = len(source)
-    most = HEADER + len(source)
+    most = HEADER + n
     alone = np.zeros(WORDS, np.int64)
     alone[:256] = counts
     lengths = code_lengths(alone, MAX_BITS)

@@ -8,12 +8,15 @@ from moelab.base.table import head_and_rows, text_table
 from moelab.store.layout import CHECKSUM, SOURCE_LAYOUT, ExpertStore
 
 
-def describe(store: ExpertStore) -> str:
-    """The model, how it is stored, and a table of the experts' tensors: bytes before and after, and
-    codec."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("store", help="the store's folder")
+
+
+def main(args: argparse.Namespace) -> int:
+    store = ExpertStore(args.store)
     spec = store.spec
     padded = sum(layer.size for layer in store.layers)
-    lines = [
+    print(
         f"{store.folder}: {spec.name} ({spec.model_type}), source {store.identity}",
         f"{spec.L} MoE layers of {spec.E} experts, {spec.K} a token; codec {store.codec}, checksums {CHECKSUM}",
         f"rounded to {store.quantized}, so its source cannot be restored"
@@ -22,20 +25,10 @@ def describe(store: ExpertStore) -> str:
         if SOURCE_LAYOUT in store.files
         else "without the bytes of its source, which cannot be restored",
         "",
-    ]
-    lines += [
         text_table(*head_and_rows(store.table())),
         "",
         f"files of the experts with headers and padding {padded / 1e6:,.2f} MB; all other weights "
         f"{store.weights_size / 1e6:,.2f} MB",
-    ]
-    return "\n".join(lines)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", help="the store's folder")
-
-
-def main(args: argparse.Namespace) -> int:
-    print(describe(ExpertStore(args.store)))
+        sep="\n",
+    )
     return 0

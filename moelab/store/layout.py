@@ -30,7 +30,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from hashlib import sha256
 from pathlib import Path
@@ -138,7 +138,11 @@ class TensorEntry(NamedTuple):
         return {"E": self.planes[:1], "SM": self.planes[1:], "both": self.planes}[part]
 
 
-def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> dict[str, TensorEntry]:
+#: of an expert, by name
+Entries = dict[str, TensorEntry]
+
+
+def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> Entries:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
     checksum]]]]]."""
     _need(list(fields) == list(tensors), "impossible entry: an expert has not the others' tensors")
@@ -158,7 +162,7 @@ def _read_entry(dtype: str, shape: Shape, checksum: str, planes: list[list]) -> 
     return TensorEntry(dtype, tuple(shape), checksum, tuple(found))
 
 
-def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
+def run(entries: Entries, part: str) -> tuple[int, int]:
     """(offset, length) of an expert's E-chunks, SM-chunks or both, both multiples of `ALIGN`; (0,
     0) for no chunks."""
     chunks = [
@@ -170,7 +174,7 @@ def run(entries: dict[str, TensorEntry], part: str) -> tuple[int, int]:
     return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
 
 
-def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
+def in_file(entries: Entries) -> Iterator[tuple[str, Chunk]]:
     """(name within the expert, chunk) of an expert's chunks in the order of the file."""
     for part, first in (("E", 0), ("SM", 1)):
         for name, entry in entries.items():
@@ -178,7 +182,7 @@ def in_file(entries: dict[str, TensorEntry]) -> Iterator[tuple[str, Chunk]]:
                 yield from ((f"{name}.p{plane}.{i}", chunk) for i, chunk in enumerate(chunks))
 
 
-def intact(entries: dict[str, TensorEntry], data: Any, offset: int) -> bool:
+def intact(entries: Entries, data: Any, offset: int) -> bool:
     """Whether an expert's bytes from `offset` of its file on are its chunks, by their checksums, one
     after another, with zeros behind each up to a multiple of `ALIGN`."""
     at = 0
@@ -309,29 +313,15 @@ class ExpertFiles:
     checksum : of a bytes-like object, as entries have them; None if chunks have none.
     scratch : bytes of memory that reading takes besides its buffers.
     weights_bytes : of the weights that are not experts'.
+    stored_bytes(layer, expert, part) : that are read for a part of an expert.
+    extents(parts) : what to read, one after another, for `Chunks` that follow each other in the file.
     """
 
-    folder: Path
-    spec: MoESpec
-    identity: str
-    codec: str
-    layers: list[Any]
-    aligned: bool
-    checksum: Callable[[Any], str] | None
-    weights_bytes: int
     scratch = 0
 
-    def entries(self, layer: int, expert: int) -> dict[str, TensorEntry]:
+    def entries(self, layer: int, expert: int) -> Entries:
         """One expert's entries by tensor name."""
         return self.layers[layer].experts[expert]
-
-    def stored_bytes(self, layer: int, expert: int, part: str) -> int:
-        """Bytes that are read for a part of an expert."""
-        raise NotImplementedError
-
-    def extents(self, parts: list[Any]) -> Iterable[Extent]:
-        """What to read, one after another, for `Chunks` that follow each other in the file."""
-        raise NotImplementedError
 
     @cached_property
     def _kinds(self) -> list[TensorEntry]:
@@ -422,13 +412,11 @@ class ExpertStore(ExpertFiles):
             len(experts) == self.spec.L and {*experts} == {self.spec.E},
             f"its layers are not {self.spec.L} of {self.spec.E} experts, as of {self.spec.name}",
         )
-        self._set_weights(fields["weights"], fields["sha256"])
         files = fields["files"].items()
         self.files = {plain_name(name): (int(size), check) for name, (size, check) in files}
-
-    def _set_weights(self, weights: Record, digest: str) -> None:
+        weights = fields["weights"]
         shapes = {key: _dtype_and_shape(*of[:2]) for key, of in weights.items()}
-        self._weights_header = weights_header(shapes, digest)
+        self._weights_header = weights_header(shapes, fields["sha256"])
         self.weights: dict[str, tuple[str, Shape, int, int, list[str]]] = {}
         at = len(self._weights_header)
         for key, (dtype, shape) in shapes.items():

@@ -20,7 +20,7 @@ one for an output, for a matrix, or for blocks of 128 × 128. Zero points of "gp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -28,8 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.records import Record
 from moelab.store import fewbit
-from moelab.store.bits import as_bytes
 from moelab.store.codec import rows_in_blocks
 from moelab.store.headers import DTYPES, NAMES, Shape, Tensors
 
@@ -69,12 +69,18 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-def scheme(config: dict[str, Any], checkpoint: str = "the checkpoint") -> tuple[str, int]:
+def scheme(config: Record, checkpoint: str = "the checkpoint") -> tuple[str, int]:
     """(kind, bits) of a quantization_config; bits are those of packed codes. Raises ValueError, by
     name and with a remedy, for what is not read."""
     method = getattr(config.get("quant_method"), "value", config.get("quant_method"))
     try:
-        widths = _packed_widths(config)
+        widths = sorted(
+            {
+                group["weights"]["num_bits"]
+                for group in (config.get("config_groups") or {}).values()
+                if (group.get("format") or config.get("format")) == "pack-quantized"
+            }
+        )
         config = config | {"packed widths": widths}
         fields = [(field, of) for field in READ[method] for of in _at(config, field.split("."))]
     except (AttributeError, KeyError, TypeError) as error:
@@ -104,17 +110,6 @@ def _at(node: Any, path: list[str]) -> Iterator[Any]:
             yield from _at(member, path[1:])
     else:
         yield from _at(node.get(path[0]), path[1:])
-
-
-def _packed_widths(config: dict[str, Any]) -> list[int]:
-    """Bits of the codes that are packed in words, by compressed-tensors."""
-    return sorted(
-        {
-            group["weights"]["num_bits"]
-            for group in (config.get("config_groups") or {}).values()
-            if (group.get("format") or config.get("format")) == "pack-quantized"
-        }
-    )
 
 
 # ---------------------------------------------------------------------------------------------
@@ -212,10 +207,9 @@ class Packing(fewbit.FewBits):
     tensors: tuple[tuple[str, str, Shape], ...]
 
     @property
-    def record(self) -> dict[str, Any]:
-        tensors = [[name, dtype, list(shape)] for name, dtype, shape in self.tensors]
-        counts = {"bits": self.bits, "matrices": self.matrices}
-        return {"kind": self.name, **counts, "tensors": tensors}
+    def record(self) -> Record:
+        about = asdict(self)
+        return {"kind": about.pop("name"), **about}
 
     @cached_property
     def times(self) -> int:
@@ -280,7 +274,7 @@ def _shape_of(packing: Packing) -> Shape:
     return packing.matrices * made.shape[0], *made.shape[1:]
 
 
-def from_record(record: dict[str, Any]) -> Packing:
+def from_record(record: Record) -> Packing:
     """The packing of a `Packing.record`. Raises ValueError and the like for any other."""
     kind = record["kind"]
     bits = record["bits"]
@@ -310,9 +304,9 @@ def gathered(
         if name in one
     )
     packing = Packing(kind, bits, len(layers), tensors)
-    blob = [
-        as_bytes(layer[name].reshape(-1).repeat_interleave(packing.repeats(name)))
+    parts = (
+        layer[name].reshape(-1).repeat_interleave(packing.repeats(name))
         for name, *_ in tensors
         for layer in layers.values()
-    ]
-    return packing, np.concatenate(blob)
+    )
+    return packing, fewbit.joined(*parts)

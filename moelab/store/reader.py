@@ -7,6 +7,11 @@ what the expert cache keeps anyway: in 3 GB, a 5 GB model read 425 MB a token bu
 230. So "auto" is the first of them that the system has; a file system that refuses it is read
 "buffered".
 
+A tensor of 16-bit weights is decoded at once or in two stages (ZipMoE §3.2 and Fig. 6: decompression
+needs the E-chunks only, recovery needs its result and the SM-chunks). The exponents of N weights, N
+bytes, are decompressed into the upper half of the tensor's own 2N bytes, and recovery joins them from
+the front: no other memory is needed. A shard is a tensor of its own, in its part of `out`.
+
 Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the expert's tensors.
 """
 
@@ -30,14 +35,22 @@ import torch
 
 from moelab.base.forks import renew_in_children
 from moelab.base.registry import require
-from moelab.store.codecs import PackedTensor, Plane, decompress_tensor
+from moelab.store import bits
+from moelab.store.bits import as_bytes
+from moelab.store.codecs import (
+    PackedTensor,
+    Plane,
+    decompress_tensor,
+    plane_bytes,
+    unpack_plane,
+)
 from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import (
     AGAIN,
     ALIGN,
+    Entries,
     ExpertFiles,
     StoreError,
-    TensorEntry,
     run,
 )
 
@@ -69,7 +82,7 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
     return room[skip : skip + n]
 
 
-def empty_tensors(entries: dict[str, TensorEntry]) -> Tensors:
+def empty_tensors(entries: Entries) -> Tensors:
     """Uninitialised tensors for one expert, each at a multiple of 64 bytes, as CPU kernels want
     them."""
     return {
@@ -88,7 +101,7 @@ class Chunks:
     layer: int
     expert: int
     part: str
-    entries: dict[str, TensorEntry]
+    entries: Entries
     data: np.ndarray = field(repr=False)
     offset: int
     nbytes: int
@@ -315,6 +328,22 @@ def decode_tensor(
     planes = tuple((e if i == 0 else sm).plane(name, i, shard) for i in range(len(entry.planes)))
     with named(e, name):
         decompress_tensor(PackedTensor(planes), out)
+
+
+def decompress(e: Chunks, name: str, out: torch.Tensor, shard: int | None = None) -> None:
+    """The first of two stages, which can begin before the sign-mantissa bytes are read: the exponents
+    of a tensor that has `shards`, or of one of them, into the upper half of `out`. Raises StoreError
+    if damaged."""
+    with named(e, name):
+        unpack_plane(e.plane(name, 0, shard), as_bytes(out, writable=True)[out.numel() :])
+
+
+def recover(sm: Chunks, name: str, out: torch.Tensor, shard: int | None = None) -> None:
+    """The second stage: join the exponents in the upper half of `out` with the sign-mantissa bytes,
+    in place."""
+    words = as_bytes(out, writable=True).view(np.uint16)
+    with named(sm, name):
+        bits.recover(plane_bytes(sm.plane(name, 1, shard), len(words)), words)
 
 
 def cast(tensors: Tensors, dtype: torch.dtype) -> Tensors:

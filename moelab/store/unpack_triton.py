@@ -1,5 +1,9 @@
-"""Blobs on a GPU become weights there, in Triton: the link carries what is stored. The tests run the
-kernels in Triton's interpreter, on the CPU."""
+"""Blobs, or planes, on a GPU become weights there, in Triton: the link carries what is stored. The tests
+run the kernels in Triton's interpreter, on the CPU.
+
+Source: ZipMoE §3.3 (a kernel of recovery whose loads and stores are vectors, next to each other). Each
+thread takes neighbours of both planes, joins them in registers (`moelab.store.bits.join`) and writes
+words. Not in place, as `moelab.store.bits.recover` is: programs run in no order."""
 
 from __future__ import annotations
 
@@ -9,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moelab.kernels.tiles_triton import NAMES, WIDTHS, escapes, weights, words
+from moelab.kernels.tiles_triton import NAMES, WIDTHS, escapes, weights
 from moelab.kernels.vectors import BLOCK
 from moelab.store.codec import Codec
 from moelab.store.headers import NAMES as DTYPES
@@ -34,11 +38,7 @@ def _unpack_kernel(
     g = tl.program_id(1) * G + tl.arange(0, G)
     c = tl.program_id(1) * G * V + tl.arange(0, G * V)
     there = (i < M)[:, None] & (c < N)[None, :]
-    if KIND == "bf12":  # bits, as arithmetic would change a NaN's
-        inside = (i < M)[:, None] & (g[None, :] * V < N)
-        w = tl.reshape(words(first, second, i, g, inside, N), [ROWS, G * V])
-    else:
-        w = weights(first, second, i, g, i < M, N, KIND, V)
+    w = weights(first, second, i, g, i < M, N, KIND, V)  # of bf12, NaN are escapes
     if TRANSPOSED:
         at = out + c[None, :].to(tl.int64) * M + i[:, None]
     else:
@@ -50,22 +50,38 @@ def _unpack_kernel(
 def _escapes_kernel(first, second, count, out, ESCAPES: tl.constexpr):
     i = tl.program_id(0) * ESCAPES + tl.arange(0, ESCAPES)
     at, value, there = escapes(first, second, count, i)
-    bits = tl.load(value.to(tl.pointer_type(tl.uint16)), mask=there, other=0)
-    tl.store(out + at, bits, mask=there)
+    tl.store(out + at, tl.load(value, mask=there, other=0.0), mask=there)
+
+
+@triton.jit
+def _join_kernel(exponents, sign_mantissa, words, n, WEIGHTS: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * WEIGHTS + tl.arange(0, WEIGHTS)
+    there = i < n
+    high = tl.load(exponents + i, mask=there, other=0).to(tl.uint32)
+    low = tl.load(sign_mantissa + i, mask=there, other=0).to(tl.uint32)
+    x = (high << 8) | low
+    tl.store(words + i, ((x >> 1) | (x << 15)).to(tl.uint16), mask=there)
+
+
+def join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tensor) -> None:
+    """Weights of 16 bits [N] of the planes, uint8 [N], in `out`, on the GPU whose stream is
+    current."""
+    words = out.view(torch.uint16)
+    grid = (triton.cdiv(len(out), WEIGHTS),)
+    _join_kernel[grid](exponents, sign_mantissa, words, len(out), WEIGHTS, num_warps=8)
 
 
 def unpack(codec: Codec, blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """The weights of a blob, uint8 [length], in `out`, which is returned: contiguous, on the same
-    GPU, of a floating-point type; of bf12, bf16. ValueError if the sizes do not fit; whether the
-    blob is damaged, its checksum says."""
-    shape, to = tuple(out.shape), out
+    GPU, of a floating-point type; of bf12, bf16. Its length was checked when its store was opened;
+    whether it is damaged, its checksum says."""
+    shape = tuple(out.shape)
     transposed = codec.name.endswith(".T")
     name = codec.kernel(DTYPES[out.dtype], shape).removesuffix(".T")
     M, N = prod(shape[:-1]), shape[-1]
     if codec.name == "bf12":  # of any shape: whole blocks, one after another
         name, M, N = "bf12", out.numel() // BLOCK, BLOCK
-        to = out.view(torch.uint16)
-    elif name not in NAMES.values() or len(blob) != codec.nbytes(shape):
+    elif name not in NAMES.values():
         codec.decompress(blob, out)  # by torch, there
         return out
     elif transposed:
@@ -75,7 +91,7 @@ def unpack(codec: Codec, blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     G = min(triton.next_power_of_2(triton.cdiv(N, V)), 256 // V)
     rows = max(WEIGHTS // (G * V), 1)
     grid = triton.cdiv(M, rows), triton.cdiv(N, G * V)
-    _unpack_kernel[grid](first, second, to, M, N, transposed, name, V, rows, G, num_warps=4)
+    _unpack_kernel[grid](first, second, out, M, N, transposed, name, V, rows, G, num_warps=4)
     if count:
-        _escapes_kernel[(triton.cdiv(count, ESCAPES),)](first, second, count, to, ESCAPES)
+        _escapes_kernel[(triton.cdiv(count, ESCAPES),)](first, second, count, out, ESCAPES)
     return out

@@ -10,11 +10,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from moelab.base.progress import progress
+from moelab.store.headers import Tensors
 from moelab.store.layout import AGAIN, PIECE, WEIGHTS, ExpertStore, StoreError, intact
-from moelab.store.reader import Chunks, Reader, decode, empty_tensors, modes
+from moelab.store.reader import Chunks, Reader, decode, empty_tensors
 
 
 def verify(store: ExpertStore | str | Path) -> dict[str, int]:
@@ -41,13 +40,11 @@ def verify(store: ExpertStore | str | Path) -> dict[str, int]:
     return found
 
 
-def checked_experts(
-    store: ExpertStore, doing: str
-) -> Iterator[tuple[Chunks, dict[str, torch.Tensor]]]:
+def checked_experts(store: ExpertStore, doing: str) -> Iterator[tuple[Chunks, Tensors]]:
     """(chunks, tensors) of every expert, checked, in the same memory one after another; StoreError
     for damage."""
     total = sum(layer.size - layer.header for layer in store.layers)
-    with Reader(store, modes()[0]) as reader, progress(desc=doing, total=total, unit="B") as bar:
+    with Reader(store) as reader, progress(desc=doing, total=total, unit="B") as bar:
         buffer = reader.buffer()
         for i, layer in enumerate(store.layers):
             out = empty_tensors(layer.experts[0])

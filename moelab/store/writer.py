@@ -28,8 +28,8 @@ from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.store import codecs
 from moelab.store.bits import LAYOUT, as_bytes
-from moelab.store.codec import Codec
-from moelab.store.headers import NAMES, WEIGHT_MAP, Shape, Stored
+from moelab.store.codec import Blobs
+from moelab.store.headers import NAMES, WEIGHT_MAP, Header
 from moelab.store.layout import (
     CHECKSUM,
     FORMAT,
@@ -188,7 +188,7 @@ class StoreWriter:
         expert: int,
         tensors: Record,
         sources: list[list] | None = None,
-        blobs: dict[str, tuple[Codec, Any]] | None = None,
+        blobs: Blobs | None = None,
     ) -> None:
         """Compress and append the next expert; empties `tensors` as it goes, to free them.
 
@@ -290,7 +290,7 @@ class StoreWriter:
 
     def finish(
         self,
-        weights: dict[str, Stored],
+        weights: Header,
         files: list[tuple[str, bytes]],
         source: Record | None = None,
     ) -> None:
@@ -313,15 +313,10 @@ class StoreWriter:
             for name, content in contents.items():
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
-            index, digest = seal(
-                {
-                    **self.head,
-                    "layers": self._write_headers(),
-                    "weights": self._write_weights(weights),
-                    "files": table,
-                }
-            )
-            _write(self.folder / WEIGHTS, weights_header(_shapes(weights), digest), "r+b")
+            layers = self._write_headers()
+            others = self._write_weights(weights)
+            index, digest = seal(self.head | {"layers": layers, "weights": others, "files": table})
+            _write(self.folder / WEIGHTS, weights_header(others, digest), "r+b")
             _write(self.folder / INDEX, index)
 
     def _write_headers(self) -> list[Record]:
@@ -347,19 +342,17 @@ class StoreWriter:
             )
         return layers
 
-    def _write_weights(self, weights: dict[str, Stored]) -> dict[str, list]:
+    def _write_weights(self, weights: Header) -> dict[str, list]:
         """Copy the other weights behind room for their header; returns key → dtype, shape,
         checksums of its pieces."""
-        written = {}
+        written = {key: [of.dtype, list(of.shape), []] for key, of in weights.items()}
         with open(self.folder / WEIGHTS, "wb") as out:
-            out.write(bytes(len(weights_header(_shapes(weights), "0" * 64))))
+            out.write(bytes(len(weights_header(written, "0" * 64))))
             for key, tensor in weights.items():
-                checks = []
                 for begin in range(0, tensor.nbytes, PIECE):
                     piece = tensor.read(begin, min(PIECE, tensor.nbytes - begin))
-                    checks.append(checksum(piece))
+                    written[key][2].append(checksum(piece))
                     out.write(piece)
-                written[key] = [tensor.dtype, list(tensor.shape), checks]
             out.flush()
             os.fsync(out.fileno())
         return written
@@ -393,10 +386,6 @@ class StoreWriter:
                 f"({shutil.disk_usage(folder).free / 1e9:.2f} GB free). What is written is kept: put it "
                 f"right and run the same command again, and it goes on from there",
             ) from error
-
-
-def _shapes(weights: dict[str, Stored]) -> dict[str, tuple[str, Shape]]:
-    return {key: (tensor.dtype, tensor.shape) for key, tensor in weights.items()}
 
 
 def _write(path: Path, content: bytes, mode: str = "wb") -> None:

@@ -18,8 +18,7 @@ import torch
 from moelab.models.seam import discover
 from moelab.simulation.costs import Delays
 from moelab.store.layout import ExpertStore
-from moelab.store.reader import Reader, cast, decode, empty_tensors
-from moelab.store.stages import decompress
+from moelab.store.reader import Reader, cast, decode, decompress, empty_tensors
 
 ROUNDS = 5
 

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.store import codecs, stages
+from moelab.store import codecs
 from moelab.store.codecs import CODECS, compress_tensor
 from moelab.store.headers import NAMES
 from moelab.store.layout import Chunk, TensorEntry
-from moelab.store.reader import Chunks, decode_tensor
+from moelab.store.reader import Chunks, decode_tensor, decompress, recover
 
 
 def chunks_of(tensor, codec, K):
@@ -45,8 +45,8 @@ def test_two_stages_give_the_tensor(n, codec, K, dtype):
     tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).to(dtype)
     e, sm = chunks_of(tensor, codec, K)
     if e.entries["w"].shards:  # large enough, and worth compressing
-        stages.decompress(e, "w", out := torch.full_like(tensor, float("nan")))
-        stages.recover(sm, "w", out)
+        decompress(e, "w", out := torch.full_like(tensor, float("nan")))
+        recover(sm, "w", out)
         assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
 
 
@@ -67,9 +67,9 @@ def test_shards_are_decoded_apart_in_any_order_in_one_stage_or_two(chance, n, K)
         if stage == "decode":
             decode_tensor(e, sm, "w", part, shard)
         elif stage == "recover":
-            stages.recover(sm, "w", part, shard)
+            recover(sm, "w", part, shard)
         else:
-            stages.decompress(e, "w", part, shard)
+            decompress(e, "w", part, shard)
             left.append((shard, "recover"))
     assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
 
@@ -78,7 +78,7 @@ def test_shards_are_decoded_apart_in_any_order_in_one_stage_or_two(chance, n, K)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("n", [1, 63, 5000, 9001])
 def test_the_triton_kernel_joins_what_a_loop_joins(codec, dtype, n, triton_device):
-    from moelab.store import stages_triton
+    from moelab.store import unpack_triton
 
     tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).to(dtype)
     e, sm = (
@@ -86,9 +86,8 @@ def test_the_triton_kernel_joins_what_a_loop_joins(codec, dtype, n, triton_devic
         for plane in compress_tensor(tensor, codec)
     )
     out = torch.full_like(tensor, float("nan"), device=triton_device)
-    got = stages_triton.join(e, sm, out).cpu().view(torch.int16)
+    unpack_triton.join(e, sm, out)
+    got = out.cpu().view(torch.int16)
     naive = [((a << 8 | b) >> 1) | (b & 1) << 15 for a, b in zip(e.tolist(), sm.tolist())]
     assert torch.equal(got, tensor.view(torch.int16))
     assert got.tolist() == np.array(naive, np.uint16).view(np.int16).tolist()
-    with pytest.raises(ValueError, match="weights"):
-        stages_triton.join(e, sm[1:], out)
