@@ -601,5 +601,5 @@ OPTIONS = {
     "workers": (whole(1), "decompression threads"),
     "decompress_gbs": (number(above=0), "GB/s of exponents of a thread"),
     "seed": (whole(), "of the first routing"),
-    "store": (str, "folder of a compressed store: measure it on a CUDA GPU, and simulate nothing"),
+    "store": (None, "folder of a compressed store: measure it on a CUDA GPU, and simulate nothing"),
 }
