@@ -153,6 +153,8 @@ class Engine:
             yield
         except BaseException:
             self._broken = True
+            if self.host is not None:  # or the interpreter would wait for its thread at its end
+                self.host.worker.stop()
             raise
 
     def _require_sound(self) -> None:
