@@ -17,6 +17,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.experts import gemv
 from moelab.fast import fast_decode, graphs
+from moelab.offloading import offload
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.hybrid import Balance
 from moelab.simulation.simulator import replay
@@ -292,6 +293,20 @@ def test_a_token_that_ends_early_leaves_nothing(device, forms, wanted, opened, m
         opened.called.clear()
         assert close(decode(lm), wanted)
         assert len(opened.called) == 7
+
+
+def test_a_host_computes_only_what_lies_there(forms, wanted, opened, monkeypatch):
+    """Where some experts are on the disk only, no token runs alone."""
+    of = offload.host_slots
+    monkeypatch.setattr(
+        offload, "host_slots", lambda store, sizes, _, *rest: of(store, sizes, 0.4, *rest)
+    )
+    monkeypatch.setattr(Balance, "away", lambda self, layer, tokens, there: {*tokens} - there)
+    monkeypatch.setattr(Balance, "end_forward", lambda *_: None)
+    with opened(forms["raw"], 0.3, "cpu", hybrid=1) as lm:
+        assert close(decode(lm), wanted)
+        assert lm.moelab.tiers["disk"] and not opened.called
+        assert lm.moelab.residency.counters.away
 
 
 def test_without_a_graph_of_the_whole_it_says_so(forms, wanted, opened, monkeypatch):
