@@ -100,4 +100,4 @@ def replayed(device: Any) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.add_(1)
-    return graph.replay
+    return lambda: graph.replay() or x  # which would be another's memory without it

@@ -157,7 +157,8 @@ class GEMV(Sorted):
             if several:
                 from moelab.experts import gemm_triton
             feed_forward = gemm_triton.feed_forward if several else kernels.feed_forward
-            return feed_forward(up, down, x, ids, w, activate)
+            with torch.cuda.device_of(x):  # Triton launches on the thread's GPU
+                return feed_forward(up, down, x, ids, w, activate)
 
         return compute
 

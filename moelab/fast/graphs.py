@@ -58,26 +58,27 @@ class Graph:
         was = gc.isenabled()
         with torch.cuda.device(device):
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                for _ in range(2):  # kernels are compiled, libraries take their memory
-                    self.function()
-                gc.disable()  # CUDA gives up if another graph is freed meanwhile
-                try:
+            try:
+                with torch.cuda.stream(stream):
+                    for _ in range(2):  # kernels are compiled, libraries take their memory
+                        self.function()
+                    gc.disable()  # CUDA gives up if another graph is freed meanwhile
                     # What is between kernels may lie where other graphs have it, as long as there
                     # is one.
                     pool = next((other.graph.pool() for other in others), None)
                     graph.capture_begin(pool, "thread_local")
                     self.made = self.function()
                     graph.capture_end()
-                except BaseException:
-                    with suppress(Exception):  # or this thread could not go on at all
-                        graph.capture_end()
-                    _capturing.cache_clear()
-                    raise
-                finally:
-                    if was:
-                        gc.enable()
-            torch.cuda.current_stream().wait_stream(stream)
+            except BaseException:
+                with suppress(Exception), torch.cuda.stream(stream):
+                    graph.capture_end()  # or this thread could not go on at all
+                _capturing.cache_clear()
+                raise
+            finally:
+                if was:
+                    gc.enable()
+                # What was tried writes to memory that others may be given.
+                torch.cuda.current_stream().wait_stream(stream)
         self.graph = graph
         others.add(self)
 

@@ -81,6 +81,7 @@ class DeviceTables:
         self.K = K = box.K
         self._first, self._slot = loader.slots.full(0).data_ptr(), loader.slots.sizes.full
         self.device = device = loader.slots.device
+        self._stream = loader.slots.link.now()  # of the latest token
         self.L, E = L, E = where.home.shape
         sizes = [L * E, L * E, L * (K + 1), 3, K, loader.slots.count["full"]]
         bounds = [0, *accumulate(sizes)]
@@ -229,6 +230,7 @@ class DeviceTables:
         fields.counts[:] = 0, keep, self._number
         fields.share[:] = np.arange(self.K + 1) if share is None else share
         self._scratch = {*addresses[: self.K]}
+        self._stream = loader.slots.link.now()
         self._state.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._launched = time.perf_counter()
         return True
@@ -277,10 +279,10 @@ class DeviceTables:
         self._done = self.loader.slots.link.now().record_event()
 
     def rest(self) -> None:
-        """Wait until the GPU has done what was launched, by any thread; the host, too."""
+        """Wait until the GPU has done what was launched, by any thread; the host, too. Not for the whole
+        GPU: that would end a capture of another model's thread."""
         self._brought = {}
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        self._stream.synchronize()
         with suppress(Exception):  # of a token that is worth nothing
             self._serving.close()
 

@@ -80,6 +80,8 @@ class Engine:
             K = run.settings.spec.K
             controller.balance = Balance(run.settings.experts_bytes, K=K)
         controller.exclusive = run.settings.spare > 0
+        if self.host is not None and loader.pool is not None:
+            controller.lies = loader.pool.slots.__contains__
         self.controller = controller
         if loader.slots.link is not None:  # as many come beside a token as the link has time for
             controller.wished = None
@@ -155,6 +157,8 @@ class Engine:
             yield
         except BaseException:
             self._broken = True
+            if self.host is not None:  # or the interpreter would wait for its thread at its end
+                self.host.worker.stop()
             raise
 
     def _require_sound(self) -> None:
@@ -183,6 +187,8 @@ class Engine:
         self._report_other(clock(), layer)
         with self.loader.changing():
             step = controller.decide(layer, tokens)
+            if step.away and self._far:  # nobody who is loaded takes their places
+                self.loader.pool.busy = {request.key for request in step.away}
             controller.load(step, self.loader.ready.put)
         exact = experts.executor is eager
         compute = self._with_eager if exact else self._with_executor
@@ -263,7 +269,6 @@ class Engine:
         keys = [request.key for request in step.away]
         if self._far:
             self.loader.bring_home(keys)
-            self.loader.pool.busy = {*keys}
         away = [key.expert for key in keys]
         given = (of.cpu() for of in (x, ids, weights))
         return self.host.worker.submit(self.host.compute, experts, away, *given, self.timeline.add)
@@ -361,7 +366,9 @@ class Engine:
             self._forget_tables()
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, worker)
         tables = self._tables[1]
-        keeps = residency.spare or residency.holds_all  # or nothing that is fetched would ever stay
+        # or nothing that is fetched would ever stay, or some are on the disk only
+        near = residency.pools.F + loader.reader.count >= residency.L * residency.E
+        keeps = residency.holds_all or residency.spare and near
         if tables is None or not keeps or not self.decoding or self._drafts:
             return None
         alone = self._alone

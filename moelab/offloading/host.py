@@ -136,10 +136,14 @@ class Worker:
         thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
         self.submit, self._end = thread.submit, thread.shutdown
 
-    def close(self) -> None:
-        """End the thread when it has done what it is at; a GPU does not wait for it any more."""
+    def stop(self) -> None:
+        """A GPU and the thread do not wait for each other any more, in a token that has failed."""
         if (box := self._box) is not None:
             box.stop()
+
+    def close(self) -> None:
+        """End the thread when it has done what it is at; a GPU does not wait for it any more."""
+        self.stop()
         self._end()
 
     @contextmanager

@@ -16,13 +16,15 @@ back, in the same thread or under the same lock. Copies on one stream keep their
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from operator import itemgetter
 from typing import Any
 
@@ -33,6 +35,8 @@ from moelab.store.reader import aligned_buffer
 
 #: what computes what waits for a link
 GPU = "gpu compute"
+#: CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM of cuda.h
+SAME_ADDRESSES = 91
 
 
 class Link:
@@ -221,6 +225,25 @@ def pin(memory: np.ndarray, device: torch.device, owner: Any) -> Callable[[], ob
         stacklevel=2,
     )
     return None
+
+
+@cache
+def shares_addresses(device: torch.device) -> bool:
+    """Whether a GPU finds pinned memory at the CPU's own addresses, as its driver says. If not, with a
+    warning, only copies reach it: a kernel's read would end the program's use of the GPU."""
+    found, handle = ctypes.c_int(), ctypes.c_int()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with suppress(OSError):
+        driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
+        if not driver.cuDeviceGet(ctypes.byref(handle), index):
+            driver.cuDeviceGetAttribute(ctypes.byref(found), SAME_ADDRESSES, handle)
+    if not found.value:
+        warnings.warn(
+            "this GPU does not find pinned memory at the CPU's own addresses, so it runs no token "
+            "alone: the host decides layer by layer",
+            stacklevel=2,
+        )
+    return bool(found.value)
 
 
 def _unpin(memory: np.ndarray) -> None:

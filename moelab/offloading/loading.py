@@ -384,6 +384,7 @@ class Loader:
                     self._take_back(key)
                 if (end := self.pool.coming(key)) is not None:
                     end.synchronize()
+            self.pool.landed()
 
     def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:
         """The queue's, and the chunks that it uses: of a dropped load they may soon be

@@ -43,8 +43,9 @@ from moelab.store.reader import aligned_buffer
 LINE = 128  # bytes: some processors fetch two cache lines together
 #: of the addresses; the GPU's, the thread's, the driver's
 FIELDS = "posted", "x", "away", "w", "late", "done", "y", "stop", "over"
-#: looks at `done`, of a microsecond or so over PCIe, after which the CPU is taken for dead
-PATIENCE = 10_000_000
+#: looks at `done`, of a microsecond or so over PCIe, after which the CPU is taken for dead: sooner
+#: than the watchdog of a GPU that has a display ends the program
+PATIENCE = 2_000_000
 
 
 class Mailbox:

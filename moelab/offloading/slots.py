@@ -173,7 +173,8 @@ class Slots:
         if blob.is_cuda:
             from moelab.store.unpack_triton import unpack
 
-            return unpack(entry.codec, blob, out)
+            with torch.cuda.device_of(blob):  # Triton launches on the thread's GPU
+                return unpack(entry.codec, blob, out)
         entry.codec.decompress(blob.numpy(), out)
         return out
 

@@ -28,6 +28,7 @@ class StepController:
     log : records every step and every prediction.
     balance : which experts are computed where they lie; None: none are.
     exclusive : whether who is near is nowhere else, and computed there.
+    lies : of a step, whether an expert lies where it can be computed away; one on a disk does not.
     """
 
     residency: Residency
@@ -37,6 +38,7 @@ class StepController:
     log: EngineRun | None = None
     balance: Balance | None = None
     exclusive: bool = False
+    lies: Callable[[ExpertKey], bool] = lambda key: True
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
     #: who shall come beside the next token of what this one misses: given, or as many of what it has
     #: left as the link has time for
@@ -99,6 +101,8 @@ class StepController:
             state = self.residency.state
             there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
             away = self.balance.away(layer, tokens, there) - (there if self.exclusive else set())
+            if self.residency.free is None:
+                away = {expert for expert in away if self.lies(ExpertKey(layer, expert))}
         step = self.residency.begin(layer, tokens, away)
         self._fetched += len(step.loads)
         if self.log is not None:

@@ -34,7 +34,7 @@ from moelab.base.progress import progress
 from moelab.base.specs import ExpertKey
 from moelab.cache.policies import DEFAULT_POLICY, make_policy
 from moelab.cache.pools import Candidates
-from moelab.offloading.link import Link, pin
+from moelab.offloading.link import Link, pin, shares_addresses
 from moelab.store.layout import ExpertStore, run
 from moelab.store.reader import Chunks, Reader, aligned_buffer
 
@@ -90,7 +90,8 @@ class HostPool(Reader):
     def _allocate(self) -> None:
         self._memory = aligned_buffer(self.count * self.size)
         self._unpin = pin(self._memory, self.device, self)
-        self.pinned = self._unpin is not None or self.device.type != "cuda"
+        far = self.device.type == "cuda"
+        self.pinned = not far or self._unpin is not None and shares_addresses(self.device)
         self.rested()
 
     def rested(self) -> None:

@@ -144,7 +144,9 @@ def test_tokens_are_those_of_transformers(
         assert close(a.keys, b.keys, dtype) and close(a.values, b.values, dtype)
     if name == "phimoe":  # its norms are others
         assert not calls
-    elif memory or dtype != torch.bfloat16:
+    elif memory and device == "cuda":  # by the first token, it was prepared
+        assert calls == 8 * 2 + L - 1
+    elif device == "cpu" and (memory or dtype != torch.bfloat16):
         assert calls == 2 * 8 * L
     else:  # all layers at once, dense ones and shared experts, too
         assert calls == 2 * 8

@@ -17,6 +17,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.experts import gemv
 from moelab.fast import fast_decode, graphs
+from moelab.offloading import offload
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.step import StepController
@@ -25,8 +26,9 @@ from tests.fast.test_graphs import NAIVE, naive_attention, naive_experts
 from tests.gpus import compiled
 from tests.models import tiny
 from tests.offloading.links import Delayed
-from tests.offloading.test_link import DEVICES
 
+#: where Triton's kernels run: compiled on a GPU, or interpreted on the CPU
+DEVICES = ["cuda" if torch.cuda.is_available() else "cpu"]
 TOKENS = torch.randint(3, 96, (1, 14), generator=torch.Generator().manual_seed(0))
 
 
@@ -305,9 +307,24 @@ def test_a_token_that_ends_early_leaves_nothing(device, forms, wanted, opened, m
         monkeypatch.setattr(tables, "end", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             decode(lm)
+        lm.moelab.engine.host.worker.submit(int).result(timeout=60)  # it waits for no GPU
         opened.called.clear()
         assert close(decode(lm), wanted)
         assert len(opened.called) == 7
+
+
+def test_a_host_computes_only_what_lies_there(forms, wanted, opened, monkeypatch):
+    """Where some experts are on the disk only, no token runs alone."""
+    of = offload.host_slots
+    monkeypatch.setattr(
+        offload, "host_slots", lambda store, sizes, _, *rest: of(store, sizes, 0.4, *rest)
+    )
+    monkeypatch.setattr(Balance, "away", lambda self, layer, tokens, there: {*tokens} - there)
+    monkeypatch.setattr(Balance, "end_forward", lambda *_: None)
+    with opened(forms["raw"], 0.3, "cpu", hybrid=1) as lm:
+        assert close(decode(lm), wanted)
+        assert lm.moelab.tiers["disk"] and not opened.called
+        assert lm.moelab.residency.counters.away
 
 
 def test_without_a_graph_of_the_whole_it_says_so(forms, wanted, opened, monkeypatch):

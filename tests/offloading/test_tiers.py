@@ -276,3 +276,12 @@ def test_a_system_that_pins_nothing_is_slower_and_as_true(monkeypatch):
         patch.setattr(torch, "zeros", failing)
         with pytest.warns(UserWarning, match="pageable"):
             assert links.pin(np.zeros(9, np.uint8), torch.device("cuda"), Refusing()) is None
+
+
+def test_a_gpu_that_pinned_memory_has_other_addresses_for_is_told_of(monkeypatch):
+    def missing(name):
+        raise OSError(f"no {name} here")
+
+    monkeypatch.setattr(links.ctypes, "CDLL", missing)
+    with pytest.warns(UserWarning, match="layer by layer"):
+        assert not links.shares_addresses.__wrapped__(torch.device("cuda:0"))
