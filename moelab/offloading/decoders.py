@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -39,12 +38,13 @@ from moelab.store.stages import decompress, recover
 OPERATIONS = {"decompress": decompress, "recover": recover, "decode": decode_tensor}
 
 
-def on_cpu(kind: str, chunks: dict[str, Chunks], piece: Piece, out: torch.Tensor) -> None:
-    """Both stages, or one of them, into memory of the CPU.
+def on_cpu(slots: Slots, kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
+    """Both stages, or one of them, into the load's slot of the CPU's memory.
 
     kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged
         chunk."""
     name, shard = piece
+    out = slots.tensors(load.slots["full"], load.key.layer)[name]
     if shard is not None:
         begin, end = chunks[USES[kind][0]].entries[name].bounds(shard)
         out = out.view(-1)[begin:end]
@@ -133,11 +133,8 @@ class OnGPU:
         for event in self._reads.pop(slot, ()):
             event.synchronize()
 
-    def _copy(
-        self, load: Load, source: torch.Tensor, out: torch.Tensor, slot: int | None = None
-    ) -> Any:
-        copy = partial(out.copy_, source, non_blocking=True)
-        return self._link.behind(("link", "send", load.key), copy, source.numel(), slot)
+    def _copy(self, load: Load, *given: Any) -> Any:
+        return self._link.send(("link", "send", load.key), *given)
 
     def _passage(self, load: Load) -> Passage:
         with self._lock:
@@ -191,15 +188,3 @@ def _join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tenso
         stages_triton.join(*planes, out)
     else:
         bits.join(*(plane.numpy() for plane in planes), as_bytes(out, True).view(np.uint16))
-
-
-def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], Piece, Load], None]:
-    """What workers decode with, into a load's slot."""
-    if slots.link is not None:
-        return OnGPU(slots)
-
-    def decode(kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
-        tensors = slots.tensors(load.slots["full"], load.key.layer)
-        on_cpu(kind, chunks, piece, tensors[piece.tensor])
-
-    return decode

@@ -25,7 +25,7 @@ from typing import Any
 from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
-from moelab.offloading.decoders import OnGPU, decoder, recovers
+from moelab.offloading.decoders import OnGPU, on_cpu, recovers
 from moelab.offloading.host import Host
 from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
 from moelab.offloading.run import Timeline
@@ -70,9 +70,9 @@ class Loader:
         reader: Reader,
         workers: int,
         timeline: Timeline,
-        ahead: int = 0,
-        counts: PrefetchCounts | None = None,
-        readers: int = DEPTH,
+        ahead: int,
+        counts: PrefetchCounts,
+        readers: int,
     ) -> None:
         self.slots = slots
         self.reader = reader
@@ -93,7 +93,7 @@ class Loader:
             shards=lambda load, name: store.entries(*load.key)[name].shards * in_stages,
             workers=workers,
             in_place=self.in_place,
-            **({} if slots.link is None else {"moved": self._moved}),
+            moved=self._moved,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
@@ -106,9 +106,9 @@ class Loader:
     def start(self) -> None:
         """Begin with nothing in memory, a queue and threads of its own."""
         self.queue = self._make_queue()
-        self._decode = decoder(self.slots)
-        far = isinstance(self._decode, OnGPU) and not self.in_place
-        self._passing = self._decode if far else None  # what SM-chunks are announced to
+        far = self.slots.link is not None and not self.in_place
+        self._passing = OnGPU(self.slots) if far else None  # what SM-chunks are announced to
+        self._decode = self._passing or partial(on_cpu, self.slots)
         self.ready = SimpleQueue()
         self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
@@ -273,14 +273,15 @@ class Loader:
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
             if self.pool is not None:
-                self.slots.land(load.slots["full"], *chunks)
+                what = "link", "send", load.key
+                sent = self.slots.send(what, load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
             end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
             if landing is not None and error is None:
-                self.pool.put(load.key, landing)
+                self.pool.put(load.key, landing, sent)
             elif landing is not None:
                 self.pool.spare.append(landing)
             elif self.pool is None and error is None:
@@ -344,7 +345,7 @@ class Loader:
         """An expert has come to stay on the GPU, or leaves it."""
         if stays and self.pool is not None:
             self.pool.release(key)
-        elif not stays:
+        elif not stays and self.slots.link is not None:
             done = self.slots.link.leave(slot)
             if self.pool is not None and key not in self.pool.slots:
                 self._leaving[key] = slot, done

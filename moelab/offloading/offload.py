@@ -157,11 +157,6 @@ class Offloading:
             raise ValueError(
                 f"hybrid is {self.hybrid}, with ahead={self.ahead}: nothing is prefetched beside it"
             )
-        if self.mode == "pinned":
-            raise ValueError(
-                "the mode is 'pinned'; beside a GPU, experts are in pinned memory as far as host= says: "
-                "leave mode out"
-            )
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.host != "auto" and kind == "cpu":
             raise ValueError(
@@ -235,7 +230,7 @@ class Memory:
     """How a budget is divided.
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
-    link, host : to a GPU, if it is its memory; slots of pinned memory beside that.
+    link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
     spare : of `Residency`.
     """
 
@@ -312,7 +307,7 @@ class Memory:
         stay = min(pools.F * copies, L * E) - spare
         beside = copies * replace(pools, F=0).nbytes(0, sizes.sm, sizes.e)
         beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
-        host = 0 if link is None else host_slots(store, sizes, how.host, stay, beside)
+        host = L * E if link is None else host_slots(store, sizes, how.host, stay, beside)
         return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
 
     def residency(self) -> Residency:
@@ -321,15 +316,13 @@ class Memory:
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
-        if hybrid:
-            pool = (how.on, self.host, True, how.cache) if self.link is not None else ()
-            given = self.store, hybrid, how.bandwidth, *pool
-            return Host(*given, mode=how.mode, verify=how.verify)
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
+        pool = how.on, self.host, self.link is not None and self.sizes.in_place
+        if hybrid:
+            return Host(self.store, hybrid, *pool, **options)
         if self.link is None:
             return Reader(self.store, **options)
-        given = self.host, self.sizes.in_place, how.cache
-        return HostPool(self.store, how.on, *given, **options)
+        return HostPool(self.store, *pool, **options)
 
     @cached_property
     def order(self) -> list[ExpertKey]:
