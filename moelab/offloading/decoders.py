@@ -78,7 +78,6 @@ class OnGPU:
         self._lock = threading.Lock()
         self._passages: dict[Load, Passage] = {}
         self._spare: list[Passage] = []
-        self._made = 0
         self._reads: dict[int, list[Any]] = defaultdict(list)  # slot "sm" → as `Passage.reads`
 
     def __call__(self, kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
@@ -142,17 +141,16 @@ class OnGPU:
                 ended = Phase.LOADED, Phase.DROPPED
                 for of in [of for of in self._passages if of.phase in ended and not of.busy]:
                     self._spare.append(self._passages.pop(of))
-                passage = self._spare.pop(0) if self._spare else self._made_anew()
+                if self._spare:
+                    passage = self._spare.pop(0)
+                else:
+                    slots, made = self._slots, len(self._passages)
+                    host = host_memory(slots.sizes.full, slots.device, self)
+                    passage = Passage(torch.from_numpy(host), slots.passing(made))
                 for event in passage.reads:
                     event.synchronize()
                 self._passages[load] = Passage(passage.host, passage.there)
             return self._passages[load]
-
-    def _made_anew(self) -> Passage:
-        slots, i = self._slots, self._made
-        self._made += 1
-        host = host_memory(slots.sizes.full, slots.device, self)
-        return Passage(torch.from_numpy(host), slots.passing(i))
 
 
 def _unpack(

@@ -27,8 +27,8 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
 from moelab.offloading.decoders import OnGPU, on_cpu, recovers
 from moelab.offloading.host import Host
-from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
-from moelab.offloading.run import Timeline
+from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, read_name
+from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
 from moelab.offloading.tiers import HostPool, experts_of
@@ -59,8 +59,8 @@ class Bell:
 class Loader:
     """Memory, files and threads around a `LoadQueue`.
 
-    counts : of what is prefetched.
-    readers : threads that read.
+    workers, readers : threads that decode, and that read.
+    run : is told what happens.
     ready : where the running layer's experts arrive: keys, or an error.
     """
 
@@ -69,16 +69,13 @@ class Loader:
         slots: Slots,
         reader: Reader,
         workers: int,
-        timeline: Timeline,
-        ahead: int,
-        counts: PrefetchCounts,
+        run: EngineRun,
         readers: int,
     ) -> None:
         self.slots = slots
         self.reader = reader
-        self.timeline = timeline
+        self.timeline = run.timeline
         self.in_place = slots.sizes.in_place
-        in_stages = self.in_place or recovers(slots.device)
         store = reader.store
         #: where experts lie that are not on the GPU, if they are computed there as they lie
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
@@ -87,10 +84,12 @@ class Loader:
         self._make_queue = partial(
             LoadQueue,
             slots.count,
-            ahead,
-            counts=counts,
+            run.settings.ahead,
+            counts=run.fetched,
             tensors=lambda key: store.layers[key.layer].tensors,
-            shards=lambda load, name: store.entries(*load.key)[name].shards * in_stages,
+            shards=lambda load, name: (
+                store.entries(*load.key)[name].shards * recovers(slots.device)
+            ),
             workers=workers,
             in_place=self.in_place,
             moved=self._moved,

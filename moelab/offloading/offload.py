@@ -296,16 +296,12 @@ class Memory:
         )
         kept = room - scratch - staging * sizes.in_flight
         spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
-        if (
-            link is not None
-            and how.executor == "fast"
-            and how.scope == "model"
-            and pools.F == pools.capacity < L * E
-        ):
-            spare = min(-(-pools.F // SPARE), L * store.spec.K) * sizes.in_place
+        exchanges = link is not None and sizes.in_place
+        if exchanges and how.executor == "fast" and how.scope == "model" and pools.F < L * E:
+            spare = min(-(-pools.F // SPARE), L * store.spec.K)
         copies = L if how.scope == "layer" else 1
         stay = min(pools.F * copies, L * E) - spare
-        beside = copies * replace(pools, F=0).nbytes(0, sizes.sm, sizes.e)
+        beside = copies * pools.nbytes(0, sizes.sm, sizes.e)
         beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
         host = L * E if link is None else host_slots(store, sizes, how.host, stay, beside)
         return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
@@ -344,10 +340,11 @@ class Memory:
         """Read the experts that the engine opens with, each once."""
         if first:
             fill(loader, first)
-        if self.link is not None:
-            there = {*first}
-            reader.hold(key for key in self.order if key not in there)
-        if self.link is not None and len(first) == len(self.order):
+        if self.link is None:
+            return
+        there = {*first}
+        reader.hold(key for key in self.order if key not in there)
+        if len(there) == len(self.order):
             reader.close()  # nothing pinned stays
 
     def loader(
@@ -382,7 +379,7 @@ class Memory:
         if self.link is not None and self.sizes.in_place:
             readers = min(readers, self.host - 1)
         run = EngineRun(settings, residency)
-        return run, Loader(slots, reader, workers, run.timeline, ahead, run.fetched, readers)
+        return run, Loader(slots, reader, workers, run, readers)
 
 
 def host_slots(

@@ -220,7 +220,7 @@ class HostPool(Reader):
     def _touch(self, key: ExpertKey) -> None:
         self._now += key[0] != self._layer
         self._layer = key[0]
-        self._policy.touch(ExpertKey(*key), self._now)
+        self._policy.touch(key, self._now)
 
     def _leave(self, key: ExpertKey) -> int:
         """The slot of an expert that is here no more."""
