@@ -76,7 +76,7 @@ class Loader:
         self.reader = reader
         self.timeline = run.timeline
         self.in_place = slots.sizes.in_place
-        store = reader.store
+        store, device = reader.store, slots.device
         #: where experts lie that are not on the GPU, if they are computed there as they lie
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
         if self.pool is not None:
@@ -87,9 +87,7 @@ class Loader:
             run.settings.ahead,
             counts=run.fetched,
             tensors=lambda key: store.layers[key.layer].tensors,
-            shards=lambda load, name: (
-                store.entries(*load.key)[name].shards * recovers(slots.device)
-            ),
+            shards=lambda load, name: store.entries(*load.key)[name].shards * recovers(device),
             workers=workers,
             in_place=self.in_place,
             moved=self._moved,
@@ -204,7 +202,7 @@ class Loader:
             self.reader.close()
             self.queue.held.clear()
             self._chunks.clear()
-            self.slots = None
+            self.slots = self._decode = self._passing = None
 
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
@@ -273,7 +271,8 @@ class Loader:
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
             if self.pool is not None:
                 what = "link", "send", load.key
-                sent = self.slots.send(what, load.slots["full"], *chunks)
+                with self._lock:  # nobody waits meanwhile for all that was sent
+                    sent = self.slots.send(what, load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
             end = clock()
@@ -320,7 +319,7 @@ class Loader:
             load, kinds = found
             self._make_way(load)
             chunks = pool.held(*load.key)
-            sent = ("link", "read", load.key), load.slots["full"], chunks, pool.coming(load.key)
+            sent = ("link", "read", load.key), load.slots["full"], chunks, pool.coming.get(load.key)
             pool.reads(load.key, self.slots.send(*sent))
             self.queue.read_done(load, kinds, chunks.nbytes)
         for key in [*self._leaving][: len(pool.spare)]:
@@ -371,7 +370,7 @@ class Loader:
             for key in keys:
                 if key in self._leaving:
                     self._take_back(key)
-                if (end := self.pool.coming(key)) is not None:
+                if (end := self.pool.coming.get(key)) is not None:
                     end.synchronize()
 
     def _next_decode(self) -> tuple[Load, Piece, str, dict[str, Chunks]] | None:

@@ -41,7 +41,7 @@ from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, divide, slot_counts
 from moelab.offloading.step import StepController
-from moelab.offloading.tiers import HostPool, experts_of, slot_bytes
+from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -390,7 +390,7 @@ def host_slots(
     are for compressed parts, kept or on their way. ValueError for less than works, or more than
     there is."""
     experts = experts_of(store)
-    size = slot_bytes(store)
+    size = Sizes.of(store, True).full
     away = len(experts) - stay
     least, most = 0, len(experts)
     if sizes.in_place:

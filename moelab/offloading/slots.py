@@ -60,10 +60,6 @@ class Sizes:
         through as many as it then has."""
         return 2 * self.full if self.far else self.full + self.e + self.sm
 
-    def kept(self, pools: Pools) -> int:
-        """Bytes of the budget that pools take."""
-        return pools.nbytes(self.full, *((0, 0) if self.far else (self.sm, self.e)))
-
 
 class Slots:
     """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows."""
@@ -264,7 +260,8 @@ def divide(
     copies = L if scope == "layer" else 1
     if plan is None:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging
-    needed = copies * sizes.kept(plan)
+    parts = (0, 0) if sizes.far else (sizes.sm, sizes.e)
+    needed = copies * plan.nbytes(sizes.full, *parts)
     if needed > room:
         raise ValueError(
             f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "

@@ -34,6 +34,7 @@ from moelab.base.specs import ExpertKey
 from moelab.cache.policies import LRFU
 from moelab.cache.pools import Candidates
 from moelab.offloading.link import Link, pin
+from moelab.offloading.slots import Sizes
 from moelab.store.layout import ExpertStore, run
 from moelab.store.reader import Chunks, Reader, aligned_buffer
 
@@ -60,14 +61,14 @@ class HostPool(Reader):
         **options: Any,
     ) -> None:
         super().__init__(store, **options)
-        self.size = slot_bytes(store)
+        self.size = Sizes.of(store, True).full
         self.count, self.device, self.exchanges = count, device, exchanges
         self.link: Link | None = None
         E = max(len(layer.experts) for layer in store.layers)
         self.home = np.zeros((len(store.layers), E), np.int64)
         self.slots: dict[ExpertKey, int] = {}
-        #: key → end of the copy that takes it back
-        self._coming: dict[ExpertKey, Any] = {}
+        #: who is being taken back → the event from which on it is at its home
+        self.coming: dict[ExpertKey, Any] = {}
         self._policy = LRFU()
         #: whose homes are read by the CPU now, so that nobody else comes there
         self.busy: Set[ExpertKey] = frozenset()
@@ -84,7 +85,7 @@ class HostPool(Reader):
     def rested(self) -> None:
         """Nothing is under way any more: a slot that is no expert's home is spare."""
         self.landed()
-        for key in [*self._coming]:  # the copy was another process's
+        for key in [*self.coming]:  # the copy was another process's
             self._leave(key)
         self._last: dict[int, Any] = {}  # slot → what the GPU does last with it
         taken = {*self.slots.values()}
@@ -168,17 +169,7 @@ class HostPool(Reader):
     def reads(self, key: ExpertKey, end: Any) -> None:
         """A copy reads this expert's home, until this event."""
         self._last[self.slots[key]] = end
-        self._touch(key)
-
-    def touched(self, key: ExpertKey) -> None:
-        """An expert was read here."""
-        if key in self.slots:
-            self._touch(key)
-
-    def coming(self, key: ExpertKey) -> Any:
-        """The event from which on an expert that is being taken back is at its home; None of any
-        other."""
-        return self._coming.get(key)
+        self.touch(key)
 
     def release(self, key: ExpertKey) -> None:
         """An expert is on the GPU, or a copy that was announced brings it there: its slot is
@@ -201,31 +192,31 @@ class HostPool(Reader):
         length = run(self.store.entries(*key), "both")[1]
         events = [after, *([self._last[slot]] if slot in self._last else [])]
         home = torch.from_numpy(self.bytes(slot)[:length])
-        self._last[slot] = self._coming[key] = self.link.take_back(gpu[:length], home, events)
+        self._last[slot] = self.coming[key] = self.link.take_back(gpu[:length], home, events)
         self._enter(key, slot)
-        return self._coming[key]
+        return self.coming[key]
 
-    def landed(self) -> list[ExpertKey]:
-        """Experts that were being taken back and, since the last call, are seen to be at home."""
-        done = [key for key, end in self._coming.items() if end.query()]
-        for key in done:
-            del self._coming[key]
+    def landed(self) -> None:
+        """Look who of those that were being taken back is at home."""
+        for key in [key for key, end in self.coming.items() if end.query()]:
+            del self.coming[key]
             self.home[key] = self.bytes(self.slots[key]).ctypes.data
-        return done
 
     def _enter(self, key: ExpertKey, slot: int) -> None:
         self.slots[key] = slot
-        self._touch(key)
+        self.touch(key)
 
-    def _touch(self, key: ExpertKey) -> None:
-        self._now += key[0] != self._layer
-        self._layer = key[0]
-        self._policy.touch(key, self._now)
+    def touch(self, key: ExpertKey) -> None:
+        """An expert was read here, or came."""
+        if key in self.slots:
+            self._now += key[0] != self._layer
+            self._layer = key[0]
+            self._policy.touch(key, self._now)
 
     def _leave(self, key: ExpertKey) -> int:
         """The slot of an expert that is here no more."""
         self.home[key] = 0
-        self._coming.pop(key, None)
+        self.coming.pop(key, None)
         self._policy.forget(key)
         return self.slots.pop(key)
 
@@ -242,8 +233,3 @@ def experts_of(store: ExpertStore) -> list[ExpertKey]:
     layers = enumerate(store.layers)
     keys = (ExpertKey(layer, e) for layer, of in layers for e in range(len(of.experts)))
     return sorted(keys, key=lambda key: key[::-1])
-
-
-def slot_bytes(store: ExpertStore) -> int:
-    """Of a slot for any expert as it is stored."""
-    return max(run(entries, "both")[1] for layer in store.layers for entries in layer.experts)

@@ -80,7 +80,7 @@ class Exchange:
             source = torch.from_numpy(self.pool.held(*key).data)
             out = self.gpu[slot][: len(source)]
             what = "link", "read", key
-            self.pool.reads(key, self.link.send(what, source, out, slot, self.pool.coming(key)))
+            self.pool.reads(key, self.link.send(what, source, out, slot, self.pool.coming.get(key)))
         else:
             landing = self.pool.take()
             (chunks,) = self.pool.read_parts(*key, {"both": self.pool.bytes(landing)})
