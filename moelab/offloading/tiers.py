@@ -73,11 +73,10 @@ class HostPool(Reader):
         #: whose homes are read by the CPU now, so that nobody else comes there
         self.busy: Set[ExpertKey] = frozenset()
         self._now, self._layer = 0, -1  # a step of the policy is of one layer
-        self._memory: np.ndarray | None = None
         self._allocate()
 
     def _allocate(self) -> None:
-        self._memory = aligned_buffer(self.count * self.size)
+        self._memory: np.ndarray | None = aligned_buffer(self.count * self.size)
         self._unpin = pin(self._memory, self.device, self)
         self.pinned = self._unpin is not None or self.device.type != "cuda"
         self.rested()
@@ -97,7 +96,7 @@ class HostPool(Reader):
         super().close()
         for key in [*self.slots]:
             self._leave(key)
-        if self._memory is not None and self._unpin is not None:
+        if self._unpin is not None:
             self._unpin()
         self._memory = None
 
