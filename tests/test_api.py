@@ -230,7 +230,7 @@ def test_experts_are_prefetched_unless_nobody_can_or_shall(folder, tmp_path):
         ({"memory": "60%", "speculate": "quasi", "prefetch": "router"}, "leave prefetch out"),
         ({"memory": "1kB"}, "the least that works"),
         ({"memory": "60%", "workers": 0}, "at least one thread"),
-        ({"memory": "130%"}, "all of them are 100%"),
+        ({"memory": "130%"}, "the budget is '130%'"),
         ({"memory": "0%"}, "bytes.* are the least that works"),
         ({"memory": "8"}, "would be 8 bytes: write .8GB."),
         ({"memory": "60%", "cache": "belady"}, r"needs the future.*simulate\(run"),

@@ -31,10 +31,6 @@ LIMITS = (
 )
 #: of memory.stat: what the page cache would give back, in older systems the group's own, then all
 _CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.M)
-_ALLOWED = (
-    "it must be bytes, a fraction of the experts up to 1, or a text such as '2GB', '800MiB', '50%' "
-    "or 'auto'"
-)
 _SIZE = re.compile(
     r"((?:\d+(?:_\d+)*(?:\.\d*|,\d{1,2})?|\.\d+)(?:e\+?\d+)?)\s*(%|([kmgt]i?)?b?)", re.ASCII
 )
@@ -49,8 +45,6 @@ _UNITS = {
     "gi": 1 << 30,
     "ti": 1 << 40,
 }
-#: fewer bytes without a unit, in a text and as a number, are gigabytes to whom wrote them
-_BARE = {True: 10**6, False: 1024}
 
 
 def parse_budget(
@@ -72,19 +66,19 @@ def parse_budget(
     if isinstance(given, str) and (match := _SIZE.fullmatch(given.strip().lower())):
         budget = float(match[1].replace(",", "."))
         unit = match[2]
-    if isinstance(budget, bool) or not isinstance(budget, Real) or not 0 <= budget < math.inf:
-        raise ValueError(f"the budget is {given!r}; {_ALLOWED}")
+    real = isinstance(budget, Real) and not isinstance(budget, bool)
+    if not real or not 0 <= budget < math.inf or unit == "%" and budget > 100:
+        raise ValueError(
+            f"the budget is {given!r}; it must be bytes, a fraction of the experts up to 1, or a text "
+            f"such as '2GB', '800MiB', '50%' or 'auto'"
+        )
     if unit == "%":
-        if budget > 100:
-            raise ValueError(
-                f"the budget is {budget:g}% of the experts, and all of them are 100%; {_ALLOWED}"
-            )
         return int(budget / 100 * everything)
     if unit:
         return int(budget * _UNITS[match[3] or ""])
     if budget <= 1:
         return int(budget * everything)
-    if budget < _BARE[isinstance(given, str)]:
+    if budget < (10**6 if isinstance(given, str) else 1024):  # gigabytes to whom wrote them
         raise ValueError(
             f"the budget is {given!r}, which would be {budget:g} bytes: write '{budget:g}GB', or "
             f"'{budget:g}B'"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib.util import find_spec
@@ -38,12 +37,13 @@ from moelab.store.reader import Chunks, decode_tensor, decompress, named, recove
 OPERATIONS = {"decompress": decompress, "recover": recover, "decode": decode_tensor}
 
 
-def on_cpu(kind: str, chunks: dict[str, Chunks], piece: Piece, out: torch.Tensor) -> None:
-    """Both stages, or one of them, into memory of the CPU.
+def on_cpu(slots: Slots, kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
+    """Both stages, or one of them, into the load's slot of the CPU's memory.
 
     kind : "decompress", "recover" or "decode", which is both. Raises StoreError for a damaged
         chunk."""
     name, shard = piece
+    out = slots.tensors(load.slots["full"], load.key.layer)[name]
     if shard is not None:
         begin, end = chunks[USES[kind][0]].entries[name].bounds(shard)
         out = out.view(-1)[begin:end]
@@ -77,7 +77,6 @@ class OnGPU:
         self._lock = threading.Lock()
         self._passages: dict[Load, Passage] = {}
         self._spare: list[Passage] = []
-        self._made = 0
         self._reads: dict[int, list[Any]] = defaultdict(list)  # slot "sm" → as `Passage.reads`
 
     def __call__(self, kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
@@ -132,11 +131,8 @@ class OnGPU:
         for event in self._reads.pop(slot, ()):
             event.synchronize()
 
-    def _copy(
-        self, load: Load, source: torch.Tensor, out: torch.Tensor, slot: int | None = None
-    ) -> Any:
-        copy = partial(out.copy_, source, non_blocking=True)
-        return self._link.behind(("link", "send", load.key), copy, source.numel(), slot)
+    def _copy(self, load: Load, *given: Any) -> Any:
+        return self._link.send(("link", "send", load.key), *given)
 
     def _passage(self, load: Load) -> Passage:
         with self._lock:
@@ -144,17 +140,16 @@ class OnGPU:
                 ended = Phase.LOADED, Phase.DROPPED
                 for of in [of for of in self._passages if of.phase in ended and not of.busy]:
                     self._spare.append(self._passages.pop(of))
-                passage = self._spare.pop(0) if self._spare else self._made_anew()
+                if self._spare:
+                    passage = self._spare.pop(0)
+                else:
+                    slots, made = self._slots, len(self._passages)
+                    host = host_memory(slots.sizes.full, slots.device, self)
+                    passage = Passage(torch.from_numpy(host), slots.passing(made))
                 for event in passage.reads:
                     event.synchronize()
                 self._passages[load] = Passage(passage.host, passage.there)
             return self._passages[load]
-
-    def _made_anew(self) -> Passage:
-        slots, i = self._slots, self._made
-        self._made += 1
-        host = host_memory(slots.sizes.full, slots.device, self)
-        return Passage(torch.from_numpy(host), slots.passing(i))
 
 
 def _unpack(
@@ -190,15 +185,3 @@ def _join(exponents: torch.Tensor, sign_mantissa: torch.Tensor, out: torch.Tenso
         unpack_triton.join(*planes, out)
     else:
         bits.join(*(plane.numpy() for plane in planes), as_bytes(out, True).view(np.uint16))
-
-
-def decoder(slots: Slots) -> Callable[[str, dict[str, Chunks], Piece, Load], None]:
-    """What workers decode with, into a load's slot."""
-    if slots.link is not None:
-        return OnGPU(slots)
-
-    def decode(kind: str, chunks: dict[str, Chunks], piece: Piece, load: Load) -> None:
-        tensors = slots.tensors(load.slots["full"], load.key.layer)
-        on_cpu(kind, chunks, piece, tensors[piece.tensor])
-
-    return decode

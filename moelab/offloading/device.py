@@ -242,7 +242,7 @@ class DeviceTables:
         pool.landed()
         written = {self._address(slot) for slot in free}
         for key, address in [*self._left.items()]:
-            coming = pool.coming(key)
+            coming = pool.coming.get(key)
             if coming is not None and (by_host or address in written):
                 coming.synchronize()
                 pool.landed()
@@ -320,7 +320,7 @@ class DeviceTables:
             if table[key.expert] or not address:
                 continue
             fetched.append(key)
-            self.loader.reader.touched(key)
+            self.loader.reader.touch(key)
             if stays:
                 queue.keep(key, self._place(address))
                 table[key.expert] = address

@@ -207,25 +207,23 @@ class Host(HostPool):
     """Experts of a store in the CPU's memory, which can be computed with where they lie, in place of
     being read: all of them or, beside a GPU, those that are not there.
 
-    threads : that compute.    bandwidth : bytes a second at which experts are read from here, if all
-        are, else from the disk.    pool, options : of `HostPool`, beside a GPU."""
+    threads : that compute.    pool, options : of `HostPool`; `bandwidth` is that of here, if all are,
+        else of the disk."""
 
     def __init__(
         self,
         store: ExpertStore,
         threads: int,
-        bandwidth: float | None,
         *pool: Any,
         **options: Any,
     ) -> None:
         self.worker = Worker(threads)
         self.executor = make("executor", "fast")
-        first = {"bandwidth": bandwidth} if pool else {}
-        super().__init__(store, *(pool or (torch.device("cpu"),)), **first, **options)
-        if not pool:
+        super().__init__(store, *pool, **options)
+        if not self.exchanges:
+            bandwidth, self.bandwidth = self.bandwidth, None
             self.hold(experts_of(store))
-            self.verify = False  # nobody else can write there
-            self.bandwidth = bandwidth
+            self.verify, self.bandwidth = False, bandwidth  # nobody else can write there
         self._lying: dict[tuple, Lying | None] = {}  # of `lies`
 
     def close(self) -> None:

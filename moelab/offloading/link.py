@@ -3,9 +3,8 @@ computes.
 
 Source: Speculating Experts §5.1 (experts in pinned memory, copied beside the compute stream);
 ZipMoE §3.3, §4. One stream brings experts, one takes them back, as a link carries both ways at
-once; threads that read or decode copy on streams of their own and wait for it. From pinned memory
-the thread that computes sends experts by itself, as that takes less than to wake another, and only
-the GPU waits.
+once. From pinned memory the thread that computes sends experts by itself, as that takes less than
+to wake another, and only the GPU waits; threads that read or decode send what they have ready.
 
 No byte of a slot is overwritten while something reads it, and nothing reads one that is not there
 yet. Whatever writes into a slot waits for the event of what was last done with the expert that has
@@ -23,7 +22,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from operator import itemgetter
 from typing import Any
@@ -44,7 +43,6 @@ class Link:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._mine = threading.local()
         self._there, self._back = self.new_stream(), self.new_stream()
         # slot → what is done last with an expert that leaves it
         self._left: dict[int, Any] = {}
@@ -67,9 +65,6 @@ class Link:
         """The stream that this thread computes on."""
         return torch.cuda.current_stream(self.device)
 
-    def on(self, stream: Any) -> Any:
-        return torch.cuda.stream(stream)
-
     def run(self, stream: Any, do: Callable[[], object]) -> tuple[Any, Any]:
         """(begin, end) of what `do` tells a GPU, behind what the stream has to do."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -79,51 +74,37 @@ class Link:
             end.record(stream)
         return begin, end
 
-    def copy(self, stream: Any, source: torch.Tensor, out: torch.Tensor) -> tuple[Any, Any]:
-        """(begin, end) of a copy; it is told at once if the CPU's memory is pinned."""
-        return self.run(stream, partial(out.copy_, source, non_blocking=True))
-
     # copies
 
-    @contextmanager
-    def into(self, slot: int) -> Iterator[None]:
-        """What a thread tells the GPU within the block, to fill a slot, runs beside what is
-        computed; waits for it."""
-        if not hasattr(self._mine, "stream"):
-            self._mine.stream = self.new_stream()
-        self._write(self._mine.stream, slot)
-        with self.on(self._mine.stream):
-            yield
-        self._mine.stream.synchronize()
-
     def send(
-        self, what: Any, source: torch.Tensor, slot: int, out: torch.Tensor, after: Any = None
-    ) -> Any:
-        """Copy pinned memory, when the event `after` has come, to a slot, behind what was sent
-        before; returns the event of its end at once, see `arrive`."""
-        copy = partial(self.copy, self._there, source, out)
-        return self._behind(what, copy, source.numel(), slot, after)
-
-    def behind(
-        self, what: Any, do: Callable[[], object], nbytes: int = 0, slot: int | None = None
-    ) -> Any:
-        """As `send`, of what `do` tells the GPU, in any thread; without a slot nothing arrives."""
-        return self._behind(what, partial(self.run, self._there, do), nbytes, slot)
-
-    def _behind(
         self,
         what: Any,
-        tell: Callable[[], tuple[Any, Any]],
+        source: torch.Tensor,
+        out: torch.Tensor,
+        slot: int | None = None,
+        after: Any = None,
+    ) -> Any:
+        """Copy pinned memory, when the event `after` has come, to a slot, behind what was sent
+        before; returns the event of its end at once, see `arrive`. In any thread; without a slot
+        nothing arrives."""
+        copy = partial(out.copy_, source, non_blocking=True)
+        return self.behind(what, copy, source.numel(), slot, after)
+
+    def behind(
+        self,
+        what: Any,
+        do: Callable[[], object],
         nbytes: int,
         slot: int | None,
         after: Any = None,
     ) -> Any:
+        """As `send`, of what `do` tells the GPU."""
         with self._order:
             if slot is not None:
                 self._write(self._there, slot)
             if after is not None:
                 self._there.wait_event(after)
-            begin, end = tell()
+            begin, end = self.run(self._there, do)
             self._number += 1
             if slot is not None:
                 self._coming[slot] = self._number, end
@@ -147,7 +128,7 @@ class Link:
         events have come; returns the event of its end at once."""
         for event in after:
             self._back.wait_event(event)
-        return self.copy(self._back, source, out)[1]
+        return self.run(self._back, partial(out.copy_, source, non_blocking=True))[1]
 
     def arrive(self, slots: Iterable[int]) -> None:
         """What this thread tells the GPU from now on is done when what was sent to these slots is

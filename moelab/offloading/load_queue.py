@@ -37,8 +37,6 @@ HOLDS = {
 }
 #: a decode operation → the slots that it uses
 USES = {"decompress": ("e",), "recover": ("sm",), "decode": ("e", "sm")}
-#: expert → kind → the slot that it holds
-Held = dict[ExpertKey, dict[str, int]]
 #: what one read is of → the slots that it fills
 FILLS = {"E": ("e",), "SM": ("sm",), "both": ("e", "sm")}
 #: state → what is left to read of an expert
@@ -135,12 +133,12 @@ class LoadQueue:
 
     count : slots of each kind.
     ahead : prefetched experts that may hold slots at the same time.
-    held : slots of the experts that are in memory already.
-    counts : of what is prefetched.
-    tensors : of an expert, which are decoded one by one; by default it is decoded as one.
+    tensors : of an expert, which are decoded one by one.
     shards : of a tensor of a load that can be decoded apart, and decompressed before its SM-chunk is
         there; 0 of one that cannot.
     workers : that decode: where fewer tensors wait for them, these are decoded shard by shard.
+    held : slots by kind of the experts that are in memory already.
+    counts : of what is prefetched.
     in_place : whether experts are read straight into their "full" slot, as they are in memory.
     moved : told when an expert has come to stay in a "full" slot (True), and when it leaves one.
 
@@ -153,13 +151,13 @@ class LoadQueue:
     def __init__(
         self,
         count: Mapping[str, int],
-        ahead: int = 0,
+        ahead: int,
+        tensors: Callable[[ExpertKey], Iterable[Any]],
+        shards: Callable[[Load, Any], int],
+        workers: int,
         *,
-        held: Held | None = None,
+        held: dict[ExpertKey, dict[str, int]] | None = None,
         counts: PrefetchCounts | None = None,
-        tensors: Callable[[ExpertKey], Iterable[Any]] = lambda key: ("",),
-        shards: Callable[[Load, Any], int] = lambda load, tensor: 1,
-        workers: int = 1,
         in_place: bool = False,
         moved: Callable[[ExpertKey, int, bool], object] = lambda key, slot, stays: None,
     ) -> None:
@@ -227,13 +225,9 @@ class LoadQueue:
         self._release(self.held.pop(key), KINDS)
 
     def prefetch(self, requests: Iterable[Any]) -> None:
-        """Load experts for a layer to come, as they are given and not FULL, behind everything that
-        the running layer needs."""
-        wanted = [
-            request
-            for request in requests
-            if request.state is not State.FULL and request.key not in self.prefetched
-        ]
+        """Load experts for a layer to come, none of them FULL, as they are given, behind everything
+        that the running layer needs."""
+        wanted = [request for request in requests if request.key not in self.prefetched]
         loads = [self._load(of.key, None, dict(self.held.get(of.key, ()))) for of in wanted]
         self._line_up(self.prefetched, loads, given_order(wanted))
         self._admit()
@@ -281,7 +275,8 @@ class LoadQueue:
     def next_decode(self) -> tuple[Load, Piece, str] | None:
         """The most urgent (load, piece, operation of `USES`) that can begin. `decode_done` must
         follow."""
-        ready = ((load, piece) for load in self._loads() for piece in self._decodable(load))
+        loads = (*self.demanded.values(), *self.prefetched.values())
+        ready = ((load, piece) for load in loads for piece in self._decodable(load))
         if (found := next(ready, None)) is None:
             return None
         load, piece = found
@@ -336,9 +331,6 @@ class LoadQueue:
         if operation == "decompress":
             load.todo[piece] = "recover"
         self._done(load, error)
-
-    def _loads(self) -> list[Load]:
-        return [*self.demanded.values(), *self.prefetched.values()]
 
     def _load(self, key: ExpertKey, keep: State | None, slots: dict[str, int]) -> Load:
         lacks = [kind for kind in self._kinds if kind not in slots]

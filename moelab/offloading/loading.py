@@ -25,10 +25,10 @@ from typing import Any
 from moelab.base.progress import progress
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request
-from moelab.offloading.decoders import OnGPU, decoder, recovers
+from moelab.offloading.decoders import OnGPU, on_cpu, recovers
 from moelab.offloading.host import Host
-from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, PrefetchCounts, read_name
-from moelab.offloading.run import Timeline
+from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, read_name
+from moelab.offloading.run import EngineRun
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
 from moelab.offloading.tiers import HostPool, experts_of
@@ -59,8 +59,8 @@ class Bell:
 class Loader:
     """Memory, files and threads around a `LoadQueue`.
 
-    counts : of what is prefetched.
-    readers : threads that read.
+    workers, readers : threads that decode, and that read.
+    run : is told what happens.
     ready : where the running layer's experts arrive: keys, or an error.
     """
 
@@ -69,17 +69,14 @@ class Loader:
         slots: Slots,
         reader: Reader,
         workers: int,
-        timeline: Timeline,
-        ahead: int = 0,
-        counts: PrefetchCounts | None = None,
-        readers: int = DEPTH,
+        run: EngineRun,
+        readers: int,
     ) -> None:
         self.slots = slots
         self.reader = reader
-        self.timeline = timeline
+        self.timeline = run.timeline
         self.in_place = slots.sizes.in_place
-        in_stages = self.in_place or recovers(slots.device)
-        store = reader.store
+        store, device = reader.store, slots.device
         #: where experts lie that are not on the GPU, if they are computed there as they lie
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
         if self.pool is not None:
@@ -87,13 +84,13 @@ class Loader:
         self._make_queue = partial(
             LoadQueue,
             slots.count,
-            ahead,
-            counts=counts,
+            run.settings.ahead,
+            counts=run.fetched,
             tensors=lambda key: store.layers[key.layer].tensors,
-            shards=lambda load, name: store.entries(*load.key)[name].shards * in_stages,
+            shards=lambda load, name: store.entries(*load.key)[name].shards * recovers(device),
             workers=workers,
             in_place=self.in_place,
-            **({} if slots.link is None else {"moved": self._moved}),
+            moved=self._moved,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
@@ -106,9 +103,9 @@ class Loader:
     def start(self) -> None:
         """Begin with nothing in memory, a queue and threads of its own."""
         self.queue = self._make_queue()
-        self._decode = decoder(self.slots)
-        far = isinstance(self._decode, OnGPU) and not self.in_place
-        self._passing = self._decode if far else None  # what SM-chunks are announced to
+        far = self.slots.link is not None and not self.in_place
+        self._passing = OnGPU(self.slots) if far else None  # what SM-chunks are announced to
+        self._decode = self._passing or partial(on_cpu, self.slots)
         self.ready = SimpleQueue()
         self.closed = False
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
@@ -205,7 +202,7 @@ class Loader:
             self.reader.close()
             self.queue.held.clear()
             self._chunks.clear()
-            self.slots = None
+            self.slots = self._decode = self._passing = None
 
     def forked(self) -> None:
         """In a child process there are no threads, and their lock may be taken."""
@@ -273,14 +270,16 @@ class Loader:
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
             if self.pool is not None:
-                self.slots.land(load.slots["full"], *chunks)
+                what = "link", "send", load.key
+                with self._lock:  # nobody waits meanwhile for all that was sent
+                    sent = self.slots.send(what, load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
             error = caught
             end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
             if landing is not None and error is None:
-                self.pool.put(load.key, landing)
+                self.pool.put(load.key, landing, sent)
             elif landing is not None:
                 self.pool.spare.append(landing)
             elif self.pool is None and error is None:
@@ -328,7 +327,7 @@ class Loader:
         back itself; returns its bytes. The lock is held."""
         pool = self.pool
         chunks = pool.held(*key)
-        pool.reads(key, self.slots.send(("link", "read", key), slot, chunks, pool.coming(key)))
+        pool.reads(key, self.slots.send(("link", "read", key), slot, chunks, pool.coming.get(key)))
         return chunks.nbytes
 
     @property
@@ -355,7 +354,7 @@ class Loader:
         """An expert has come to stay on the GPU, or leaves it."""
         if stays and self.pool is not None:
             self.pool.release(key)
-        elif not stays:
+        elif not stays and self.slots.link is not None:
             done = self.slots.link.leave(slot)
             if self.pool is not None and key not in self.pool.slots:
                 self._leaving[key] = slot, done
@@ -382,7 +381,7 @@ class Loader:
             for key in keys:
                 if key in self._leaving:
                     self._take_back(key)
-                if (end := self.pool.coming(key)) is not None:
+                if (end := self.pool.coming.get(key)) is not None:
                     end.synchronize()
             self.pool.landed()
 

@@ -41,7 +41,7 @@ from moelab.offloading.run import EngineRun, EngineSettings, experts_bytes
 from moelab.offloading.session import Session
 from moelab.offloading.slots import Sizes, Slots, divide, slot_counts
 from moelab.offloading.step import StepController
-from moelab.offloading.tiers import HostPool, experts_of, slot_bytes
+from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
@@ -157,11 +157,6 @@ class Offloading:
             raise ValueError(
                 f"hybrid is {self.hybrid}, with ahead={self.ahead}: nothing is prefetched beside it"
             )
-        if self.mode == "pinned":
-            raise ValueError(
-                "the mode is 'pinned'; beside a GPU, experts are in pinned memory as far as host= says: "
-                "leave mode out"
-            )
         kind = self.on.type
         if kind not in ("cpu", "cuda") or self.host != "auto" and kind == "cpu":
             raise ValueError(
@@ -235,7 +230,7 @@ class Memory:
     """How a budget is divided.
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
-    link, host : to a GPU, if it is its memory; slots of pinned memory beside that.
+    link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
     spare : of `Residency`.
     """
 
@@ -301,18 +296,14 @@ class Memory:
         )
         kept = room - scratch - staging * sizes.in_flight
         spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
-        if (
-            link is not None
-            and how.executor == "fast"
-            and how.scope == "model"
-            and pools.F == pools.capacity < L * E
-        ):
-            spare = min(-(-pools.F // SPARE), L * store.spec.K) * sizes.in_place
+        exchanges = link is not None and sizes.in_place
+        if exchanges and how.executor == "fast" and how.scope == "model" and pools.F < L * E:
+            spare = min(-(-pools.F // SPARE), L * store.spec.K)
         copies = L if how.scope == "layer" else 1
         stay = min(pools.F * copies, L * E) - spare
-        beside = copies * replace(pools, F=0).nbytes(0, sizes.sm, sizes.e)
+        beside = copies * pools.nbytes(0, sizes.sm, sizes.e)
         beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
-        host = 0 if link is None else host_slots(store, sizes, how.host, stay, beside)
+        host = L * E if link is None else host_slots(store, sizes, how.host, stay, beside)
         return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
 
     def residency(self) -> Residency:
@@ -321,15 +312,13 @@ class Memory:
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
-        if hybrid:
-            pool = (how.on, self.host, True, how.cache) if self.link is not None else ()
-            given = self.store, hybrid, how.bandwidth, *pool
-            return Host(*given, mode=how.mode, verify=how.verify)
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
+        pool = how.on, self.host, self.link is not None and self.sizes.in_place
+        if hybrid:
+            return Host(self.store, hybrid, *pool, **options)
         if self.link is None:
             return Reader(self.store, **options)
-        given = self.host, self.sizes.in_place, how.cache
-        return HostPool(self.store, how.on, *given, **options)
+        return HostPool(self.store, *pool, **options)
 
     @cached_property
     def order(self) -> list[ExpertKey]:
@@ -351,10 +340,11 @@ class Memory:
         """Read the experts that the engine opens with, each once."""
         if first:
             fill(loader, first)
-        if self.link is not None:
-            there = {*first}
-            reader.hold(key for key in self.order if key not in there)
-        if self.link is not None and len(first) == len(self.order):
+        if self.link is None:
+            return
+        there = {*first}
+        reader.hold(key for key in self.order if key not in there)
+        if len(there) == len(self.order):
             reader.close()  # nothing pinned stays
 
     def loader(
@@ -389,7 +379,7 @@ class Memory:
         if self.link is not None and self.sizes.in_place:
             readers = min(readers, self.host - 1)
         run = EngineRun(settings, residency)
-        return run, Loader(slots, reader, workers, run.timeline, ahead, run.fetched, readers)
+        return run, Loader(slots, reader, workers, run, readers)
 
 
 def host_slots(
@@ -400,7 +390,7 @@ def host_slots(
     are for compressed parts, kept or on their way. ValueError for less than works, or more than
     there is."""
     experts = experts_of(store)
-    size = slot_bytes(store)
+    size = Sizes.of(store, True).full
     away = len(experts) - stay
     least, most = 0, len(experts)
     if sizes.in_place:

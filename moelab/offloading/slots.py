@@ -60,10 +60,6 @@ class Sizes:
         through as many as it then has."""
         return 2 * self.full if self.far else self.full + self.e + self.sm
 
-    def kept(self, pools: Pools) -> int:
-        """Bytes of the budget that pools take."""
-        return pools.nbytes(self.full, *((0, 0) if self.far else (self.sm, self.e)))
-
 
 class Slots:
     """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows."""
@@ -72,12 +68,11 @@ class Slots:
         self,
         store: ExpertStore,
         count: dict[str, int],
-        sizes: Sizes | None = None,
-        device: torch.device | str = "cpu",
-        link: Link | None = None,
+        sizes: Sizes,
+        device: torch.device,
+        link: Link | None,
     ) -> None:
-        self.sizes, self.device, self.count = sizes or Sizes.of(store), torch.device(device), count
-        self.link = link
+        self.sizes, self.device, self.count, self.link = sizes, device, count, link
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
             kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
@@ -119,18 +114,11 @@ class Slots:
         slot; None beyond the last one."""
         return self._passing[i] if i < len(self._passing) else None
 
-    def land(self, slot: int, chunks: Chunks) -> None:
-        """Copy an expert that was read, to be computed as it lies, to its slot of a GPU's
-        memory."""
-        with self.link.into(slot):
-            there = self.full(slot)[: len(chunks.data)]
-            there.copy_(torch.from_numpy(chunks.data), non_blocking=True)
-
-    def send(self, what: Any, slot: int, chunks: Chunks, after: Any) -> Any:
-        """As `land` from pinned memory, from the event `after` on, but only the GPU waits; returns
-        the event of its end."""
+    def send(self, what: Any, slot: int, chunks: Chunks, after: Any = None) -> Any:
+        """Copy an expert, to be computed as it lies, to its slot of a GPU's memory, from the event
+        `after` on; returns the event of its end, which only the GPU waits for."""
         there = self.full(slot)[: len(chunks.data)]
-        return self.link.send(what, torch.from_numpy(chunks.data), slot, there, after)
+        return self.link.send(what, torch.from_numpy(chunks.data), there, slot, after)
 
     def touch(self) -> None:
         """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find
@@ -273,7 +261,8 @@ def divide(
     copies = L if scope == "layer" else 1
     if plan is None:
         return Pools(F=min(E * L, room // sizes.full) // copies), staging
-    needed = copies * sizes.kept(plan)
+    parts = (0, 0) if sizes.far else (sizes.sm, sizes.e)
+    needed = copies * plan.nbytes(sizes.full, *parts)
     if needed > room:
         raise ValueError(
             f"the plan {plan} takes {needed / 1e6:,.1f} MB; of the budget of {budget / 1e6:,.1f} MB, "

@@ -3,9 +3,8 @@
 An expert's bytes lie in one of the first two at most, so 58 GB of experts run on 24 + 48 GB without
 a second copy. Who comes to the GPU leaves its pinned slot; who is evicted there is copied back into
 a spare one, while the other comes: a link carries both ways at once. Where the pinned slots are
-fewer than the experts that are not on the GPU, the rest is on disk; a policy of
-`moelab.cache.policies` says who leaves for it, which costs nothing, as all bytes are on disk
-besides. What is read from there is read into a pinned slot and sent on. Experts that are decoded on
+fewer than the experts that are not on the GPU, the rest is on disk; who leaves for it (by LRFU) costs
+nothing, as all bytes are on disk besides. What is read from there is read into a pinned slot and sent on. Experts that are decoded on
 their way cannot be taken back as they are stored: those that fit stay in this memory for good.
 
 Why no byte of a slot is overwritten while something reads it, and no reader finds others: a slot is
@@ -32,9 +31,10 @@ import torch
 
 from moelab.base.progress import progress
 from moelab.base.specs import ExpertKey
-from moelab.cache.policies import DEFAULT_POLICY, make_policy
+from moelab.cache.policies import LRFU
 from moelab.cache.pools import Candidates
 from moelab.offloading.link import Link, pin, shares_addresses
+from moelab.offloading.slots import Sizes
 from moelab.store.layout import ExpertStore, run
 from moelab.store.reader import Chunks, Reader, aligned_buffer
 
@@ -42,11 +42,8 @@ from moelab.store.reader import Chunks, Reader, aligned_buffer
 class HostPool(Reader):
     """Experts of a store in the CPU's memory, pinned for a GPU; reads the others.
 
-    store : the experts.    device : where they are computed.    count : slots; by default, one for
-        each expert.
+    store : the experts.    device : where they are computed.    count : slots.
     exchanges : whether experts come and go; else those that are read first stay for good.
-    cache : who leaves for the disk: a name or a class of policies. Those that need more than its two
-        methods are for the GPU; then it is the default here.
     options : of `Reader`.
 
     link : to that GPU, set by who has it.
@@ -59,36 +56,27 @@ class HostPool(Reader):
         self,
         store: ExpertStore,
         device: torch.device,
-        count: int | None = None,
-        exchanges: bool = False,
-        cache: Any = DEFAULT_POLICY,
+        count: int,
+        exchanges: bool,
         **options: Any,
     ) -> None:
         super().__init__(store, **options)
-        self.size = slot_bytes(store)
-        self.count = len(experts_of(store)) if count is None else count
-        self.device, self.exchanges = device, exchanges
+        self.size = Sizes.of(store, True).full
+        self.count, self.device, self.exchanges = count, device, exchanges
         self.link: Link | None = None
         E = max(len(layer.experts) for layer in store.layers)
         self.home = np.zeros((len(store.layers), E), np.int64)
         self.slots: dict[ExpertKey, int] = {}
-        #: key → end of the copy that takes it back
-        self._coming: dict[ExpertKey, Any] = {}
-        self._policy = make_policy(cache)()
-        if not isinstance(cache, str | type) or any(
-            hasattr(self._policy, more) for more in ("turn", "follow")
-        ):
-            self._policy = make_policy(DEFAULT_POLICY)()
-        if hasattr(self._policy, "shape"):
-            self._policy.shape(*self.home.shape)
+        #: who is being taken back → the event from which on it is at its home
+        self.coming: dict[ExpertKey, Any] = {}
+        self._policy = LRFU()
         #: whose homes are read by the CPU now, so that nobody else comes there
         self.busy: Set[ExpertKey] = frozenset()
         self._now, self._layer = 0, -1  # a step of the policy is of one layer
-        self._memory: np.ndarray | None = None
         self._allocate()
 
     def _allocate(self) -> None:
-        self._memory = aligned_buffer(self.count * self.size)
+        self._memory: np.ndarray | None = aligned_buffer(self.count * self.size)
         self._unpin = pin(self._memory, self.device, self)
         far = self.device.type == "cuda"
         self.pinned = not far or self._unpin is not None and shares_addresses(self.device)
@@ -97,7 +85,7 @@ class HostPool(Reader):
     def rested(self) -> None:
         """Nothing is under way any more: a slot that is no expert's home is spare."""
         self.landed()
-        for key in [*self._coming]:  # the copy was another process's
+        for key in [*self.coming]:  # the copy was another process's
             self._leave(key)
         self._last: dict[int, Any] = {}  # slot → what the GPU does last with it
         taken = {*self.slots.values()}
@@ -109,16 +97,11 @@ class HostPool(Reader):
         super().close()
         for key in [*self.slots]:
             self._leave(key)
-        if self._memory is not None and self._unpin is not None:
+        if self._unpin is not None:
             self._unpin()
         self._memory = None
 
     # where experts are
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that are taken."""
-        return 0 if self._memory is None else len(self._memory)
 
     def bytes(self, slot: int) -> np.ndarray:
         """The memory of a slot, uint8."""
@@ -172,8 +155,11 @@ class HostPool(Reader):
             last.synchronize()
         return slot
 
-    def put(self, key: ExpertKey, slot: int) -> None:
-        """A slot that was read into is the home of an expert, unless that has one."""
+    def put(self, key: ExpertKey, slot: int, end: Any = None) -> None:
+        """A slot that was read into is the home of an expert, unless that has one; a copy reads it,
+        until this event."""
+        if end is not None:
+            self._last[slot] = end
         if key in self.slots:
             self.spare.append(slot)
             return
@@ -183,17 +169,7 @@ class HostPool(Reader):
     def reads(self, key: ExpertKey, end: Any) -> None:
         """A copy reads this expert's home, until this event."""
         self._last[self.slots[key]] = end
-        self._touch(key)
-
-    def touched(self, key: ExpertKey) -> None:
-        """An expert was read here."""
-        if key in self.slots:
-            self._touch(key)
-
-    def coming(self, key: ExpertKey) -> Any:
-        """The event from which on an expert that is being taken back is at its home; None of any
-        other."""
-        return self._coming.get(key)
+        self.touch(key)
 
     def release(self, key: ExpertKey) -> None:
         """An expert is on the GPU, or a copy that was announced brings it there: its slot is
@@ -205,47 +181,43 @@ class HostPool(Reader):
         self,
         key: ExpertKey,
         gpu: torch.Tensor,
-        after: Any = None,
+        after: Any,
         needed: Set[ExpertKey] = frozenset(),
     ) -> Any:
         """Copy an expert, uint8 on the GPU, to a spare slot, or that of one who leaves for the disk
-        and is not `needed`, when the event `after` has come, by default what this thread has told
-        the GPU to compute. Returns the event of its end; None if there is no slot, or it is here: its
-        bytes on the GPU are nobody's loss."""
+        and is not `needed`, when the event `after` has come. Returns the event of its end; None if
+        there is no slot, or it is here: its bytes on the GPU are nobody's loss."""
         if key in self.slots or (slot := self._free(needed)) is None:
             return None
         length = run(self.store.entries(*key), "both")[1]
-        events = [self.link.now().record_event() if after is None else after]
-        if slot in self._last:
-            events.append(self._last[slot])
+        events = [after, *([self._last[slot]] if slot in self._last else [])]
         home = torch.from_numpy(self.bytes(slot)[:length])
-        self._last[slot] = self._coming[key] = self.link.take_back(gpu[:length], home, events)
+        self._last[slot] = self.coming[key] = self.link.take_back(gpu[:length], home, events)
         self._enter(key, slot)
-        return self._coming[key]
+        return self.coming[key]
 
-    def landed(self) -> list[ExpertKey]:
-        """Experts that were being taken back and, since the last call, are seen to be at home."""
-        done = [key for key, end in self._coming.items() if end.query()]
-        for key in done:
-            del self._coming[key]
+    def landed(self) -> None:
+        """Look who of those that were being taken back is at home."""
+        for key in [key for key, end in self.coming.items() if end.query()]:
+            del self.coming[key]
             self.home[key] = self.bytes(self.slots[key]).ctypes.data
-        return done
 
     def _enter(self, key: ExpertKey, slot: int) -> None:
         self.slots[key] = slot
-        self._touch(key)
+        self.touch(key)
 
-    def _touch(self, key: ExpertKey) -> None:
-        self._now += key[0] != self._layer
-        self._layer = key[0]
-        self._policy.touch(ExpertKey(*key), self._now)
+    def touch(self, key: ExpertKey) -> None:
+        """An expert was read here, or came."""
+        if key in self.slots:
+            self._now += key[0] != self._layer
+            self._layer = key[0]
+            self._policy.touch(key, self._now)
 
     def _leave(self, key: ExpertKey) -> int:
         """The slot of an expert that is here no more."""
         self.home[key] = 0
-        self._coming.pop(key, None)
-        if hasattr(self._policy, "forget"):
-            self._policy.forget(key)
+        self.coming.pop(key, None)
+        self._policy.forget(key)
         return self.slots.pop(key)
 
     def _free(self, needed: Set[ExpertKey] = frozenset()) -> int | None:
@@ -261,8 +233,3 @@ def experts_of(store: ExpertStore) -> list[ExpertKey]:
     layers = enumerate(store.layers)
     keys = (ExpertKey(layer, e) for layer, of in layers for e in range(len(of.experts)))
     return sorted(keys, key=lambda key: key[::-1])
-
-
-def slot_bytes(store: ExpertStore) -> int:
-    """Of a slot for any expert as it is stored."""
-    return max(run(entries, "both")[1] for layer in store.layers for entries in layer.experts)

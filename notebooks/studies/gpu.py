@@ -181,7 +181,8 @@ def of_run(model: Any, at: DeviceSpec, split: bool) -> Record:
     hit_rate = said.hit_rate or 0.0
     prefill = said.read_bytes - (said.read_bytes_per_token or 0.0) * said.decode_tokens
     tiers = model.moelab.tiers
-    pinned = getattr(model.moelab.engine.loader.pool, "nbytes", None)
+    pool = model.moelab.engine.loader.pool
+    pinned = pool and pool.count * pool.size
     alone = (said.paths or {}).get("token", 0)
     python = said.python_per_layer
     return {

@@ -23,7 +23,6 @@ from moelab.fast.layers import FAMILIES
 from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.offloading.offload import host_slots
 from moelab.offloading.slots import Sizes, divide
-from moelab.offloading.tiers import slot_bytes
 from moelab.simulation.costs import MachineRates
 from moelab.store.layout import ExpertStore
 from tests.advice.test_advise import SIZES, Assumed, alike
@@ -194,5 +193,5 @@ def test_the_cpus_memory_that_is_told_holds_what_is_not_on_the_gpu(tmp_path, sha
     pools, _ = divide(way.budget, sizes, L, E, None, "model", 2 * K - 2, None, 0)
     stay = pools.F - min(-(-pools.F // SPARE), L * K)
     told = int(way.options("raw")["host"].removesuffix("MB")) * 10**6
-    every = host_slots(store, sizes, L * E * slot_bytes(store), stay)
+    every = host_slots(store, sizes, L * E * Sizes.of(store, True).full, stay)
     assert host_slots(store, sizes, told, stay) == every

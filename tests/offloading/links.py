@@ -7,7 +7,6 @@ remember to."""
 import random
 import threading
 from collections import deque
-from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -77,24 +76,20 @@ class Device:
 
 
 class Delayed(Link):
-    """`log` : what was done, "copy" by a thread, "send", "recover", "back" or "leave"."""
+    """`log` : what was done, "send" of what was read, "read" of pinned memory, "recover", "back" or
+    "leave"."""
 
     def __init__(self, device, seed=0):
         self.gpu, self.log = Device(seed), []
         super().__init__(device)
 
     def new_stream(self):
-        if len(self.gpu.streams) == 2:
-            return AtOnce()
         self.gpu.streams.append(Late(self.gpu))
         return self.gpu.streams[-1]
 
     def now(self):
         self.gpu.run(self.gpu.chance.randrange(3))
         return AtOnce()
-
-    def on(self, stream):
-        return nullcontext()
 
     def run(self, stream, do):
         begin, end = Event(self.gpu), Event(self.gpu)
@@ -104,18 +99,8 @@ class Delayed(Link):
         self.gpu.run(self.gpu.chance.randrange(3))
         return begin, end
 
-    @contextmanager
-    def into(self, slot):
-        self.log.append("copy")
-        with super().into(slot):
-            yield
-
-    def send(self, *given):
-        self.log.append("send")
-        return super().send(*given)
-
     def behind(self, what, *given):
-        self.log += [what[1]] * (what[1] != "read")
+        self.log.append(what[1])
         return super().behind(what, *given)
 
     def take_back(self, *given):

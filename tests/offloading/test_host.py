@@ -36,7 +36,7 @@ def test_a_tokens_experts_are_those_of_a_loop(name, dtype, codec, quantize, tmp_
         moe_intermediate_size=64,
     )
     store = convert(folder, tmp_path / "store", codec, quantize=quantize)
-    host = Host(store, 1, None)
+    host = Host(store, 1, torch.device("cpu"), 99, False)
     random = torch.Generator().manual_seed(0)
     with open_model(store.folder) as model:
         for layer in discover(model):

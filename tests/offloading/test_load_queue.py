@@ -119,6 +119,7 @@ class Driver:
         if layer + distance < L:
             keys = [ExpertKey(layer + distance, e) for e in guesses]
             state = self.residency.state
+            keys = [key for key in keys if state(key) is not State.FULL]
             self.queue.prefetch([Request(key, 1, state(key), State.MISSED) for key in keys])
             self.check()
         self.queue.computed(
@@ -202,9 +203,16 @@ def finish(queue, error=None):
         queue.decode_done(*found)
 
 
+def simple(slots, ahead):
+    """Experts that are decoded as one, by one worker."""
+    return LoadQueue(
+        dict.fromkeys(KINDS, slots), ahead, lambda key: ("",), lambda load, tensor: 1, 1
+    )
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_prefetch_that_fails_is_begun_anew_by_who_wants_the_expert(wanted):
-    queue = LoadQueue(dict.fromkeys(KINDS, 4), ahead=2)
+    queue = simple(4, ahead=2)
     demand(queue, [])
     queue.prefetch(requests(5, layer=1))
     finish(queue, OSError("the disk"))
@@ -218,7 +226,7 @@ def test_a_prefetch_that_fails_is_begun_anew_by_who_wants_the_expert(wanted):
 def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(loaded):
     """Two slots: one is prefetched for a layer after the next, the other is taken by an expert that
     stays."""
-    queue = LoadQueue(dict.fromkeys(KINDS, 2), ahead=1)
+    queue = simple(2, ahead=1)
     demand(queue, [])
     queue.prefetch(requests(5, layer=2))
     if loaded:
@@ -235,6 +243,6 @@ def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(
 
 
 def test_errors():
-    queue = LoadQueue(dict.fromkeys(KINDS, 1))
+    queue = simple(1, ahead=0)
     with pytest.raises(ValueError, match="the requests leave"):
         queue.begin(0, requests(1), [], print, lambda _: given_order(requests(2)))

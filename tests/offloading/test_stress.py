@@ -17,7 +17,7 @@ from moelab.base.progress import progress
 from moelab.base.registry import make
 from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
-from moelab.offloading import decoders
+from moelab.offloading import loading
 from moelab.offloading.offload import offload
 from moelab.offloading.slots import Sizes
 from moelab.speculate import Speculation
@@ -97,13 +97,13 @@ def test_stress_finds_nothing(tmp_path):
 
 
 def test_stress_notices_a_wrong_weight(monkeypatch, tmp_path):
-    right = decoders.on_cpu
+    right = loading.on_cpu
 
-    def wrong(kind, chunks, name, out):
-        right(kind, chunks, name, out)
-        out.add_(1)
+    def wrong(slots, kind, chunks, piece, load):
+        right(slots, kind, chunks, piece, load)
+        slots.tensors(load.slots["full"], load.key.layer)[piece.tensor].add_(1)
 
-    monkeypatch.setattr(decoders, "on_cpu", wrong)
+    monkeypatch.setattr(loading, "on_cpu", wrong)
     monkeypatch.setitem(globals(), "CODECS", ["huffman"])  # others are not decoded
     monkeypatch.setitem(globals(), "draw", lambda rng, store: {"budget": 1.0})
     with pytest.raises(AssertionError, match="not eager's"):

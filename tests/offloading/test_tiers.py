@@ -65,9 +65,7 @@ class Exchange:
 
     def __init__(self, truth, seed, count, gpu):
         (self.store, self.truth), self.chance = truth, random.Random(seed)
-        self.pool = HostPool(
-            self.store, CPU, count, True, self.chance.choice(["lru", "lfu", "fifo"])
-        )
+        self.pool = HostPool(self.store, CPU, count, True)
         self.pool.link = self.link = Delayed(CPU, seed)
         self.gpu = torch.zeros(gpu, self.pool.size, dtype=torch.uint8)
         self.there = {}  # key → slot of the GPU
@@ -81,13 +79,14 @@ class Exchange:
         if key in self.pool.slots:
             source = torch.from_numpy(self.pool.held(*key).data)
             out = self.gpu[slot][: len(source)]
-            self.pool.reads(key, self.link.send(key, source, slot, out, self.pool.coming(key)))
+            what = "link", "read", key
+            self.pool.reads(key, self.link.send(what, source, out, slot, self.pool.coming.get(key)))
         else:
             landing = self.pool.take()
             (chunks,) = self.pool.read_parts(*key, {"both": self.pool.bytes(landing)})
-            with self.link.into(slot):
-                self.gpu[slot][: len(chunks.data)] = torch.from_numpy(chunks.data)
-            self.pool.put(key, landing)
+            source, what = torch.from_numpy(chunks.data), ("link", "send", key)
+            end = self.link.send(what, source, self.gpu[slot][: len(source)], slot)
+            self.pool.put(key, landing, end)
         if self.chance.random() < 0.8:
             self.pool.release(key)
 
@@ -136,7 +135,7 @@ def test_bytes_stay_true_in_any_order_of_copies(truth, seed, count, gpu):
     of.link.rest()
     of.check(None)
     of.pool.close()
-    assert not of.pool.nbytes and not of.pool.home.any()
+    assert of.pool._memory is None and not of.pool.home.any()
 
 
 @pytest.mark.parametrize("memory, host", [(0.3, "auto"), (0.3, 0.3), (0.6, "auto"), (1.0, "auto")])
@@ -148,7 +147,7 @@ def test_opening_reads_each_byte_once_and_pins_what_is_not_on_the_gpu(memory, ho
         assert pool.bytes_read == read and session.store.raw
         assert (tiers["disk"] > 0) == (host == 0.3)
         if memory == 1.0:
-            assert tiers["gpu"] == read and not pool.nbytes
+            assert tiers["gpu"] == read and pool._memory is None
         elif host == "auto":
             away = everyone - len(session.residency)
             assert pool.count - away <= max(1, away // 50)
@@ -239,7 +238,7 @@ def test_ctrl_c_between_layers_and_closing_lose_nothing(host, opened, folders):
         for got, wanted in zip(generate(lm), reference):
             assert torch.equal(got, wanted)
         pool = lm.moelab.engine.loader.reader
-    assert not pool.nbytes and not pool.slots
+    assert pool._memory is None and not pool.slots
 
 
 def test_a_forked_process_reads_again_what_was_on_its_way(opened, folders):
