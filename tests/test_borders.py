@@ -12,6 +12,7 @@ import math
 import random
 import re
 import sys
+from argparse import Namespace
 from dataclasses import asdict
 
 import numpy as np
@@ -30,7 +31,8 @@ from moelab.base.specs import MoESpec
 from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
-from moelab.comparison import MetricsFile, compare
+from moelab.comparison import MetricsFile
+from moelab.lab import compare
 from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, is_side_by_side
 from moelab.models.identity import identity
@@ -149,7 +151,7 @@ def as_metrics(path, model):
     for metric in found["metrics"].values():
         assert isinstance(metric["value"], str) or math.isfinite(metric["value"])
     checked_against(found, found), claims.rows(results=path.parents[2])
-    assert compare(path.parent, path.parent).cells is not None
+    assert compare.main(Namespace(runs=[path.parent, path.parent])) == 0
 
 
 def notebook_file(path, model):
