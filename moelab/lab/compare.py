@@ -60,10 +60,8 @@ def find_run(run: str | Path) -> Path:
     folder = absolute(run)
     if (folder / "metrics.json").is_file():
         return folder
-    root = results_root()
-    saved = {
-        path.name: finished_runs(path.name, root, lab=True) for path in (root / "runs").glob("*")
-    }
+    folders = (results_root() / "runs").glob("*")
+    saved = {path.name: finished_runs(path.name, lab=True) for path in folders}
     names = [name for name, of in saved.items() if of]
     return saved[resolved(str(run), names, "saved run of a notebook, or folder of one,")][-1]
 
