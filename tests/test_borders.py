@@ -34,7 +34,7 @@ from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.comparison import MetricsFile
 from moelab.lab import compare
 from moelab.lab.check import compare as checked_against
-from moelab.lab.runner import inspect, is_side_by_side
+from moelab.lab.runner import inspect, tagged
 from moelab.models.identity import identity
 from moelab.speculate import DefaultVectors, Estimator, default_vectors
 from moelab.trace import RoutingTrace
@@ -161,7 +161,7 @@ def notebook_file(path, model):
 
 
 def as_notebook(path, model):
-    inspect(path), is_side_by_side(path)
+    inspect(path), tagged(path, "side-by-side")
 
 
 def device_file(path, model):
