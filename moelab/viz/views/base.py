@@ -13,6 +13,8 @@ the runner gives its PNG. `html` is a page whose controls turn without a kernel
 
 from __future__ import annotations
 
+import csv
+import io
 import math
 import os
 import traceback
@@ -27,6 +29,7 @@ from plotly.graph_objects import Figure
 
 from moelab.base.registry import require
 from moelab.base.schema import Must
+from moelab.base.table import head_and_rows
 from moelab.comparison import are_numbers
 from moelab.viz import theme
 from moelab.viz.notebook import FAILED, LABEL, live, show
@@ -191,9 +194,9 @@ class View:
 
     def csv(self) -> str:
         """The numbers of the picture as text with commas."""
-        import pandas
-
-        return pandas.DataFrame(self.rows(), dtype=object).to_csv(index=False)
+        (head, cells), file = head_and_rows(self.rows()), io.StringIO()
+        csv.writer(file).writerows([head, *cells])
+        return file.getvalue()
 
     def html(self) -> str:
         """The view as a page that works without a network and a kernel."""
