@@ -5,6 +5,7 @@ python docs/pictures.py
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,10 @@ from moelab.comparison import MetricsFile
 from moelab.evaluation.intervals import t95
 from moelab.evaluation.questions import REMEMBERED
 from moelab.viz import theme
-from moelab.viz.charts import NOTE, Values, bars, intervals, lines
+from moelab.viz.charts import NOTE, Values
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from notebooks.studies.charts import bars, intervals, lines  # noqa: E402
 
 Rows = Mapping[str, Values]
 ABOVE = {  # the legend, above the panels' titles

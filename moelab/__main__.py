@@ -12,8 +12,6 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 from moelab import __version__
 from moelab.base.arguments import Parser
@@ -188,8 +186,9 @@ def _run(arguments: list[str]) -> int:
             parser.print_help()
             return 2
         args = parser.parse_args(arguments)
-        with _results_in(getattr(args, "results", None)):
-            return args.main(args)
+        if folder := getattr(args, "results", None):
+            os.environ["MOELAB_RESULTS"] = str(absolute(folder))  # for child processes, too
+        return args.main(args)
     except KeyboardInterrupt:
         print("\nmoelab: interrupted", file=sys.stderr)
         return 130
@@ -206,21 +205,6 @@ def _run(arguments: list[str]) -> int:
             )
         print(f"moelab: {words}", file=sys.stderr)
         return 2
-
-
-@contextmanager
-def _results_in(folder: str | None) -> Iterator[None]:
-    """Within the block, results lie in `folder`, for child processes too; None changes nothing."""
-    before = os.environ.get("MOELAB_RESULTS")
-    if folder is not None:
-        os.environ["MOELAB_RESULTS"] = str(absolute(folder))
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("MOELAB_RESULTS", None)
-        else:
-            os.environ["MOELAB_RESULTS"] = before
 
 
 def error_text(error: BaseException) -> str:

@@ -43,11 +43,10 @@ import numpy as np
 
 from moelab.base.files import read_json, results_root, shipped
 from moelab.base.records import Record, Records
-from moelab.base.registry import require
-from moelab.base.schema import Amount, naming, typed
+from moelab.base.schema import Amount, typed
 from moelab.base.table import format_value, text_table
 from moelab.bench.results import bench_file, metrics_of
-from moelab.comparison import MetricsFile, differing, finished_runs
+from moelab.comparison import MetricsFile, are_numbers, differing, finished_runs
 
 REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTABLE, UNANSWERED = (
     VERDICTS
@@ -72,7 +71,6 @@ COMBINE: dict[str, Callable[[list[float]], float]] = {
 }
 #: a difference that a run says little about, relative
 SLIGHT = 0.05
-Metrics = Records  # name → {"value", "kind"}
 
 
 @dataclass(frozen=True)
@@ -115,26 +113,6 @@ class Claim:
     null: str = ""
     contradicted: str = ""
     reason: str = ""
-
-    def __post_init__(self) -> None:
-        answered = self.metric or self.fitted or self.follows
-        said = [x for x in (self.value, self.above, self.below) if x is not None]
-        number = isinstance(self.value, (int, float)) and self.neutral is not None
-        for wrong, problem in (
-            (not (self.id and self.where and self.text), "it has no id, place or text"),
-            (len(said) != 1, "it needs exactly one of value, above and below"),
-            (isinstance(self.value, list) and not _is_range(self.value), "a range is [low, high]"),
-            (self.either_way and not number, "either_way goes with a number and neutral"),
-            (not (answered or self.needs or self.contradicted), "nothing answers it"),
-            (self.needs and answered, "what needs something has no answer"),
-            (len(self.metric) == 1, "metric names a notebook or a bench and then metrics"),
-            (
-                self.interval and (len(self.interval), len(self.metric)) != (2, 2),
-                "an interval has two ends",
-            ),
-        ):
-            if wrong:
-                raise ValueError(problem)
 
     @property
     def is_order(self) -> bool:
@@ -200,10 +178,6 @@ class Claim:
         return "; ".join(filter(None, (why, self.instead and f"on {self.instead}")))
 
 
-def _is_range(value: list[Any]) -> bool:
-    return len(value) == 2 and {*map(type, value)} <= {int, float} and value[0] <= value[1]
-
-
 @dataclass(frozen=True)
 class Row:
     """A claim with its answer: ours, and the kind of the number.
@@ -258,52 +232,31 @@ class Row:
         ]
 
 
-def load(path: str | Path | None = None) -> list[Claim]:
-    """The ledger's claims, or those of another file. ValueError: an unknown key, or a claim that is
-    not complete."""
-    path = Path(path or shipped("claims.toml"))
-    with naming(path, "ledger of claims", "writing it as data/claims.toml"):
-        return _claims(tomllib.loads(path.read_text(encoding="utf-8")))
-
-
-def _claims(content: Record) -> list[Claim]:
-    sources, found = typed(content.pop("source", {}), Records, "source"), {}
-    for source, claims in typed(content, dict[str, list[Record]]).items():
-        require("[source]", source, sources)
-        values = {str(of.get("id")): of.get("value") for of in claims}
+@cache
+def ledger() -> tuple[Claim, ...]:
+    """The claims of `data/claims.toml`."""
+    content = tomllib.loads(shipped("claims.toml").read_text(encoding="utf-8"))
+    sources, found = content.pop("source"), []
+    for source, claims in content.items():
+        values = {of["id"]: of.get("value") for of in claims}
         for of in claims:
-            about = f"{source}/{of.get('id')}"
-            if about in found:
-                raise ValueError(f"there are two claims {about}")
             if null := of.get("null"):
-                of["predictor"] = _of_others(str(null), values)
-            given = {"text": "", "id": "", "where": "", "source": source} | sources[source] | of
-            found[about] = typed(given, Claim, f"claim {about}")
-    return [*found.values()]
+                of["predictor"] = of_others(null, values)
+            given = {"source": source} | sources[source] | of
+            found.append(typed(given, Claim, f"claim {source}/{of['id']}"))
+    return tuple(found)
 
 
-def _of_others(null: str, values: Record) -> float:
+def of_others(null: str, values: Record) -> float:
     """A product and quotient of claims, by id, and of numbers; of a range its middle."""
     found, words = 1.0, ["*", *null.split()]
-    try:
-        for sign, word in zip(words[::2], words[1::2], strict=True):
-            number = float(np.mean(values[word]) if word in values else word)
-            found = {"*": found * number, "/": found / number}[sign]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"null {null!r}: write ids of claims of this source that are numbers, or numbers, with "
-            "* or / between them"
-        ) from None
+    for sign, word in zip(words[::2], words[1::2], strict=True):
+        number = float(np.mean(values[word]) if word in values else word)
+        found = {"*": found * number, "/": found / number}[sign]
     return found
 
 
-@cache
-def ledger() -> tuple[Claim, ...]:
-    """The shipped claims."""
-    return tuple(load())
-
-
-def recorded(where: str, results: str | Path | None = None) -> Metrics:
+def recorded(where: str, results: str | Path | None = None) -> Records:
     """The metrics of a notebook's newest finished run with its baseline's parameters, else of its
     baseline; or of a bench's result, names joined by " | "."""
     root = results_root(results)
@@ -319,7 +272,7 @@ def recorded(where: str, results: str | Path | None = None) -> Metrics:
     return baseline["metrics"]
 
 
-def _answer(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
+def _answer(claim: Claim, metrics: Records) -> tuple[Any, str, Record]:
     """(value, kind, readings) of what answers a claim; (None, "", {}) if a metric is gone, or no
     number but needed."""
     names = [
@@ -332,26 +285,22 @@ def _answer(claim: Claim, metrics: Metrics) -> tuple[Any, str, Record]:
         values = [of.get("readings", {}).get(reading, of["value"]) for of in found]
         if isinstance(claim.value, (bool, str)):
             return values[0]
-        if not _numbers(*values) or claim.combine.endswith("ratio") and 0 in values[1:]:
+        if not are_numbers(*values) or claim.combine.endswith("ratio") and 0 in values[1:]:
             return None
         return COMBINE[claim.combine](values) if claim.combine else values[0]
 
     ends = [metrics.get(name, {}).get("value") for name in claim.interval]
-    value = read(None) if found and all(names) and _numbers(*ends) else None
+    value = read(None) if found and all(names) and are_numbers(*ends) else None
     if value is None:
         return None, "", {}
     readings = {name: read(name) for of in found for name in of.get("readings", {})}
     return value, found[0]["kind"], readings | dict(zip(("95 % from", "95 % to"), ends))
 
 
-def _numbers(*values: Any) -> bool:
-    return all(isinstance(value, (int, float)) for value in values)
-
-
 def rows(
     claims: Iterable[Claim] = (),
     results: str | Path | None = None,
-    own: dict[str, Metrics] | None = None,
+    own: dict[str, Records] | None = None,
 ) -> list[Row]:
     """Every claim, or these, with verdicts; `own` are metrics of notebooks that count instead of
     what was recorded."""

@@ -77,7 +77,7 @@ def test_without_a_command_it_lists_them_and_knows_its_version(capsys):
 
 
 def test_results_may_lie_anywhere(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv("MOELAB_RESULTS", raising=False)
+    monkeypatch.setenv("MOELAB_RESULTS", "here")
     monkeypatch.chdir(tmp_path)
     assert main(["list", "--results", "elsewhere"]) == 0
-    assert "MOELAB_RESULTS" not in os.environ
+    assert os.environ["MOELAB_RESULTS"] == str(tmp_path / "elsewhere")

@@ -20,10 +20,10 @@ from moelab.lab.runner import (
     add_run_options,
     check_parameters,
     inspect,
-    is_side_by_side,
     notebooks,
     run_notebook,
     split_assignments,
+    tagged,
 )
 
 
@@ -61,7 +61,9 @@ def main(args: argparse.Namespace) -> int:
         print(f"{at}: {status}, {took}", flush=True)
         return [path.stem, took, status]
 
-    together = [] if given.get("model") else [path for path in paths if is_side_by_side(path)]
+    together = (
+        [] if given.get("model") else [path for path in paths if tagged(path, "side-by-side")]
+    )
     rows = [run(path) for path in paths if path not in together]
     with ThreadPool(2) as pool:  # its threads end with the process, as after Ctrl-C
         rows = sorted(rows + pool.map(run, together, chunksize=1), key=lambda row: row[0])

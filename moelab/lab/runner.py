@@ -96,22 +96,22 @@ def read_notebook(path: str | Path) -> Any:
 def inspect(path: str | Path) -> dict[str, Parameter]:
     """The parameters of a notebook, from its tagged cell, as papermill reads them: a comment must
     have no `=`."""
-    cells = read_notebook(path).cells
+    cells = tagged(path, "parameters")
     from papermill.translators import PythonTranslator
 
     found = {}
-    tagged = [of for of in cells if "parameters" in of.metadata.get("tags", ())]
-    for of in (of for cell in tagged for of in PythonTranslator.inspect(cell)):
-        default = read_literal(of.default)
-        kind = of.inferred_type_name
-        kind = type(default).__name__ if kind == "None" else kind
-        found[of.name] = Parameter(of.name, kind, default, of.help)
+    for cell in cells:
+        for of in PythonTranslator.inspect(cell):
+            default = read_literal(of.default)
+            kind = of.inferred_type_name
+            kind = type(default).__name__ if kind == "None" else kind
+            found[of.name] = Parameter(of.name, kind, default, of.help)
     return found
 
 
-def is_side_by_side(path: Path) -> bool:
-    """Whether other notebooks may run beside this one."""
-    return any("side-by-side" in of.metadata.get("tags", ()) for of in read_notebook(path).cells)
+def tagged(path: str | Path, tag: str) -> list[Any]:
+    """The cells of a notebook that have a tag."""
+    return [of for of in read_notebook(path).cells if tag in of.metadata.get("tags", ())]
 
 
 def check_parameters(path: str | Path, given: Record) -> Record:

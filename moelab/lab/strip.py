@@ -18,16 +18,10 @@ from typing import Any
 
 #: what Lab writes about the kernel, and changes with its version; cells' ids, which links and
 #: merges need, stay
-DROPPED = tuple(
-    f"metadata.language_info.{name}"
-    for name in (
-        "codemirror_mode",
-        "file_extension",
-        "mimetype",
-        "nbconvert_exporter",
-        "pygments_lexer",
-        "version",
-    )
+DROPPED = (
+    "metadata.language_info.codemirror_mode metadata.language_info.file_extension "
+    "metadata.language_info.mimetype metadata.language_info.nbconvert_exporter "
+    "metadata.language_info.pygments_lexer metadata.language_info.version"
 )
 
 
@@ -57,7 +51,7 @@ def main() -> None:
     sys.modules.setdefault("rfc3987_syntax", None)
     from nbstripout._nbstripout import main as strip
 
-    sys.argv[1:1] = ["--keep-id", "--extra-keys", " ".join(DROPPED)]
+    sys.argv[1:1] = ["--keep-id", "--extra-keys", DROPPED]
     try:
         strip()
     except Exception as error:  # nbstripout looks no closer than at what is JSON

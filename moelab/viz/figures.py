@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 from plotly.graph_objects import Figure
 
 from moelab.base.specs import Event
@@ -21,11 +22,13 @@ from moelab.viz.charts import (
     bar_look,
     finish,
     hover,
-    lines,
+    line_look,
+    panels,
     pattern,
 )
 
 BELADY = "Belady, whole experts"
+BEST = {"width": 3, "color": theme.BLACK, "dash": "solid"}
 READS = "disk", "link"  # resources that experts are read from, or sent over
 
 
@@ -40,21 +43,25 @@ def budget_curve(
         Belady's rule. marks : {name: bytes}, vertical lines.
     """
     unit, scale = unit_of(max(point[0] for points in curves.values() for point in points), "B")
-    every = {name: sorted(of) for name, of in {**curves, BELADY: optimum}.items() if of}
-    figure = lines(
-        {
-            title: {n: [(of[0] / scale, factor * of[i]) for of in every[n]] for n in every}
-            for i, factor, title in ((1, 1e3, "TPOT (ms)"), (2, 100, "hit rate (%)"))
-        },
-        "",
-        f"memory for experts ({unit})",
-        columns=1,
-        kind="policies: simulated",
-        height=560,
-        margin_t=64,
-    ).update_annotations(x=0, xanchor="left")
-    thick = {"width": 3, "color": theme.BLACK, "dash": "solid"}
-    figure.update_traces(mode="lines", line=thick, selector={"name": BELADY})
+    every = {
+        name: np.array([point[:3] for point in sorted(of)]).T
+        for name, of in {**curves, BELADY: optimum}.items()
+        if of
+    }
+    shown = {"TPOT (ms)": (1, 1e3), "hit rate (%)": (2, 100)}
+    figure, places = panels(shown, 1, f"memory for experts ({unit})", vertical_spacing=0.1)
+    for place, (column, factor) in zip(places, shown.values()):
+        for i, (name, points) in enumerate(every.items()):
+            figure.add_scatter(
+                x=points[0] / scale,
+                y=factor * points[column],
+                name=name,
+                hovertemplate=hover("%{x:g}: %{y:.3g}", name),
+                **line_look(i) | ({"mode": "lines", "line": BEST} if name == BELADY else {}),
+                **place,
+            )
+    finish(figure, legend="policies: simulated", height=560, margin_t=64)
+    figure.update_annotations(x=0, xanchor="left")
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         figure.add_annotation(

@@ -67,16 +67,16 @@ def parts(checkpoint: str | Path) -> list[Part]:
     return sorted(found, key=lambda part: part.place)
 
 
-def sample(stored: Stored, most: int = SAMPLE) -> torch.Tensor:
-    """Rows [r, n] from the middle of a tensor, about `most` bytes of it, or all of them."""
+def sample(stored: Stored) -> torch.Tensor:
+    """Rows [r, n] from the middle of a tensor, about `SAMPLE` bytes of it, or all of them."""
     dtype = DTYPES[stored.dtype]
     n = stored.shape[-1] if stored.shape else 1
     if not stored.nbytes:
         return torch.empty(0, n, dtype=dtype)
     row, rows = n * dtype.itemsize, prod(stored.shape[:-1])
     if rows < 2:
-        row, rows = min(stored.nbytes, most // 64 * 64), 1
-    run = min(rows, max(1, most // row))
+        row, rows = min(stored.nbytes, SAMPLE), 1
+    run = min(rows, max(1, SAMPLE // row))
     read = stored.read((rows - run) // 2 * row, run * row)
     return torch.from_numpy(read).view(dtype).view(-1, row // dtype.itemsize)
 
@@ -97,9 +97,10 @@ def error(part: Part, form: str) -> float | None:
     if stored.dtype not in ("BF16", "F16", "F32") or len(stored.shape) < 2 or not stored.nbytes:
         return None
     w = sample(stored)
-    if (blob := find_format(form).compress(w)) is None:
+    packing = find_format(form)
+    if (blob := packing.compress(w)) is None:
         return None
     made = torch.empty_like(w)
-    find_format(form).decompress(blob, made)
+    packing.decompress(blob, made)
     w = w.double()
     return float((w - made.double()).norm() / w.norm()) if w.any() else 0.0

@@ -8,7 +8,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 from plotly.graph_objects import Figure
 
-from moelab.viz.charts import DASHED, finish, label_right, line_look
+from moelab.viz.charts import DASHED, finish, line_look
+
+from .charts import label_right
 
 
 def load_distribution(loads: ArrayLike, capacities: Mapping[str, float] | None = None) -> Figure:

@@ -301,7 +301,7 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
 def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, results, tmp_path):
     cells = [
         "x: int = 1\nseed: int = 0",
-        "import moelab.lab\nfrom moelab.viz.notebook import knobs\n"
+        "import moelab.lab\nfrom notebooks.studies.controls import knobs\n"
         "run = moelab.lab.open_run('01_x', globals())",
         "y = x + 1",
         "run.metric('y', y, '', 'exact')\nrun.takeaway('y is {y}', y=y)",

@@ -13,7 +13,7 @@ from moelab.base.files import CHECKOUT, small_model
 from moelab.base.specs import MoESpec
 from moelab.bench.synthesize import TOKENIZER, synthesize
 from moelab.lab.results import KINDS
-from moelab.lab.runner import is_side_by_side, notebooks
+from moelab.lab.runner import notebooks, tagged
 from moelab.parallel.launch import HEAVY
 from tests.depth import STRESS, depth
 from tests.models import tiny
@@ -61,7 +61,8 @@ def test_smoke_run(path, tmp_path):
     found = smoke_run(path, tmp_path)
     assert found["notebook"] == path.stem and found["metrics"]
     assert all(metric["kind"] in KINDS for metric in found["metrics"].values())
-    if is_side_by_side(path):  # what it measures in seconds does not depend on what else runs
+    # what it measures in seconds does not depend on what else runs
+    if tagged(path, "side-by-side"):
         assert all(
             "cpu" in f"{name} {metric['unit']}".lower()
             for name, metric in found["metrics"].items()

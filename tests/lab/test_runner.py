@@ -44,7 +44,7 @@ def test_a_good_run_leaves_a_whole_directory(notebook, results, tmp_path, monkey
     path = notebook(
         "good",
         *GOOD,
-        "import ipywidgets\nfrom moelab.viz.notebook import interact\n"
+        "import ipywidgets\nfrom notebooks.studies.controls import interact\n"
         "interact(lambda x: print(x, end=' '), x=ipywidgets.IntSlider(2, description='x [1]'))\n"
         "interact(print, shown=True, x=ipywidgets.IntSlider(3, description='x [1]'))",
         "import os, sys\nprint(os.getcwd(), sys.executable, seed, smoke, "

@@ -1,8 +1,8 @@
-"""The commands `list` and `compare`, and the comparison behind it."""
+"""The commands `list` and `compare`."""
 
 from moelab.__main__ import main
 from moelab.base.files import write_json
-from moelab.comparison import find_run
+from moelab.lab.compare import find_run
 
 
 def put(results, run_id, value, smoke=True, notebook="01_calibration", **more):

@@ -5,7 +5,8 @@ import pytest
 
 pytest.importorskip("plotly")
 from moelab.base.specs import Event
-from moelab.viz import charts, figures
+from moelab.viz import figures
+from notebooks.studies import charts
 from notebooks.studies.ane import add_paper
 from notebooks.studies.loads import load_distribution
 from notebooks.studies.timelines import token_timeline

@@ -10,7 +10,7 @@ from moelab.bench.synthesize import synthesize
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.cards import load_model
-from moelab.claims import load
+from moelab.claims import ledger
 from moelab.simulation.routing import routing_of
 from moelab.trace import PREFILL
 from notebooks.studies import gpu, zipmoe
@@ -127,7 +127,7 @@ def test_bounds_are_over_all_rows_and_claims_name_what_is_there(monkeypatch):
         pace = [1e3 / ms for ms in row["ms"]]
         assert alone[name]["tokens a second"] == pytest.approx(pace) and len(pace) == 2
         assert alone[name]["÷ LRU"] == pytest.approx(1 / (1 - row["less than LRU"]))
-    for _, *names in [claim.metric for claim in load() if claim.metric[:1] == ("bench zipmoe",)]:
+    for _, *names in [claim.metric for claim in ledger() if claim.metric[:1] == ("bench zipmoe",)]:
         for name in names:
             section, row, column = name.split(" | ")
             assert column in found[section][row], name

@@ -39,10 +39,10 @@ def test_the_model_map_holds_every_byte_and_colours_it():
             assert node.value == pytest.approx(
                 sum(b * v for b, v in values) / sum(b for b, _ in values)
             )
-    leaf = next(node for node in tree if node.part is not None and node.part.expert is not None)
-    assert leaf.value == survey.bound(leaf.part) and by_name[leaf.parent].label.startswith(
-        "expert "
-    )
+    part = next(part for part in survey.parts(small_model()) if part.expert is not None)
+    leaf = by_name[part.name]
+    assert leaf.leaf and leaf.value == survey.bound(part)
+    assert by_name[leaf.parent].label.startswith("expert ")
     assert len(table(view)) == len(tree)
     view.set(colour="error of int4")
     assert 0 < view.data[0][0].value < 0.2
@@ -87,8 +87,7 @@ def test_arena_from_the_laboratory(capsys):
 
 def test_tiny_tensors_do_not_take_all_colours_of_the_map():
     known = [(0.1, 1), (0.65, 600), (0.67, 600), (0.9, 1)]
-    part = survey.parts(small_model())[0]
-    tree = [treemap.Node(str(v), "", "", nbytes, v, part) for v, nbytes in known]
+    tree = [treemap.Node(str(v), "", "", nbytes, v, True) for v, nbytes in known]
     marker = treemap.draw(tree, treemap.BOUND).data[0].marker
     assert (marker["cmin"], marker["cmax"]) == (0.65, 0.67)
 

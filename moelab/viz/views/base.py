@@ -274,11 +274,11 @@ class View:
     def guarded(self, function: Callable[[], Any]) -> None:
         """Call a function; what it raises is shown below the picture, where the notebook runner
         finds it too, and what was shown before stays."""
-        told = ()
+        self.errors.outputs = ()
         try:
             function()
         except Exception as error:
-            told = (
+            self.errors.outputs = (
                 {
                     "output_type": "error",
                     "ename": type(error).__name__,
@@ -286,7 +286,6 @@ class View:
                     "traceback": traceback.format_exception(error),
                 },
             )
-        self.errors.outputs = told
 
     def _show(self, i: int, figure: Figure) -> None:
         self.pictures[i].figure = theme.to_json(figure)

@@ -103,7 +103,7 @@ def main(args: argparse.Namespace) -> int:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
         )
-    view = _view(args)
+    view = turned(_view(args), args.parameter)
     print(filled(view.words[0]))
     if args.output is not None:
         content = WRITERS[args.output.suffix](view)
@@ -114,24 +114,24 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _view(args: argparse.Namespace) -> Any:
-    """The view, its controls turned."""
+    """The view, as it is at first."""
     make = getattr(views, args.view)
     what = args.what[0] if args.what else None
     how = {"tokens": args.tokens, "prompt": args.prompt}
     if args.view == "arena":
         traces = [load(path, args.model) for path in args.what[1:]]
-        return turned(make(_class(what), *traces), args.parameter)
+        return make(_class(what), *traces)
     if args.view == "budget" and (card := registry.like("model", what)):
-        return turned(make(card), args.parameter)
+        return make(card)
     if args.view == "model_map":
-        return turned(make(*args.what), args.parameter)
+        return make(*args.what)
     if what and Path(what).is_file() and Path(what).suffix in READERS:
         if args.prefetch:
             raise ValueError("--prefetch is of a model: a trace has no weights that predict")
         kept = {"memory": args.memory, "cache": args.cache}
-        return turned(make(load(what, args.model), **how, **kept), args.parameter)
+        return make(load(what, args.model), **how, **kept)
     with open_model(what, memory=args.memory, cache=args.cache, prefetch=args.prefetch) as lm:
-        return turned(make(lm, **how), args.parameter)
+        return make(lm, **how)
 
 
 #: end of a file's name → what is written there

@@ -35,7 +35,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 1400px; margin: 1em aut
 #controls input {{ flex: 1; max-width: 40em; }}
 .note {{ color: light-dark(#555, #b5b5b5); font-size: 14px; }}
 pre {{ white-space: pre-wrap; padding: 0.5em; background: light-dark(#f3f3f3, #222); }}
-table {{ border-collapse: collapse; font-size: 14px; }}
+table {{ border-collapse: collapse; font-size: 14px; line-height: 1.4; }}
 td, th {{ padding: 0.1em 0.6em; text-align: left; vertical-align: top; }}
 @media (prefers-color-scheme: dark) {{
 .js-plotly-plot {{ filter: invert(0.93) hue-rotate(180deg); }}
@@ -134,10 +134,9 @@ def html_rows(head: Sequence[str], rows: Iterable[Sequence[Any]], summary: str) 
     """A table as HTML, folded under a summary."""
 
     def line(kind: str, cells: Sequence[Any]) -> str:
-        look = "style='text-align:left;vertical-align:top'"
-        told = (f"<{kind} {look}>{escape(format_value(cell))}</{kind}>" for cell in cells)
+        told = (f"<{kind}>{escape(format_value(cell))}</{kind}>" for cell in cells)
         return f"<tr>{''.join(told)}</tr>"
 
     body = "".join(line("td", row) for row in rows)
-    table = f"<table style='line-height:1.4'><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead>{line('th', head)}</thead><tbody>{body}</tbody></table>"
     return f"<details><summary>{escape(summary)}</summary>{table}</details>"

@@ -103,17 +103,22 @@ class Stage:
         reads = {"e_read": delays.e_bytes, "sm_read": delays.sm_bytes}
         delays = replace(delays, **{part: n / bandwidth for part, n in reads.items()})
         machine = replace(self.machine, delays=delays)
-        prefetching, steps, ahead = None, None, 0
+        prefetching, ahead = None, 0
         if way != "none":
             ahead = self.settings.ahead or self.settings.spec.K
             guessed, seconds = self.predictions[predictor, distance]
             machine = replace(machine, predict=seconds)
             guessed = [[*of.items()] for of in guessed[self.warm :]]
             prefetching = Prefetching(guessed, ahead, distance)
-            steps = self.steps(way, predictor, distance)
-        residency, staging = deepcopy(self.found.before), self.settings.staging + ahead
-        how = {"steps": steps, "staging": staging, "prefetching": prefetching}
-        return replay(self.found, residency, self.warm, machine, **how)
+        return replay(
+            self.found,
+            deepcopy(self.found.before),
+            self.warm,
+            machine,
+            steps=self.steps(way, predictor, distance),
+            staging=self.settings.staging + ahead,
+            prefetching=prefetching,
+        )
 
 
 class Scene(NamedTuple):
@@ -157,7 +162,7 @@ def scene(
     """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
     of = predictor, distance
     run, none = (stage.play(name, *of, bandwidth) for name in (way, "none"))
-    return Scene(stage, way, of, bandwidth, min(token, stage.last), run, none)
+    return Scene(stage, way, of, bandwidth, token, run, none)
 
 
 def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:

@@ -35,15 +35,15 @@ SOON = 64 << 20
 
 
 class Node(NamedTuple):
-    """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey; part :
-    of a tensor."""
+    """A rectangle: checkpoint, layer, expert or tensor. value : its colour, None for grey. leaf :
+    whether there is nothing in it."""
 
     name: str
     parent: str
     label: str
     bytes: int
     value: float | None = None
-    part: survey.Part | None = None
+    leaf: bool = False
 
 
 Shown = tuple[list[Node], str]  # rectangles, and what colours them
@@ -52,7 +52,7 @@ Shown = tuple[list[Node], str]  # rectangles, and what colours them
 def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: str) -> list[Node]:
     """The tree of all tensors; those above have the mean of their parts' values by bytes."""
     whole = len(parts) <= MOST
-    about: dict[str, tuple[str, str, survey.Part | None]] = {}  # parent, label, a leaf's part
+    about: dict[str, tuple[str, str, bool]] = {}  # parent, label, whether it is a leaf
     sums: dict[str, np.ndarray] = {}  # bytes, those that have a value, bytes · value
     for part, value in zip(parts, values):
         up = [(root, "", root)]
@@ -65,11 +65,11 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
         nbytes = part.stored.nbytes
         known = np.array([nbytes, nbytes * (value is not None), nbytes * (value or 0.0)])
         for name, parent, label in up:
-            about.setdefault(name, (parent, label, part if name == up[-1][0] else None))
+            about.setdefault(name, (parent, label, name == up[-1][0]))
             sums[name] = sums.get(name, 0) + known
     return [
-        Node(name, parent, label, int(nbytes), total / known if known else None, part)
-        for (name, (parent, label, part)), (nbytes, known, total) in zip(
+        Node(name, parent, label, int(nbytes), total / known if known else None, leaf)
+        for (name, (parent, label, leaf)), (nbytes, known, total) in zip(
             about.items(), sums.values()
         )
     ]
@@ -77,11 +77,7 @@ def nodes(parts: Sequence[survey.Part], values: Sequence[float | None], root: st
 
 def draw(tree: Sequence[Node], colour: str) -> Figure:
     """Rectangles as large as their bytes; two levels at a time, a click goes deeper."""
-    there = [
-        (node.value, node.bytes)
-        for node in tree
-        if node.value is not None and node.part is not None
-    ]
+    there = [(node.value, node.bytes) for node in tree if node.value is not None and node.leaf]
     value, nbytes = zip(*there or [(0.0, 1)])
     # without the outermost per cent of the bytes: a few tiny tensors would else take all colours
     low, high = np.quantile(value, (0.01, 0.99), weights=nbytes, method="inverted_cdf").tolist()
@@ -140,11 +136,16 @@ def model_map(model: str | Path | None = None) -> View:
         return [survey.error(part, form) for part in every]
 
     def words(data: Shown) -> tuple[str, str]:
-        sampled = sum(part.stored.nbytes > survey.SAMPLE for part in parts)
+        (root, *_), colour = data
+        said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
         kind = "exact"
-        if sampled:
-            kind = f"exact, but {sampled:,} tensors by samples of {survey.SAMPLE / 1e6:.2g} MB"
-        return _words(data, len(parts), kind)
+        if sampled := sum(part.stored.nbytes > survey.SAMPLE for part in parts):
+            kind += f", but {sampled:,} tensors by samples of {survey.SAMPLE / 1e6:.2g} MB"
+        return (
+            f"{root.label}: {root.bytes / 1e6:,.1f} MB in {len(parts):,} parts; {colour}: {said} on "
+            f"average ({kind}). Area: bytes. A click opens a layer or an expert.",
+            f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
+        )
 
     small = sum(min(part.stored.nbytes, survey.SAMPLE) for part in parts) <= SOON
 
@@ -161,16 +162,6 @@ def model_map(model: str | Path | None = None) -> View:
         command,
         words,
         ("colour",) if small else (),
-    )
-
-
-def _words(data: Shown, n: int, kind: str) -> tuple[str, str]:
-    (root, *_), colour = data
-    said = "–" if root.value is None else format_value(float(f"{root.value:.4g}"))
-    return (
-        f"{root.label}: {root.bytes / 1e6:,.1f} MB in {n:,} parts; {colour}: {said} on average "
-        f"({kind}). Area: bytes. A click opens a layer or an expert.",
-        f"Treemap of the checkpoint {root.label} by layer and tensor, coloured by {colour}.",
     )
 
 

@@ -8,7 +8,9 @@ import pytest
 pytest.importorskip("plotly")
 
 from moelab.base.specs import Event
-from moelab.viz import charts, figures, theme
+from moelab.viz import figures, theme
+from moelab.viz.charts import gantt
+from notebooks.studies import charts
 
 LAYER = [
     Event("disk", "read E", 3, 5, 1.000, 1.002, 9),
@@ -54,7 +56,7 @@ DRAWN = {
         log=True,
     ),
     "matrix": lambda: charts.matrix([[75, 0], [25, 50]], "layer", "expert", "%", numbers=".0f"),
-    "gantt": lambda: charts.gantt({"chosen order": LAYER, "naive order": LATER}),
+    "gantt": lambda: gantt({"chosen order": LAYER, "naive order": LATER}),
     "budget curve": lambda: figures.budget_curve(
         CURVES,
         [(1e9, 0.2, 0.3), (2e9, 0.1, 0.6)],
