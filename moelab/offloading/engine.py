@@ -37,7 +37,7 @@ from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock, fill
-from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
+from moelab.offloading.prompts import PREFILL, Choices, OneToken, PromptChunks
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
@@ -80,6 +80,7 @@ class Engine:
             K = run.settings.spec.K
             controller.balance = Balance(run.settings.experts_bytes, K=K)
         controller.exclusive = run.settings.spare > 0
+        self._far = loader.slots.link is not None  # experts are computed on a GPU
         self.controller = controller
         self.residency = controller.residency
         self.run = run
@@ -223,16 +224,16 @@ class Engine:
 
         aside = self._begin_aside(x, ids, weights, experts, step)
         there, loads = self._split(step, self._far and len(x) == 1)
-        out = torch.zeros_like(x)
-        if there and not (self._far and len(x) > 1):
-            out = run(there, together)
-            there = []
+        one = len(x) == 1
+        out = None
+        if there and (one if self._far else not (one and loads)):
+            out, there = run(there, together), []
         if there or loads:
-            tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
-            choices = Choices(x, ids, weights, tokens)
+            choices = self._choices(x, ids, weights, step)
             for batch in chain([there] if there else [], self._batches(loads)):
                 run(batch, partial(choices.compute, experts))
-            out = out + choices.sum()
+            out = choices.sum() if out is None else out + choices.sum()
+        out = torch.zeros_like(x) if out is None else out
         if aside is not None:
             start = clock()
             out += aside.result().to(out.device)
@@ -241,6 +242,12 @@ class Engine:
             self.idle_since = end = clock()
             self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
         return out
+
+    def _choices(self, x: Tensor, ids: Tensor, weights: Tensor, step: Step) -> Choices | OneToken:
+        if len(x) == 1 and not self._far:
+            return OneToken(x, ids, weights)
+        tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+        return Choices(x, ids, weights, tokens)
 
     def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
         """As each is loaded; on a GPU as many as are loaded by then, of half of the staging at most: the
@@ -507,16 +514,6 @@ class Engine:
         slot = self.loader.queue.held[layer, expert]["full"]
         tensors = self.loader.slots.tensors(slot, layer, expert, reuse)
         return tensors if self.computes_in is None else cast(tensors, self.computes_in)
-
-    @property
-    def _link(self) -> Any:
-        return self.loader.slots.link
-
-    @property
-    def _far(self) -> bool:
-        """Whether experts are computed on a GPU: there a call of an executor takes longer to launch
-        than to compute, so what is there is computed together."""
-        return self._link is not None
 
 
 class EngineSource:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +57,32 @@ class Choices:
     def sum(self) -> Tensor:
         """[T, H]."""
         return self._parts.view(*self.shape, -1).sum(1)
+
+
+class OneToken:
+    """As `Choices`, of a single token on a CPU: by slices of its ids and weights, as sorting them takes
+    longer than to compute an expert."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self._given = x, ids, weights
+        self._experts = ids[0].tolist()
+        self._parts: list[tuple[Sequence[int], Tensor]] = []
+
+    def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
+        """What these experts contribute, by the layer's executor."""
+        x, ids, weights = self._given
+        at: Any = [k for k, expert in enumerate(self._experts) if expert in chosen]
+        if len(at) == 1:
+            at = slice(at[0], at[0] + 1)
+        y = execute(experts.executor, x, ids[:, at], weights[:, at], experts)
+        self._parts.append((chosen, y))
+
+    def sum(self) -> Tensor:
+        """[1, H]; in the order of experts, whichever came first."""
+        (_, out), *others = sorted(self._parts, key=itemgetter(0))
+        for _, y in others:
+            out += y
+        return out
 
 
 class PromptChunks:
