@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moelab.base.specs import Event, MoESpec
+from moelab.cache.residency import Step
 from moelab.models.experts import SeamExperts, execute
 from moelab.models.forward import ForwardInfo
 
@@ -64,17 +65,16 @@ class OneToken:
     longer than to compute an expert."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        self._given = x, ids, weights
+        self.x, self._routed = x, (ids, weights)
         self._experts = ids[0].tolist()
         self._parts: list[tuple[Sequence[int], Tensor]] = []
 
     def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
         """What these experts contribute, by the layer's executor."""
-        x, ids, weights = self._given
         at: Any = [k for k, expert in enumerate(self._experts) if expert in chosen]
         if len(at) == 1:
             at = slice(at[0], at[0] + 1)
-        y = execute(experts.executor, x, ids[:, at], weights[:, at], experts)
+        y = execute(experts.executor, self.x, *(of[:, at] for of in self._routed), experts)
         self._parts.append((chosen, y))
 
     def sum(self) -> Tensor:
@@ -83,6 +83,14 @@ class OneToken:
         for _, y in others:
             out += y
         return out
+
+
+def choices_of(x: Tensor, ids: Tensor, weights: Tensor, step: Step) -> Choices | OneToken:
+    """Those of a layer's step."""
+    if len(x) == 1 and x.is_cpu:
+        return OneToken(x, ids, weights)
+    tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+    return Choices(x, ids, weights, tokens)
 
 
 class PromptChunks:

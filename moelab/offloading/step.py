@@ -27,7 +27,6 @@ class StepController:
     order : in which order the experts of a step are read and decoded.
     log : records every step and every prediction.
     balance : which experts are computed where they lie; None: none are.
-    exclusive : whether who is near is nowhere else, and computed there.
     """
 
     residency: Residency
@@ -36,7 +35,6 @@ class StepController:
     order: Callable[[Sequence[Request]], Order]
     log: EngineRun | None = None
     balance: Balance | None = None
-    exclusive: bool = False
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
 
     def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
@@ -74,7 +72,9 @@ class StepController:
         if self.balance is not None:
             state = self.residency.state
             there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
-            away = self.balance.away(layer, tokens, there) - (there if self.exclusive else set())
+            away = self.balance.away(layer, tokens, there)
+            if self.residency.spare:  # beside a GPU: who is there is nowhere else
+                away -= there
         step = self.residency.begin(layer, tokens, away)
         if self.log is not None:
             self.log.layer(layer, tokens)

@@ -120,8 +120,7 @@ def simulate(
         source="link" if balance is not None or alone else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
-    beside = {"balance": balance, "exclusive": residency.spare > 0}
-    controller = StepController(residency, simulated.queue, gate, order, **beside)
+    controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
     for step, one, predicted in zip(steps, passes, prefetching.predictions, strict=True):
         told = len(simulated.events)
