@@ -165,8 +165,11 @@ def _serve(box: Mailbox, experts: Lying, number: int) -> list[Event]:
 
 def _events(layer: int, experts: list[int], start: float, end: float) -> list[Event]:
     """Of experts computed together: each has an equal part of the time."""
-    at = np.linspace(start, end, len(experts) + 1).tolist()
-    return [Event("host", "expert", layer, e, *span) for e, *span in zip(experts, at, at[1:])]
+    each = (end - start) / (len(experts) or 1)
+    return [
+        Event("host", "expert", layer, e, start + i * each, start + (i + 1) * each)
+        for i, e in enumerate(experts)
+    ]
 
 
 class Host(HostPool):

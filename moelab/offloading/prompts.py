@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from operator import itemgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,20 +60,18 @@ class Choices:
 
 
 class OneToken:
-    """As `Choices`, of a single token on a CPU: by slices of its ids and weights, as sorting them takes
-    longer than to compute an expert."""
+    """As `Choices`, of a single token on a CPU, where sorting them takes longer than to compute an
+    expert."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        self.x, self._routed = x, (ids, weights)
-        self._experts = ids[0].tolist()
+        self.x, self._ids, self._weights = x, ids.tolist(), weights
         self._parts: list[tuple[Sequence[int], Tensor]] = []
 
     def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
         """What these experts contribute, by the layer's executor."""
-        at: Any = [k for k, expert in enumerate(self._experts) if expert in chosen]
-        if len(at) == 1:
-            at = slice(at[0], at[0] + 1)
-        y = execute(experts.executor, self.x, *(of[:, at] for of in self._routed), experts)
+        E = experts.num_experts
+        ids = torch.tensor([[e if e in chosen else E for e in self._ids[0]]])
+        y = execute(experts.executor, self.x, ids, self._weights, experts)
         self._parts.append((chosen, y))
 
     def sum(self) -> Tensor:
