@@ -11,7 +11,8 @@ this follows it behind: what misses is kept while a slot is free, layer by layer
 nothing leaves; when the token is over, the policy evicts until as many slots are free again as tokens
 lately took, and some more. Of free slots, few keep what was just fetched from staying, and many hold
 nothing: on decoded tokens of gpt-oss-20b, DeepSeek-V2-Lite and Qwen3-30B-A3B, with 25 and 50 % of the
-experts, this was the best of those tried.
+experts, this was the best of those tried. Where a CPU computes most of what misses, little is fetched,
+and hardly anybody would come: so some of what a token has missed is copied beside the next one.
 
 A newcomer that its pool refuses is offered to the next one. §3.4 does not say so: there it leaves,
 so the δ ranks past the first pool, which are that pool's by their threshold, are in none.
@@ -78,7 +79,7 @@ class CacheCounters:
 
     hits : requests by the state they were found in.
     evictions : residents that left.
-    admissions : of the misses, those that stayed when their step was over.
+    admissions : experts that came and stayed: of the misses, when their step was over.
     away : of the misses and hits, those that were computed where they lie.
     """
 
@@ -110,6 +111,8 @@ class Residency:
         policy, which then admits everything.
     spare : slots of the pool that are left free, at most, when a token's pass ends (`end_forward`).
     free : slots that are left in a token's pass; None in any other.
+    coming : what is copied into free slots beside the next token's pass; from its end on it is there,
+        as if it had come when it was missed. Another pass gives it up.
 
     Raises ValueError for settings that there are not, and spare slots of anything but one pool of
     whole experts.
@@ -173,24 +176,41 @@ class Residency:
                     wanted = pool.policy.turn(phase, counts, pool.size)
                     steps += self._refill(pool, wanted) if [*group] == [State.FULL] else []
         self._phase = phase
-        self.free = self.spare and self.pools.F - len(self) if token else None
-        self._found, self._came = set(), set()
+        for key in self._left.union(() if token else self.coming):
+            self._pools[key.layer][State.FULL].forget(key)
+        self.coming = self.coming if token else []
+        room = self.pools.F - len(self) - len(self.coming)
+        self.free = self.spare and room if token else None
+        self._found, self._came, self._left = set(), set(), set()
         return steps
 
-    def end_forward(self) -> list[ExpertKey]:
+    @property
+    def left(self) -> list[ExpertKey]:
+        """What this token's pass has missed and not kept; what was missed most often comes first."""
+        return sorted(self._left, key=lambda key: (-self._lacked[key], key))
+
+    def end_forward(self, wished: Iterable[ExpertKey] = ()) -> list[ExpertKey]:
         """The forward pass is over. Returns who leaves: after a token's pass until there is room for
         the next, nobody after another. A selective policy may choose who came in this pass; of all
-        others, those that were used leave only when nobody else is left."""
+        others, those that were used leave only when nobody else is left.
+
+        wished : who shall come of what is `left`, as far as half of the free slots go."""
         if self.free is None:
             return []
         self.free = None
+        self._came.update(self.coming)
         self._taken += (len(self._came) - self._taken) / LATELY
         room = min(self.spare, max(self.spare // LEAST, math.ceil(MORE * self._taken)))
         evicted = []
         for pool in self._groups[0].values():
             pool.size = self.pools.F - room
+            self.counters.admissions += len(set(self.coming) - pool.keys.keys())
+            pool.keys |= dict.fromkeys(self.coming)
             evicted = pool.shrink(self._found, self._came)
         self.counters.evictions += len(evicted)
+        wanted = [key for key in dict.fromkeys(wished) if key in self._left]
+        self.coming = wanted[: (self.pools.F - len(self)) // 2 if self.spare else 0]
+        self._left.difference_update(self.coming)
         return evicted
 
     def _refill(self, pool: Pool, wanted: Collection[ExpertKey]) -> list[Step]:
@@ -281,6 +301,9 @@ class Residency:
         #: of each group, tokens of the latest prompt by expert
         self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
         self._phase, self.free, self._taken = "", None, float(self.spare)
+        self.coming: list[ExpertKey] = []
+        self._left: set[ExpertKey] = set()
+        self._lacked: Counter[ExpertKey] = Counter()
         self.begin_forward("prefill")
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
@@ -372,7 +395,9 @@ class Residency:
                     pool.keys[key] = None
                 else:
                     keep[key] = State.MISSED
-                    pool.forget(key)
+                    self._lacked[key] += 1
+                    self._left.add(key)
+        self._left.difference_update(self.coming)
         return keep, []
 
     def _leave(

@@ -6,7 +6,7 @@ so both decide the same."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from moelab.base.specs import Event, ExpertKey, State
@@ -36,18 +36,27 @@ class StepController:
     log: EngineRun | None = None
     balance: Balance | None = None
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
+    #: who shall come beside the next token of what this one misses: given, or as many of what it has
+    #: left as the link has time for
+    wished: list[ExpertKey] | None = field(default_factory=list)
+    _fetched: int = 0  # in this token's pass
+    _each: float = 0.0  # seconds that the link takes for an expert
 
     def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
         """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it. Of a
         `token` that a GPU runs alone, the steps are decided when it is over, by the rule that the GPU
-        has followed."""
-        self.announced = None
+        has followed; `residency.coming` is copied beside it."""
+        self.announced, self._fetched = None, 0
         self.gate.begin_forward(phase)
         if self.balance is not None:
             rates = self.balance.begin_forward(token)
             if self.log is not None:
                 self.log.rating = rates
-        return self.residency.begin_forward(phase, token)
+        steps = self.residency.begin_forward(phase, token)
+        if self.log is not None:
+            for key in self.residency.coming:
+                self.log.predicted(key.layer, [key.expert])
+        return steps
 
     def end_forward(self, seconds: float | None, events: Iterable[Event] = ()) -> list[ExpertKey]:
         """It took so long (None: not to be compared with others, as it had drafts), of these events:
@@ -56,9 +65,24 @@ class StepController:
         events = [*events]
         if self.balance is not None:
             self.balance.end_forward(events)
+        wished = self.wished
+        if self.residency.free is not None:
+            seconds, room = self._on_link(events)
+            wished = self.residency.left[:room] if wished is None else wished
         if seconds is not None:
             self.gate.end_forward(seconds, events, self.residency.L)
-        return self.residency.end_forward()
+        return self.residency.end_forward(wished)
+
+    def _on_link(self, events: Iterable[Event]) -> tuple[float, int]:
+        """Seconds of a token by a GPU's clock, and how many experts the link had time for beside what
+        was fetched: in half of the time in which it was idle, as what is fetched may not wait."""
+        spans = [(of.start, of.end) for of in events if of.resource in ("link", "compute")]
+        linked = sum(of.end - of.start for of in events if of.resource == "link")
+        if those := self._fetched + len(self.residency.coming):
+            self._each = linked / those
+        begin, end = min(spans, default=(0.0, 0.0))[0], max((end for _, end in spans), default=0.0)
+        idle = end - begin - self._fetched * self._each
+        return end - begin, int(idle / 2 / self._each) if self._each else 1
 
     def announce(self, layer: int, experts: Iterable[int]) -> None:
         """A layer to come will probably choose these experts, the likeliest first; `load` of the
@@ -76,6 +100,7 @@ class StepController:
             if self.residency.spare:  # beside a GPU: who is there is nowhere else
                 away -= there
         step = self.residency.begin(layer, tokens, away)
+        self._fetched += len(step.loads)
         if self.log is not None:
             self.log.layer(layer, tokens)
         return step

@@ -79,6 +79,9 @@ class SimulatedMachine:
         self._sent: set[Load] = set()  # whose signs and mantissas have been given to the link
         self._link_until = self._joined_until = start
         self._joins = count(GPU, -1)
+        # what is to be copied while nothing else is, and what is or was
+        self._coming: list[ExpertKey] = []
+        self._come: list[ExpertKey] = []
 
     def timeline(self) -> list[Event]:
         """All events so far, also those under way, in order of their start."""
@@ -137,6 +140,21 @@ class SimulatedMachine:
                 heappop(self._running)[2]()  # all that end together, before anything starts
         self._wait(self.now)  # for what compute is not needed for
 
+    def beside(self, keys: Iterable[ExpertKey]) -> None:
+        """Experts come to stay, as far as nothing else has to come."""
+        self._coming, self._come = [*keys], [*keys]
+
+    def settle(self) -> None:
+        """Wait for them; those that a layer has not fetched to stay get slots now."""
+        while self._coming or not self._disk_free:
+            self._start()
+            self.now = self._running[0][0]
+            heappop(self._running)[2]()
+        for key in self._come:
+            if key not in self.queue.held:
+                self.queue.keep(key, self.queue.free["full"][0])
+        self._wait(self.now)
+
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
         while self._running:
@@ -146,6 +164,8 @@ class SimulatedMachine:
         """Let everybody who is free take what can be done."""
         if self._disk_free and (found := self.queue.next_read()) is not None:
             self._read(*found)
+        elif self._disk_free and self._coming:
+            self._copy(self._coming.pop(0))
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
@@ -166,6 +186,16 @@ class SimulatedMachine:
         end = self.now + seconds
         read = Event(self._source, read_name(kinds), *load.key, self.now, end, nbytes)
         self._begin(DISK, read, then)
+
+    def _copy(self, key: ExpertKey) -> None:
+        seconds, nbytes = self.delays.read(key, True, True)
+        self._disk_free = False
+
+        def then() -> None:
+            self._disk_free = True
+
+        copied = Event(self._source, "read", *key, self.now, self.now + seconds, nbytes)
+        self._begin(DISK, copied, then)
 
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
         worker = heappop(self._idle)

@@ -14,7 +14,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moelab.base.specs import DeviceSpec, Event
+from moelab.base.specs import DeviceSpec, Event, ExpertKey
 from moelab.cache.policies import Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
@@ -36,8 +36,9 @@ from moelab.trace import RoutingTrace
 NOT_SIMULATED = {"cpu": None, "mj": None, "python": None}
 #: forwards, each a list of (layer, {expert: tokens})
 Steps = Sequence[Sequence[tuple[int, Mapping[int, int]]]]
-#: for each forward, (layer, experts announced for it) of the layers that there are predictions for
-Predictions = Sequence[Iterable[tuple[int, Iterable[int]]]]
+#: for each forward, (layer, experts announced for it) of the layers that there are predictions for; of a
+#: token that a GPU runs alone, who is to come beside it, or None where a controller says so
+Predictions = Sequence[Iterable[tuple[int, Iterable[int]]] | None]
 
 
 class Prefetching(NamedTuple):
@@ -122,10 +123,12 @@ def simulate(
     gate = prefetching.gate or PrefetchGate(trials=False)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
-    for step, one, predicted in zip(steps, passes, prefetching.predictions, strict=True):
+    predictions = prefetching.predictions
+    for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
         took = None if one.drafts else simulated.now - begun
+        controller.wished = _wished(predictions[at + 1 :])
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
@@ -133,12 +136,19 @@ def simulate(
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
 
 
+def _wished(predictions: Predictions) -> list[ExpertKey] | None:
+    """Who is to come beside a token, by what was announced of it; None where nobody knows."""
+    if not predictions or predictions[0] is None:
+        return None
+    return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
+
+
 def _forward(
     simulated: SimulatedMachine,
     controller: StepController,
     step: Sequence[tuple[int, Mapping[int, int]]],
     one: Forward,
-    predictions: Iterable[tuple[int, Iterable[int]]],
+    predictions: Iterable[tuple[int, Iterable[int]]] | None,
     distance: int,
 ) -> float:
     """One forward pass: the layers one after another, and the head; returns when it began."""
@@ -151,6 +161,7 @@ def _forward(
     begun = simulated.now
     ahead = simulated.queue.ahead and not simulated.alone
     predicted = dict(predictions) if ahead else {}
+    simulated.beside(controller.residency.coming)
     for layer, experts in step:
         target = layer + distance
         if target in predicted and controller.gate.enabled:
@@ -164,6 +175,7 @@ def _forward(
         controller.load(decided, simulated.ready)
         simulated.run()
     simulated.spend(-1, machine.head[0] + machine.head[1] * tokens)
+    simulated.settle()
     return begun
 
 

@@ -15,7 +15,7 @@ from moelab.offloading.hybrid import Balance, Rates
 from moelab.offloading.metrics import Forward
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.simulation.costs import Delays, Machine
-from moelab.simulation.simulator import replay, simulate
+from moelab.simulation.simulator import Prefetching, replay, simulate
 from moelab.simulation.traced import as_opened
 from tests.timelines import check
 
@@ -45,15 +45,16 @@ rating = st.builds(
 )
 
 
-def of_a_gpu(ids, slots, spare, rates):
+def of_a_gpu(ids, slots, spare, rates, wished):
     """What a table, free slots and a counter do with ids [T][L][K], and an LRU list between tokens:
     of each token, (fetched, away), of each layer; its seconds; the table in the end; how many were
-    admitted and evicted."""
+    admitted and evicted; of each token, who comes beside it, of those that were wished."""
     table, recent, told, counts = {}, [], [], [0, 0]
-    usual = spare
-    for token, of in zip(ids, rates, strict=True):
-        free = slots - len(table)
-        began = counts[0]
+    usual, coming, beside = spare, [], []
+    for token, of, wish in zip(ids, rates, wished, strict=True):
+        free = slots - len(table) - len(coming)
+        taken, left = {*coming}, set()
+        beside.append(coming)
         used, layers, seconds = set(), [], HEAD
         for layer, chosen in enumerate(token):
             misses = [e for e in sorted(chosen) if (layer, e) not in table]
@@ -72,6 +73,8 @@ def of_a_gpu(ids, slots, spare, rates):
                     free -= 1
                     table[layer, e] = True
                     counts[0] += 1
+                    taken.add((layer, e))
+            left |= {(layer, e) for e in misses if (layer, e) not in table}
             used |= {(layer, e) for e in chosen}
             for e in sorted(chosen):
                 if (layer, e) in recent:
@@ -80,13 +83,18 @@ def of_a_gpu(ids, slots, spare, rates):
             here = len(fetched) * nbytes * READ + (hits + len(fetched)) * EXPERT
             seconds += OTHER + max(here, bool(away) * TRIP + len(away) * FAR)
             layers.append((fetched, away))
-        usual += (counts[0] - began - usual) / 8
+        counts[0] += len({*coming} - table.keys())
+        table |= dict.fromkeys(coming)
+        used |= {*coming}
+        usual += (len(taken) - usual) / 8
         while len(table) > slots - min(spare, max(spare // 4, math.ceil(1.5 * usual))):
             old = [key for key in recent if key in table]
             del table[([key for key in old if key not in used] or old)[0]]
             counts[1] += 1
+        left -= {*coming}
+        coming = [key for key in wish if key in left][: (slots - len(table)) // 2]
         told.append((layers, seconds))
-    return told, {*table}, counts
+    return told, {*table}, counts, beside
 
 
 def by_layer(events, forward, resource):
@@ -102,7 +110,8 @@ def by_layer(events, forward, resource):
 def test_decisions_are_the_gpus_and_times_add_up(ids, slots, spare, data):
     spare = min(spare, slots)
     rates = [data.draw(rating) for _ in ids]
-    expected, table, (admitted, evicted) = of_a_gpu(ids, slots, spare, rates)
+    nobody = [()] * len(ids)
+    expected, table, (admitted, evicted), _ = of_a_gpu(ids, slots, spare, rates, nobody)
     steps = [[(i, dict.fromkeys(of, 1)) for i, of in enumerate(token)] for token in ids]
     residency = Residency(L, E, Pools(F=slots), "lru", spare=spare)
     balance = Balance(SIZES, rates, K)
@@ -143,6 +152,54 @@ def test_decisions_are_the_gpus_and_times_add_up(ids, slots, spare, data):
                     again.events, other, resource
                 )
     assert check(again.events) == []
+
+
+@given(tokens, st.integers(1, L * E - 1), st.integers(1, 6), st.randoms(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_what_a_token_missed_comes_beside_the_next_one(ids, slots, spare, chance, data):
+    spare = min(spare, slots)
+    rates = [data.draw(rating) for _ in ids]
+    wished = [
+        [(i, e) for i, e in chance.sample(every, len(every)) if chance.random() < 0.8]
+        for every in [[(i, e) for i in range(L) for e in range(E)]] * len(ids)
+    ]
+    *_, table, counts, beside = of_a_gpu(ids, slots, spare, rates, wished)
+    steps = [[(i, dict.fromkeys(of, 1)) for i, of in enumerate(token)] for token in ids]
+    residency = Residency(L, E, Pools(F=slots), "lru", spare=spare)
+    played = simulate(
+        steps,
+        [TOKEN] * len(ids),
+        residency,
+        MACHINE,
+        prefetching=Prefetching([[], *([(i, [e]) for i, e in of] for of in wished[:-1])], 0),
+        balance=Balance(SIZES, rates, K),
+    )
+    assert check(played.events) == []
+    assert {*residency.resident(State.FULL)} == table
+    assert [played.counters.admissions, played.counters.evictions] == counts
+    fetched = played.counters.misses - played.counters.away
+    copied = [event for event in played.events if event.resource == "link"]
+    assert len(copied) == fetched + sum(map(len, beside))
+
+
+def test_a_link_that_rests_brings_what_the_cpu_computes():
+    """By the controller's own rule: where the CPU is given every miss, somebody comes after all."""
+    steps = [[(i, {0: 1, 1 + t % 2: 1}) for i in range(L)] for t in range(12)]
+    all_away = Rates((0.0, 9.0), (9.0, 0.0), (0.0, 0.0))
+    hits = []
+    for predictions in ([()] * 12, [None] * 12):
+        residency = Residency(L, E, Pools(F=16), "lrfu", spare=4)
+        played = simulate(
+            steps,
+            [TOKEN] * 12,
+            residency,
+            MACHINE,
+            prefetching=Prefetching(predictions, 0),
+            balance=Balance(SIZES, [all_away] * 12, K),
+        )
+        assert check(played.events) == []
+        hits.append(played.hit_rate)
+    assert hits[0] == 0 and hits[1] > 0.5
 
 
 def test_a_prompt_goes_by_the_step_and_its_tokens_by_the_gpus_rule():
