@@ -15,10 +15,11 @@ What left a slot lies there until it has been taken back to pinned memory: it is
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,20 +83,18 @@ class DeviceTables:
         self._first, self._slot = loader.slots.full(0).data_ptr(), loader.slots.sizes.full
         self.device = device = loader.slots.device
         self._stream = loader.slots.link.now()  # of the latest token
-        self.L, E = L, E = where.home.shape
-        sizes = [L * E, L * E, L * (K + 1), 3, K, loader.slots.count["full"]]
-        bounds = [0, *accumulate(sizes)]
-        parts = [slice(*of) for of in zip(bounds, bounds[1:])]
-        shapes = Fields((L, E), (L, E), (L, K + 1), (3,), (K,), (-1,))
+        L, E = where.home.shape
+        shapes = Fields((L, E), (L, E), (L, K + 1), (3,), (K,), (loader.slots.count["full"],))
+        bounds = [0, *accumulate(map(math.prod, shapes))]
+        parts = [slice(*of) for of in pairwise(bounds)]
         self._host = host_memory(8 * bounds[-1], device, self).view(np.int64)
         self._state = torch.zeros(bounds[-1], dtype=torch.int64, device=device)
         #: as the host has it, and as the GPU
         self.fields = Fields(*(self._host[of].reshape(to) for of, to in zip(parts, shapes)))
         self._there = Fields(*(self._state[of].view(to) for of, to in zip(parts, shapes)))
         entries = loader.reader.store.entries
-        self.nbytes = np.zeros((L, E), np.int64)
-        for key in np.ndindex(L, E):
-            self.nbytes[key] = run(entries(*key), "both")[1]
+        nbytes = [run(entries(*key), "both")[1] for key in np.ndindex(L, E)]
+        self.nbytes = np.array(nbytes).reshape(L, E)
         self._given = [
             torch.from_numpy(of).to(device)
             for of in (where.rows, where.moves, -(-self.nbytes // device_triton.BLOCK))
@@ -117,7 +116,6 @@ class DeviceTables:
         self._brought: dict[ExpertKey, int] = {}  # who comes beside the token → slot
         self.calls: list[Call] = []
         self.captured = device.type != "cuda"
-        self._scratch: set[int] = set()
 
     @classmethod
     def of(
@@ -214,9 +212,7 @@ class DeviceTables:
         free = loader.writable(self.K + keep)
         others = [slot for slot in loader.free_slots if slot not in free][: len(coming)]
         self._find_homes([*free, *others], share is not None)
-        if len(free) < self.K + keep or share is not None and self._left:
-            return False
-        if not self._everyone() and not self._read_the_others():
+        if len(free) < self.K + keep or share is not None and self._left or not self._everyone():
             return False
         if len(others) < len(coming) or any(key not in loader.reader.slots for key in coming):
             return False
@@ -229,7 +225,6 @@ class DeviceTables:
         fields.free[:keep] = addresses[self.K :]
         fields.counts[:] = 0, keep, self._number
         fields.share[:] = np.arange(self.K + 1) if share is None else share
-        self._scratch = {*addresses[: self.K]}
         self._stream = loader.slots.link.now()
         self._state.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._launched = time.perf_counter()
@@ -253,19 +248,16 @@ class DeviceTables:
             self.fields.home[key] = address
 
     def _everyone(self) -> bool:
-        """Whether all experts are somewhere near."""
-        return bool((self.fields.table | self.fields.home).all())
-
-    def _read_the_others(self) -> bool:
-        """Read experts that a prompt has left on the disk into spare slots of pinned memory; whether all
-        are near now."""
-        pool = self.loader.reader
-        self.loader.slots.link.rest()
-        for key in np.argwhere((self.fields.table | self.fields.home) == 0).tolist():
-            if pool.spare:
-                pool.hold([ExpertKey(*key)])
-                self.fields.home[*key] = pool.home[*key]
-        return self._everyone()
+        """Whether all experts are somewhere near: those that a prompt has left on the disk are read
+        into spare slots of pinned memory."""
+        table, home, pool = self.fields.table, self.fields.home, self.loader.reader
+        lacking = [ExpertKey(*key) for key in np.argwhere((table | home) == 0).tolist()]
+        if lacking:
+            self.loader.slots.link.rest()
+            pool.hold(lacking)
+            for key in lacking:
+                home[key] = pool.home[key]
+        return bool((table | home).all())
 
     def serve(self) -> None:
         """The host answers what the token posts."""
@@ -303,7 +295,7 @@ class DeviceTables:
         """Let the queue know which experts stay where the token has put them; returns what was
         fetched. RuntimeError if that is not what the rule says."""
         fetched, table = [], self.fields.table[step.layer]
-        scratch = self._scratch
+        scratch = self.fields.scratch.tolist()
         where = dict(zip(did.experts, did.addresses))
         for request in step.requests + step.away:
             key, address = request.key, where[request.key.expert]

@@ -37,12 +37,11 @@ from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock, fill
-from moelab.offloading.prompts import PREFILL, Choices, PromptChunks
+from moelab.offloading.prompts import PREFILL, PromptChunks, choices_of
 from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.offloading.tiers import experts_of
-from moelab.store.headers import NAMES
 from moelab.store.reader import cast
 
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
@@ -79,11 +78,11 @@ class Engine:
         if self.host is not None:
             K = run.settings.spec.K
             controller.balance = Balance(run.settings.experts_bytes, K=K)
-        controller.exclusive = run.settings.spare > 0
+        self._far = loader.slots.link is not None  # experts are computed on a GPU
         if self.host is not None and loader.pool is not None:
             controller.lies = loader.pool.slots.__contains__
         self.controller = controller
-        if loader.slots.link is not None:  # as many come beside a token as the link has time for
+        if self._far:  # as many come beside a token as the link has time for
             controller.wished = None
         self.residency = controller.residency
         self.run = run
@@ -106,8 +105,8 @@ class Engine:
         #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
         self._tables: tuple[Any, DeviceTables | None] = (None, None)
         self._current = False
-        #: whether the GPU is prepared to run tokens alone, runs this one so, and that has been launched
-        self._prepared = self._alone = self._launched = False
+        #: whether the GPU runs this token alone, and that has been launched
+        self._alone = self._launched = False
         # The threads know the loader, not the engine, and end when nobody knows the engine.
         self._at_end = weakref.finalize(self, loader.end)
         renew_in_children(self)
@@ -201,7 +200,7 @@ class Engine:
         there, loads = self._split(step)
         parts = {expert: rows for expert, *rows in assignments(ids, experts.num_experts)}
         found = []
-        for request in chain(there, self._as_loaded(loads)):
+        for request in chain(there, chain.from_iterable(self._batches(loads))):
             start = clock()
             expert = request.key.expert
             choice, tokens = parts[expert]
@@ -231,16 +230,16 @@ class Engine:
 
         aside = self._begin_aside(x, ids, weights, experts, step)
         there, loads = self._split(step, self._far and len(x) == 1)
-        out = torch.zeros_like(x)
-        if there and not (self._far and len(x) > 1):
-            out = run(there, together)
-            there = []
+        one = len(x) == 1
+        out = None
+        if there and (one if self._far else not (one and loads)):
+            out, there = run(there, together), []
         if there or loads:
-            tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
-            choices = Choices(x, ids, weights, tokens)
+            choices = choices_of(x, ids, weights, step)
             for batch in chain([there] if there else [], self._batches(loads)):
                 run(batch, partial(choices.compute, experts))
-            out = out + choices.sum()
+            out = choices.sum() if out is None else out + choices.sum()
+        out = torch.zeros_like(x) if out is None else out
         if aside is not None:
             start = clock()
             out += aside.result().to(out.device)
@@ -270,12 +269,13 @@ class Engine:
         if self._far:
             self.loader.bring_home(keys)
         away = [key.expert for key in keys]
-        given = (of.cpu() for of in (x, ids, weights))
-        return self.host.worker.submit(self.host.compute, experts, away, *given, self.timeline.add)
+        given = [of.cpu() for of in (x, ids, weights)]
 
-    def _as_loaded(self, loads: dict[ExpertKey, Request]) -> Iterator[Request]:
-        while loads:
-            yield loads.pop(self.loader.wait())
+        def compute() -> Tensor:  # all of it there, as torch's inference mode is of this thread
+            choices = choices_of(*given, step)
+            return self.host.compute(experts, away, choices, self.timeline.add)
+
+        return self.host.worker.submit(compute)
 
     def _split(
         self, step: Step, at_once: bool = False
@@ -284,7 +284,8 @@ class Engine:
         these are waited for first if all are to be computed `at_once`, or `serial`."""
         loads = {request.key: request for request in step.loads}
         if (at_once or self.serial) and not self.loader.queue.waiting:  # all have slots
-            list(self._as_loaded(loads))
+            while loads:
+                loads.pop(self.loader.wait())
             return step.requests, loads
         return [request for request in step.requests if request.state is State.FULL], loads
 
@@ -320,7 +321,6 @@ class Engine:
             else:
                 launched = partial(self._token_launched, modules)
                 yield tables.calls, launched if self._alone else None
-                self._prepared = tables.captured
                 if self._alone and not self._launched:  # somebody listens to its parts
                     self._hand_back()
 
@@ -398,7 +398,8 @@ class Engine:
         for layer, did in enumerate(layers):
             fetching, computing, end = did.times
             self._report_other(fetching, layer)
-            step = self.controller.decide(layer, counts(did.experts, self.residency.E))
+            chosen = (expert for expert in did.experts if expert < self.residency.E)
+            step = self.controller.decide(layer, dict.fromkeys(chosen, 1))
             with self.loader.changing() as queue:
                 came = tables.apply(queue, step, did)
             if came:
@@ -425,7 +426,6 @@ class Engine:
     def _forget_tables(self) -> None:
         self._hand_back()
         self._tables = None, None
-        self._prepared = False
 
     # a forward pass
 
@@ -438,7 +438,8 @@ class Engine:
             self._chunks.begin(info, self.timeline.since(self._events))
             self._events = len(self.timeline)
             one = info.phase == "decode" and info.tokens == 1 and not exact
-            self._alone = self._prepared and one
+            tables = self._tables[1]
+            self._alone = one and tables is not None and tables.captured
             self.python = None
             with self.loader.changing():
                 steps = self.controller.begin_forward(info.phase, self._alone)
@@ -519,16 +520,6 @@ class Engine:
         tensors = self.loader.slots.tensors(slot, layer, expert, reuse)
         return tensors if self.computes_in is None else cast(tensors, self.computes_in)
 
-    @property
-    def _link(self) -> Any:
-        return self.loader.slots.link
-
-    @property
-    def _far(self) -> bool:
-        """Whether experts are computed on a GPU: there a call of an executor takes longer to launch
-        than to compute, so what is there is computed together."""
-        return self._link is not None
-
 
 class EngineSource:
     """An engine's loaded experts as a source of the seam."""
@@ -537,9 +528,6 @@ class EngineSource:
         self.engine = engine
         #: the experts of which a call computes some, so that it waits for no others to land
         self.computing: list[int] = []
-        layers = engine.loader.reader.store.layers
-        experts = [entries for layer in layers for entries in layer.experts]
-        self._stored = {entry.dtype for entries in experts for entry in entries.values()}
 
     @property
     def device(self) -> torch.device:
@@ -557,18 +545,15 @@ class EngineSource:
     def matrices(
         self, layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:
-        """As `Slots.matrices`, of loaded experts, addresses of `device`; None if they are not
-        stored in this dtype."""
-        if self._stored != {NAMES.get(dtype)}:
-            return None
+        """`Slots.matrices` of loaded experts, addresses of `device`."""
         loader = self.engine.loader
         slots = [loader.queue.held[layer, expert]["full"] for expert in experts]
-        return loader.slots.matrices(slots, layer, experts)
+        return loader.slots.matrices(slots, layer, experts, dtype)
 
 
-def counts(ids: Tensor | list[int], E: int) -> dict[int, int]:
+def counts(ids: Tensor, E: int) -> dict[int, int]:
     """{expert: tokens} of the experts that are hit."""
-    found = Counter(ids if isinstance(ids, list) else ids.flatten().tolist())
+    found = Counter(ids.flatten().tolist())
     found.pop(E, None)
     return dict(found)
 

@@ -29,14 +29,15 @@ from moelab.experts.located import locate
 from moelab.kernels.feed_forward import plans
 from moelab.kernels.gates import Gate
 from moelab.kernels.products import KINDS, Matrices
-from moelab.kernels.serve import TIMER, compute_there, serve
+from moelab.kernels.serve import TIMER, serve
 from moelab.kernels.threads import team
-from moelab.models.experts import SeamExperts, assignments, execute
+from moelab.models.experts import SeamExperts
 from moelab.offloading.mailbox import Mailbox
-from moelab.offloading.slots import located
+from moelab.offloading.prompts import Choices, OneToken
+from moelab.offloading.slots import Located
 from moelab.offloading.threads import alone
 from moelab.offloading.tiers import HostPool, experts_of
-from moelab.store.headers import DTYPES, NAMES, Tensors
+from moelab.store.headers import DTYPES, Tensors
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Chunks, cast, decode
 
@@ -63,32 +64,24 @@ class Lying(NamedTuple):
         plan = kind.tag, plans(self.up, self.down, kind, self.gate)
         return plan, (self.rows, self.moves, self.home)
 
-    def compute(self, layer: int, x: Tensor, away: np.ndarray, w: Tensor) -> Tensor:
-        """Σ_k w_k · expert_k(x) as x [1, H], of the experts `away` int64 [K], −1 for others, with
-        weights w [K]. LookupError if one is not there."""
-        x, w, y = x.contiguous(), w.float().contiguous(), torch.empty(x.shape)
-        where = x.data_ptr(), away, w.data_ptr(), y.data_ptr()
-        if not compute_there(*self.given(x.dtype), layer, *where, team()):
-            raise LookupError(f"not all of the experts {away.tolist()} lie in the CPU's memory")
-        return y.to(x.dtype)
-
 
 def lying(
     modules: list[SeamExperts], store: ExpertStore, home: np.ndarray, dtype: torch.dtype
 ) -> Lying | None:
     """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
     kernels cannot compute them as they lie."""
-    source = _FromZero(store)
+    source = Located(store, True)
     found = []
     alike = set()
     for of in modules:
-        gate = gate_of(of) if plain(of) and source.reads(of.layer, dtype) else None
-        if gate is None:
-            return None
-        here = copy.copy(of)
+        here, every = copy.copy(of), np.arange(of.num_experts)
         here.source = source
-        found.append(locate(here, np.arange(of.num_experts), dtype))
-        alike.add((gate, of.num_experts, *((m.kind, m.R, m.transposed) for m in found[-1])))
+        readable = plain(of) and dtype in KINDS and source.matrices(of.layer, every, dtype)
+        one = locate(here, every, dtype) if readable else None
+        if one is None or (gate := gate_of(of)) is None:
+            return None
+        found.append(one)
+        alike.add((gate, of.num_experts, *((m.kind, m.R, m.transposed) for m in one)))
     if len(alike) > 1:
         return None
     rows = np.stack([np.stack([one.rows for one in of]) for of in zip(*found)])
@@ -96,29 +89,6 @@ def lying(
     bias = modules[0].has_bias
     moves = np.array([(1, of.kind.other > 0, bias, 0) for of in (up, down)], np.int64)
     return Lying(up, down, gate, rows, moves, home)
-
-
-class _FromZero:
-    """A source of the seam that knows where an expert's matrices lie from its first byte on."""
-
-    def __init__(self, store: ExpertStore) -> None:
-        self.layers = store.layers
-
-    def reads(self, layer: int, dtype: torch.dtype) -> bool:
-        """Whether kernels can, all experts of a layer alike."""
-        experts = self.layers[layer].experts
-        stored = {entry.dtype for entries in experts for entry in entries.values()}
-        codecs = {*located(experts, True)[1]}
-        return (
-            dtype in KINDS
-            and stored == {NAMES[dtype]}
-            and len(codecs) == 1
-            and "" not in codecs.pop()
-        )
-
-    def matrices(self, layer: int, experts: Any, dtype: torch.dtype) -> dict[str, tuple]:
-        names, codecs, rows, _ = located(self.layers[layer].experts, True)
-        return {name: (codec, table) for name, codec, table in zip(names, codecs[0], rows)}
 
 
 class Worker:
@@ -157,7 +127,7 @@ class Worker:
         neither, as after an error in the block."""
         events: list[Event] = []
         try:
-            box.begin(number)
+            box.check()
             if experts is not self._known:  # compiled before a GPU waits for it
                 _serve(box.stopped(), experts, number)
                 self._known = experts
@@ -199,8 +169,11 @@ def _serve(box: Mailbox, experts: Lying, number: int) -> list[Event]:
 
 def _events(layer: int, experts: list[int], start: float, end: float) -> list[Event]:
     """Of experts computed together: each has an equal part of the time."""
-    at = np.linspace(start, end, len(experts) + 1).tolist()
-    return [Event("host", "expert", layer, e, *span) for e, *span in zip(experts, at, at[1:])]
+    each = (end - start) / (len(experts) or 1)
+    return [
+        Event("host", "expert", layer, e, start + i * each, start + (i + 1) * each)
+        for i, e in enumerate(experts)
+    ]
 
 
 class Host(HostPool):
@@ -224,7 +197,7 @@ class Host(HostPool):
             bandwidth, self.bandwidth = self.bandwidth, None
             self.hold(experts_of(store))
             self.verify, self.bandwidth = False, bandwidth  # nobody else can write there
-        self._lying: dict[tuple, Lying | None] = {}  # of `lies`
+        self._located = Located(store, True)
 
     def close(self) -> None:
         """End the thread when it has done what it is at."""
@@ -255,39 +228,38 @@ class Host(HostPool):
             for name, entry in chunks.entries.items()
         }
 
+    def matrices(
+        self, layer: int, experts: list[int], dtype: torch.dtype
+    ) -> dict[str, tuple[str, np.ndarray]] | None:
+        """As of a source of the seam, of experts that are all here."""
+        begins = self.home[layer, experts][:, None]
+        return self._located.matrices(layer, experts, dtype, begins) if begins.all() else None
+
     def compute(
         self,
         layer: SeamExperts,
         chosen: list[int],
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
+        choices: Choices | OneToken,
         tell: Callable[[Event], object],
     ) -> Tensor:
         """What these experts contribute, [T, H]; `tell` is told when each was computed."""
-        start = time.perf_counter()
-        if len(x) == 1 and (experts := self.lies(layer, x.dtype)) is not None:
-            away = np.where(np.isin(ids[0], chosen), ids[0], -1)
-            y = experts.compute(0, x, away, weights[0])
-            for event in _events(layer.layer, chosen, start, time.perf_counter()):
-                tell(event)
-            return y
+        gate_of(layer)  # which its copy knows, then
         here = copy.copy(layer)
-        here.source = lambda *key: cast(self.tensors(*key), x.dtype)
-        parts = {expert: rows for expert, *rows in assignments(ids, layer.num_experts)}
-        out = torch.zeros_like(x)
-        for expert in chosen:
+        here.executor, here.source = self.executor, _Here(self, choices.x.dtype)
+        for batch in [chosen] if len(choices.x) == 1 else [[expert] for expert in chosen]:
             start = time.perf_counter()
-            choice, tokens = parts[expert]
-            alone = torch.full((len(tokens), 1), expert)
-            w = weights[tokens, choice][:, None]
-            out.index_add_(0, tokens, execute(self.executor, x[tokens], alone, w, here))
-            tell(Event("host", "expert", layer.layer, expert, start, time.perf_counter()))
-        return out
+            choices.compute(here, batch)
+            for event in _events(layer.layer, batch, start, time.perf_counter()):
+                tell(event)
+        return choices.sum()
 
-    def lies(self, layer: SeamExperts, dtype: torch.dtype) -> Lying | None:
-        """A layer's experts as kernels find them, if they do."""
-        key = layer.layer, dtype, gate_of(layer)
-        if key not in self._lying:
-            self._lying[key] = lying([layer], self.store, self.home[layer.layer :][:1], dtype)
-        return self._lying[key]
+
+class _Here:
+    """A host's experts as a source of the seam, for hidden states of a dtype."""
+
+    def __init__(self, host: Host, dtype: torch.dtype) -> None:
+        self.matrices = host.matrices
+        self._tensors, self._dtype = host.tensors, dtype
+
+    def __call__(self, layer: int, expert: int) -> Tensors:
+        return cast(self._tensors(layer, expert), self._dtype)

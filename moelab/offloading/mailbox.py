@@ -84,12 +84,6 @@ class Mailbox:
         begin = self._begins[name]
         return torch.from_numpy(self._memory[begin : begin + n * dtype.itemsize]).view(dtype)
 
-    def begin(self, number: int) -> None:
-        """Token `number` begins. Raises RuntimeError if the mailbox cannot be used for it."""
-        self.check()
-        if number <= int(self.view("over")):
-            raise RuntimeError(f"token {number} is not later than the one before")
-
     def end(self, number: int) -> None:
         """The GPU has ended this token: nothing more of it will be posted. Raises RuntimeError if it
         has gone on without an answer."""

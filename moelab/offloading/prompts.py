@@ -13,11 +13,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from moelab.base.specs import Event, MoESpec
+from moelab.cache.residency import Step
 from moelab.models.experts import SeamExperts, execute
 from moelab.models.forward import ForwardInfo
 
@@ -55,6 +57,37 @@ class Choices:
     def sum(self) -> Tensor:
         """[T, H]."""
         return self._parts.view(*self.shape, -1).sum(1)
+
+
+class OneToken:
+    """As `Choices`, of a single token on a CPU, where sorting them takes longer than to compute an
+    expert."""
+
+    def __init__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
+        self.x, self._ids, self._weights = x, ids.tolist(), weights
+        self._parts: list[tuple[Sequence[int], Tensor]] = []
+
+    def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
+        """What these experts contribute, by the layer's executor."""
+        E = experts.num_experts
+        ids = torch.tensor([[e if e in chosen else E for e in self._ids[0]]])
+        y = execute(experts.executor, self.x, ids, self._weights, experts)
+        self._parts.append((chosen, y))
+
+    def sum(self) -> Tensor:
+        """[1, H]; in the order of experts, whichever came first."""
+        (_, out), *others = sorted(self._parts, key=itemgetter(0))
+        for _, y in others:
+            out += y
+        return out
+
+
+def choices_of(x: Tensor, ids: Tensor, weights: Tensor, step: Step) -> Choices | OneToken:
+    """Those of a layer's step."""
+    if len(x) == 1 and x.is_cpu:
+        return OneToken(x, ids, weights)
+    tokens = {request.key.expert: request.tokens for request in step.requests + step.away}
+    return Choices(x, ids, weights, tokens)
 
 
 class PromptChunks:

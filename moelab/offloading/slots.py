@@ -21,7 +21,7 @@ import torch
 from moelab.cache.pools import Pools
 from moelab.offloading.link import Link, host_memory
 from moelab.store.codec import RAW
-from moelab.store.headers import DTYPES
+from moelab.store.headers import DTYPES, NAMES
 from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
 from moelab.store.reader import Chunks
 
@@ -93,7 +93,7 @@ class Slots:
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
         self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
         self._packed = self.sizes.in_place and not store.raw
-        self._tables: dict[int, tuple] = {}  # of `matrices`, by layer
+        self._located = Located(store, self.sizes.in_place)
         # layer → a number that layers share whose experts have tensors of the same shapes
         shapes: dict[tuple, int] = {}
         self._shapes = [
@@ -167,22 +167,37 @@ class Slots:
         return out
 
     def matrices(
-        self, slots: list[int], layer: int, experts: list[int]
+        self, slots: list[int], layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:
-        """How kernels find the tensors of experts of this layer in slots of joined tensors: name →
-        (codec or format, int64 [experts, 4] as `moelab.kernels.products.multiply` takes them). None
-        if some are packed otherwise than others, or as kernels do not read them."""
+        """`Located.matrices` of experts in slots of joined tensors."""
         if self.link is not None:
             self.link.arrive(slots)
+        begins = np.array(slots)[:, None] * self.sizes.full + self._full.data_ptr()
+        return self._located.matrices(layer, experts, dtype, begins)
+
+
+class Located:
+    """How kernels find a store's tensors: a source of the seam."""
+
+    def __init__(self, store: ExpertStore, in_place: bool) -> None:
+        self._layers, self._in_place = store.layers, in_place
+        self._tables: dict[int, tuple] = {}  # by layer
+
+    def matrices(
+        self, layer: int, experts: list[int], dtype: torch.dtype, begins: Any = 0
+    ) -> dict[str, tuple[str, np.ndarray]] | None:
+        """Of a layer's experts, whose bytes begin at int64 [experts, 1]: name → (codec or format, int64
+        [experts, 4] as `moelab.kernels.products.multiply` takes them). None if they are not stored in
+        this dtype, some are packed otherwise than others, or as kernels do not read them."""
         if layer not in self._tables:
-            of = self._store.layers[layer].experts
-            self._tables[layer] = located(of, self.sizes.in_place)
-        names, codecs, rows, moves = self._tables[layer]
+            of = self._layers[layer].experts
+            stored = {entry.dtype for entries in of for entry in entries.values()}
+            self._tables[layer] = stored, *located(of, self._in_place)
+        stored, names, codecs, rows, moves = self._tables[layer]
         (found, *others) = {codecs[expert] for expert in experts}
-        if others or "" in found:
+        if others or "" in found or stored != {NAMES.get(dtype)}:
             return None
         chosen = np.array(experts)
-        begins = np.array(slots)[:, None] * self.sizes.full + self._full.data_ptr()
         where = moves.take(chosen, 1) * begins + rows.take(chosen, 1)
         return {name: (codec, table) for name, codec, table in zip(names, found, where)}
 

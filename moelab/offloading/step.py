@@ -27,7 +27,6 @@ class StepController:
     order : in which order the experts of a step are read and decoded.
     log : records every step and every prediction.
     balance : which experts are computed where they lie; None: none are.
-    exclusive : whether who is near is nowhere else, and computed there.
     lies : of a step, whether an expert lies where it can be computed away; one on a disk does not.
     """
 
@@ -37,7 +36,6 @@ class StepController:
     order: Callable[[Sequence[Request]], Order]
     log: EngineRun | None = None
     balance: Balance | None = None
-    exclusive: bool = False
     lies: Callable[[ExpertKey], bool] = lambda key: True
     announced: tuple[int, list[int]] | None = None  # layer to come, experts
     #: who shall come beside the next token of what this one misses: given, or as many of what it has
@@ -100,7 +98,9 @@ class StepController:
         if self.balance is not None:
             state = self.residency.state
             there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
-            away = self.balance.away(layer, tokens, there) - (there if self.exclusive else set())
+            away = self.balance.away(layer, tokens, there)
+            if self.residency.spare:  # beside a GPU: who is there is nowhere else
+                away -= there
             if self.residency.free is None:
                 away = {expert for expert in away if self.lies(ExpertKey(layer, expert))}
         step = self.residency.begin(layer, tokens, away)

@@ -121,8 +121,7 @@ def simulate(
         source="link" if balance is not None or alone else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
-    beside = {"balance": balance, "exclusive": residency.spare > 0}
-    controller = StepController(residency, simulated.queue, gate, order, **beside)
+    controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
     predictions = prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):

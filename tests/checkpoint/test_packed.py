@@ -106,7 +106,9 @@ def test_it_is_the_model_of_the_weights_that_it_means(case, tmp_path):
                 slots.sizes.in_place == (case in MULTIPLIED)
                 and relative(logits(model), expected) < 0.03
             )
-            assert slots.matrices([0], 0, [0])["gate_up_proj"][0] == MULTIPLIED.get(case, "raw")
+            assert slots.matrices([0], 0, [0], model.dtype)["gate_up_proj"][0] == MULTIPLIED.get(
+                case, "raw"
+            )
             assert slots.sizes == Sizes.of(store, slots.sizes.in_place)
 
 

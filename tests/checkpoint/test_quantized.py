@@ -107,7 +107,7 @@ def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
             with torch.no_grad():
                 steps = torch.cat([model(IDS[:, :n]).logits[:, -1:] for n in range(1, 18)], 1)
         assert (steps - expected).float().norm() < 0.03 * expected.float().norm()
-        assert slots.matrices([0], 0, [0])["gate_up_proj"][0].startswith(name)
+        assert slots.matrices([0], 0, [0], model.dtype)["gate_up_proj"][0].startswith(name)
     with open_model(store.folder, memory="40%", compact=True) as model:  # unpacked at each use
         assert model.moelab.engine.loader.slots.sizes.in_place and torch.equal(
             logits(model), expected

@@ -1,6 +1,5 @@
 """Experts computed where they lie against a loop in double precision, as they are stored."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -8,6 +7,7 @@ from moelab import convert, open_model
 from moelab.models.experts import seam_of
 from moelab.models.seam import discover
 from moelab.offloading.host import Host
+from moelab.offloading.prompts import OneToken
 from tests.experts.toy import naive
 from tests.models import tiny
 
@@ -45,15 +45,15 @@ def test_a_tokens_experts_are_those_of_a_loop(name, dtype, codec, quantize, tmp_
             ids = torch.randperm(seam.num_experts, generator=random)[None, :4]
             weights = torch.rand(1, 4, generator=random)
             chosen = ids[0, 1:].tolist()
-            got = host.compute(seam, chosen, x, ids, weights, events.append)
+            given = OneToken(x, ids, weights)
+            got = host.compute(seam, chosen, given, events.append)
             here = weights.clone()
             here[0, 0] = 0
             wanted = naive(x, ids, here, seam)
             assert got.dtype == dtype and got.shape == x.shape
             assert (got - wanted).norm() < {torch.float32: 1e-5}.get(dtype, 1e-2) * wanted.norm()
             assert [(e.layer, e.expert) for e in events] == [(layer.index, e) for e in chosen]
-            where = host.lies(seam, dtype)
-            gone = where._replace(home=where.home * (np.arange(seam.num_experts) != chosen[0]))
-            with pytest.raises(LookupError):
-                gone.compute(0, x, ids[0].numpy(), weights[0])
+            assert host.matrices(layer.index, chosen, dtype)
+            host.home[layer.index, chosen[0]] = 0
+            assert host.matrices(layer.index, chosen, dtype) is None
     host.close()
