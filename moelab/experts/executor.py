@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.kernels.gates import SILU, Gate
+from moelab.kernels.gates import Gate
 from moelab.models.experts import SeamExperts, eager
 from moelab.models.unchanged import Unchanged
 
@@ -176,11 +176,6 @@ def usual(experts: Any) -> bool:
 def names(experts: Any) -> tuple[str, str]:
     """The parameters of up and down; their biases' names end in `_bias`."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-
-
-def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up."""
-    return gate_of(experts) == SILU
 
 
 def gate_of(experts: Any) -> Gate | None:

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, gate_of, plain, silu_gated
+from moelab.experts import grouped_gemm
+from moelab.experts.executor import Sorted, gate_of, plain
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
+from moelab.kernels.gates import SILU
 from moelab.kernels.products import KINDS, Matrices, multiply
 from moelab.models import compat
 from moelab.models.experts import SeamExperts
@@ -30,7 +32,7 @@ GPUS = ("cuda",)
 
 class GEMV(Sorted):
     """numba products with weights as they lie; on a GPU Triton's, for a token (`gemv_triton`) or
-    several (`gemm_triton`); `Sorted` for experts that are not plain, weights that are not
+    several (`gemm_triton`), or torch's where it has such (`grouped_gemm`); `Sorted` for experts that are not plain, weights that are not
     contiguous, mixed types and other devices."""
 
     def __init__(self) -> None:
@@ -64,15 +66,14 @@ class GEMV(Sorted):
         """A few launches; None where weights do not lie as kernels read them. Where the module holds
         them nothing waits for the GPU, not even to refuse ids: what a token with such ids gives is
         NaN, and the next call tells why."""
-        kernels, E = _triton(), experts.num_experts
-        if kernels is None or ids.is_floating_point():
-            return None
-        n = ids.numel()
-        source = experts.source
+        E, n, source = experts.num_experts, ids.numel(), experts.source
+        y = None
         if source is None:
-            found = self._kept([experts], x.dtype)
             if type(experts) is not SeamExperts:  # whose block may route to no expert
                 n = int((ids < E).sum())
+            if len(x) > 1:
+                y = grouped_gemm.feed_forward(x, ids, weights, experts)
+            found = self._kept([experts], x.dtype) if y is None else None
         elif len(x) > 1 and hasattr(source, "computing"):  # of an engine, which copies meanwhile
             found = self.banks([experts], x.dtype, [source.computing], x.device)
         else:
@@ -80,12 +81,11 @@ class GEMV(Sorted):
             there = chosen[(chosen >= 0) & (chosen < E)]
             n = len(there)
             found = self.banks([experts], x.dtype, [np.unique(there)], x.device)
-        if found is None:
-            return None
-        (compute,) = found
-        self.count(n, n, n)
-        y = compute(x, ids[0], weights[0]) if len(x) == 1 else compute(x, ids, weights)
-        kernels.check(x.device)
+        if found is not None:
+            y = found[0](x, ids, weights)
+            _triton()[0].check(x.device)
+        if y is not None:
+            self.count(n, n, n)
         return y
 
     # layers of a single token in one call, see `moelab.fast.layers`
@@ -125,7 +125,7 @@ class GEMV(Sorted):
             return None
         device = device or next(experts[0].module.parameters(), torch.empty(0)).device
         on_gpu = device.type in GPUS
-        if not on_gpu and not (device.type == "cpu" and all(map(silu_gated, experts))):
+        if not on_gpu and not (device.type == "cpu" and all(gate_of(of) == SILU for of in experts)):
             return None
         found = _in_one(experts, dtype, resident, device.type)
         if found is None or not on_gpu:
@@ -141,23 +141,19 @@ class GEMV(Sorted):
     def on_gpu(
         self, experts: Any, found: Iterable[Matrices], tables: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What computes plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H] of a token,
-        which may be captured, or of several, ids and weights [T, K], with matrices whose rows of up and
-        down `tables` [2, n, 4] has there. None if there are no such kernels."""
+        """What computes plain experts on a GPU, (x [T, H], ids [T, K], weights [T, K]) → [T, H], which
+        may be captured for a token, with matrices whose rows of up and down `tables` [2, n, 4] has there.
+        None if there are no such kernels."""
         kernels = _triton() if tables.device.type in GPUS else None
-        if kernels is None or not all(map(kernels.multiplies, found)):
+        if kernels is None or not all(map(kernels[0].multiplies, found)):
             return None
         gate = gate_of(experts)
-        up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
+        up, down = (kernels[0].bank(*of, gate) for of in zip(found, tables))
         there = ref(experts)  # as banks are kept as long as it lives
         activate = None if gate else lambda h: there().activate(h)
 
         def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-            several = ids.dim() > 1
-            if several:
-                from moelab.experts import gemm_triton
-            feed_forward = gemm_triton.feed_forward if several else kernels.feed_forward
-            return feed_forward(up, down, x, ids, w, activate)
+            return kernels[len(x) > 1].feed_forward(up, down, x, ids, w, activate)
 
         return compute
 
@@ -183,9 +179,10 @@ def _in_one(
 
 
 def _triton() -> Any:
-    """The kernels of a GPU; None without Triton, where torch's own products do."""
+    """The kernels of a GPU, for a token and for several; None without Triton, where torch's own
+    products do."""
     try:
-        from moelab.experts import gemv_triton
+        from moelab.experts import gemm_triton, gemv_triton
     except ImportError:
         return None
-    return gemv_triton
+    return gemv_triton, gemm_triton

@@ -195,7 +195,7 @@ class GraphLayer(OneTokenLayer):
 
             def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
                 chosen.append((w, ids))
-                return next(experts)(x, ids[0], w[0])
+                return next(experts)(x, ids, w)
 
             block = compat.with_children(block, {"gate": self.router.own, "experts": compute})
         return y + type(block).forward(block, normed)
@@ -275,7 +275,7 @@ class GraphRouter(Router):
 class GraphStretch(Stretch):
     """Layers with their experts, dense ones among them, in one graph.
 
-    experts : one callable for each layer that has some, (x [1, H], ids [K], weights [K]) → [1, H], that
+    experts : one callable for each layer that has some, (x [1, H], ids [1, K], weights [1, K]) → [1, H], that
         may be captured; as long as they are the same ones, the graph is.
     refused : of which they were, with which nothing could be captured.
     """
