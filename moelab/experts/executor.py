@@ -93,7 +93,9 @@ class Sorted(Executor):
         rows = x[order.tokens]
         w = weights[order.tokens, order.choices]
         parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
-        return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)
+        out = zeros(x, weights, experts)
+        y = torch.cat(parts) if parts else out[:0]
+        return out.index_add_(0, order.tokens, y.to(out.dtype)).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,12 +136,6 @@ def zeros(x: Tensor, weights: Tensor, experts: Any) -> Tensor:
     return torch.zeros_like(
         x, dtype=experts.sum_dtype(x.dtype, torch.promote_types(x.dtype, weights.dtype))
     )
-
-
-def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any) -> Tensor:
-    """Add each contribution y [n, H], weighted already, to its token: [T, H] like x."""
-    out = zeros(x, weights, experts)
-    return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)
 
 
 def add_padded(

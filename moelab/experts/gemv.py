@@ -42,9 +42,10 @@ class GEMV(Sorted):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         y = None
-        if self.multiplies(x, experts) or x.device.type in GPUS and plain(experts):
-            compute = self._on_gpu if x.device.type in GPUS else self._on_cpu
-            y = compute(x, ids, weights, experts)
+        if x.device.type in GPUS and plain(experts):
+            y = self._on_gpu(x, ids, weights, experts)
+        elif self.multiplies(x, experts):
+            y = self._on_cpu(x, ids, weights, experts)
         return super().run(x, ids, weights, experts) if y is None else y
 
     def multiplies(self, x: Tensor, experts: Any) -> bool:
@@ -127,15 +128,28 @@ class GEMV(Sorted):
         on_gpu = device.type in GPUS
         if not on_gpu and not (device.type == "cpu" and all(gate_of(of) == SILU for of in experts)):
             return None
-        found = _in_one(experts, dtype, resident, device.type)
-        if found is None or not on_gpu:
-            return found
+        E = experts[0].num_experts
+        tables = np.zeros((2, len(experts), E, 4), np.int64)
+        alike = set()
+        for layer, of in enumerate(experts):
+            chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
+            if not len(chosen) or (found := locate(of, chosen, dtype, device.type)) is None:
+                return None
+            tables[:, layer, chosen] = [one.rows for one in found]
+            alike.add(tuple((one.kind, one.R, one.transposed) for one in found))
+        if len(alike) > 1:
+            return None
+        found = [one._replace(rows=rows, owner=None) for one, rows in zip(found, tables)]
+        if not on_gpu:
+            return tuple(found)
         # From pageable memory the copy might wait for what the GPU computes.
-        rows = torch.from_numpy(np.stack([of.rows for of in found], 1))
+        rows = torch.from_numpy(np.stack(tables, 1))
         rows = rows.pin_memory() if device.type == "cuda" else rows
-        tables = rows.to(device, non_blocking=True)
-        alike = zip(*([of._replace(rows=rows) for rows in of.rows] for of in found))
-        calls = [self.on_gpu(*given) for given in zip(experts, alike, tables)]
+        there = rows.to(device, non_blocking=True)
+        calls = []
+        for layer, of in enumerate(experts):
+            mine = [one._replace(rows=one.rows[layer]) for one in found]
+            calls.append(self.on_gpu(of, mine, there[layer]))
         return None if None in calls else calls
 
     def on_gpu(
@@ -156,26 +170,6 @@ class GEMV(Sorted):
             return kernels[len(x) > 1].feed_forward(up, down, x, ids, w, activate)
 
         return compute
-
-
-def _in_one(
-    experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None, device: str
-) -> tuple[Matrices, Matrices] | None:
-    """Matrices of up and of down of all layers, rows [L, E, 4], which are 0 where an expert is
-    elsewhere; None if they are not alike, or a layer has none yet."""
-    E = experts[0].num_experts
-    tables = np.zeros((2, len(experts), E, 4), np.int64)
-    alike = set()
-    for layer, of in enumerate(experts):
-        chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
-        if not len(chosen) or (found := locate(of, chosen, dtype, device)) is None:
-            return None
-        for table, one in zip(tables, found):
-            table[layer, chosen] = one.rows
-        alike.add(tuple((one.kind, one.R, one.transposed) for one in found))
-    if len(alike) > 1:
-        return None
-    return tuple(one._replace(rows=table, owner=None) for one, table in zip(found, tables))
 
 
 def _triton() -> Any:

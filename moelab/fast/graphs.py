@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.fast.attention import CacheMemory, SingleToken, agree, linears_of, norms_of
+from moelab.fast.attention import CacheMemory, SingleToken, linears_of, norms_of
 from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch
 from moelab.fast.modules import Router, epsilon
 from moelab.kernels.products import KINDS
@@ -128,24 +128,20 @@ class GraphLayer(OneTokenLayer):
 
     @classmethod
     def of(cls, module: nn.Module) -> GraphLayer | None:
-        """For this layer if it is one on a GPU whose graph gives, with an identity for experts, what
-        its own forward gives for a random token."""
+        """For this layer if it is one on a GPU with whose graph it agrees."""
         if not _fits(module):
             return None
-        twin = compat.with_children(module, {"mlp": nn.Identity()})
         try:
             # Tensors of inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 ours = cls(module)
-                ours.module = twin
-                same = agree(twin, ours, ours.attention, len(module.input_layernorm.weight))
+                same = ours.agrees()
         except Exception as error:  # no Triton, no compiler, or a kernel that does not fit this GPU
             warnings.warn(
                 f"decoding without CUDA graphs: {type(module).__name__} cannot be captured here ({error})",
                 stacklevel=2,
             )
             return None
-        ours.module = module
         ours.ran = "none"
         return ours if same else None
 
@@ -234,8 +230,7 @@ def _fits(module: nn.Module) -> bool:
     if not linears or linears[0].weight.device.type not in GPUS:
         return False
     dtype = linears[0].weight.dtype
-    norms = [*norms_of(attn)]
-    norms += [getattr(module, name) for name in (PARTS[0], PARTS[2])]
+    norms = [*norms_of(attn), *(getattr(module, name) for name in PARTS[::2])]
     known = all(
         type(norm).__name__.endswith("RMSNorm") and norm.weight.dtype == dtype for norm in norms
     )
@@ -275,15 +270,14 @@ class GraphRouter(Router):
 class GraphStretch(Stretch):
     """Layers with their experts, dense ones among them, in one graph.
 
-    experts : one callable for each layer that has some, (x [1, H], ids [1, K], weights [1, K]) → [1, H], that
-        may be captured; as long as they are the same ones, the graph is.
-    refused : of which they were, with which nothing could be captured.
+    of : experts, one callable for each layer that has some, (x [1, H], ids [1, K], weights [1, K]) →
+        [1, H], that may be captured; as long as they are the same ones, the graph is.
+    graph : None where nothing can be captured with these.
     """
 
     def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
         super().__init__(model, layers)
-        self.of = self.refused = None
-        self.graph = None
+        self.of = self.graph = None
 
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], experts: list[Callable]
@@ -298,13 +292,15 @@ class GraphStretch(Stretch):
             return y, w, Computed(len(memories), ids, None)
 
     def prepare(self, experts: list[Callable]) -> bool:
-        """Capture a graph with these experts, if it is not of them."""
-        if self.of is experts or self.refused is experts:
-            return self.of is experts
+        """Capture a graph with these experts, if it is not of them; whether there is one."""
         with LOCK:
-            return self._capture(experts)
+            if self.of is not experts:
+                self.of = self.graph = None
+                self.graph = self._captured(experts)
+                self.of = experts
+            return self.graph is not None
 
-    def _capture(self, experts: list[Callable]) -> bool:
+    def _captured(self, experts: list[Callable]) -> Graph | None:
         first = self.layers[0]
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
@@ -315,17 +311,13 @@ class GraphStretch(Stretch):
 
         for layer in self.layers:
             layer.place(None)
-        self.of = self.graph = None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.graph = Graph(compute, first.where.device)
+                return Graph(compute, first.where.device)
         except Exception as error:
-            self.refused = experts
             warnings.warn(
                 f"decoding with a CUDA graph a layer, not one a token: {type(self.model).__name__} "
                 f"cannot be captured whole here ({error})",
                 stacklevel=2,
             )
-            return False
-        self.of = experts
-        return True
+            return None

@@ -86,6 +86,15 @@ class OneTokenLayer(FusedModule):
             hear(y)
         return y + compat.children_of(self.module)["mlp"](normed)
 
+    def agrees(self) -> bool:
+        """Whether, with an identity for experts, it gives what the layer's own forward gives for a
+        random token."""
+        module = self.module
+        self.module = twin = compat.with_children(module, {"mlp": nn.Identity()})
+        same = agree(twin, self, self.attention, len(self.norms[0].weight))
+        self.module = module
+        return same
+
     def is_sparse(self) -> bool:
         """Whether it has experts."""
         return "experts" in compat.children_of(self.module.mlp)
@@ -121,15 +130,13 @@ class DecodeLayer(OneTokenLayer):
     @classmethod
     @torch.inference_mode()
     def of(cls, module: nn.Module) -> DecodeLayer | None:
-        """For this layer if its parts have kernels of ours and, with an identity for experts, a
-        probe on a random token gives what its own forward gives."""
+        """For this layer if its parts have kernels of ours and both agree."""
         children = compat.children_of(module)
         parts = [forward(children[name]) for name in PARTS if name in children]
         if [type(part) for part in parts] != [Norm, DecodeAttention, Norm]:
             return None
-        twin = compat.with_children(module, {"mlp": nn.Identity()})
-        same = agree(twin, cls(twin, parts), parts[1], parts[0].H)
-        return cls(module, parts) if same else None
+        ours = cls(module, parts)
+        return ours if ours.agrees() else None
 
     def alike(self) -> tuple | None:
         """Only a block that does nothing but route, to experts as many of which are chosen from as
