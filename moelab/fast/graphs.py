@@ -124,7 +124,7 @@ class GraphLayer(OneTokenLayer):
         self.router = GraphRouter(gate) if _is_router(gate) else None
         self.inner = [self.router] if self.router else []
         self.place(None)
-        self.graph = Graph(lambda: self.compute(*self.inputs), weight.device)
+        self.graph = Graph(self.compute, weight.device)
 
     @classmethod
     def of(cls, module: nn.Module) -> GraphLayer | None:
@@ -157,9 +157,9 @@ class GraphLayer(OneTokenLayer):
         where[2] += 1
         self.placed = where
 
-    def compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def compute(self) -> tuple[Tensor, Tensor, Any]:
         """x + attention(norm(x)), the norm of that, and what the router makes of it."""
-        y, normed = self.to_block(x, cos, sin)
+        y, normed = self.to_block(*self.inputs)
         return y, normed, self.router and self.router.own(normed.view(1, -1))
 
     def to_block(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,14 +199,10 @@ class GraphLayer(OneTokenLayer):
     def alike(self) -> tuple | None:
         return super().alike() if self.has_plain_routing() else None
 
-    def fill(self, x: Tensor, token: tuple) -> None:
-        """Copy the graph's inputs."""
-        compat.copy_each(self.inputs, [x, *token])
-
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         with LOCK:
             in_turn(x.device)
-            self.fill(x, token)
+            compat.copy_each(self.inputs, [x, *token])
             self.place(memory)
             y, normed, routed = self.graph()
             y = y.clone()
@@ -284,7 +280,7 @@ class GraphStretch(Stretch):
     ) -> tuple[Tensor, Tensor, Computed]:
         with LOCK:
             in_turn(x.device)
-            self.layers[0].fill(x, token)
+            compat.copy_each(self.layers[0].inputs, [x, *token])
             for layer, memory in zip(self.layers, memories):
                 layer.place(memory)
             y, w, ids = (made.clone() for made in self.graph())

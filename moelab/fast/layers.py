@@ -100,8 +100,7 @@ class OneTokenLayer(FusedModule):
         return "experts" in compat.children_of(self.module.mlp)
 
     def alike(self) -> tuple | None:
-        """What layers of a stretch have in common, their class first; None for one that can be in
-        none."""
+        """What layers of a stretch have in common; None for one that can be in none."""
         attention = self.attention.module
         return type(self), repr(self.shape), attention.scaling, id(attention.config)
 
@@ -141,11 +140,10 @@ class DecodeLayer(OneTokenLayer):
     def alike(self) -> tuple | None:
         """Only a block that does nothing but route, to experts as many of which are chosen from as
         many."""
-        if not self.is_sparse() or not self.has_plain_routing():
+        block = self.module.mlp
+        if type(block).__name__ not in BARE or not self.has_plain_routing():
             return None
-        if type(self.module.mlp).__name__ not in BARE:
-            return None
-        gate = self.module.mlp.gate
+        gate = block.gate
         router = forward(gate)
         chosen = router.normalised, router.dtype, gate.top_k, gate.weight.shape
         return *super().alike(), *chosen
@@ -271,6 +269,6 @@ def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
         return []
     layers = [forward(module) for module in compat.children_of(model)["layers"]]
     runs = groupby(layers, lambda layer: isinstance(layer, OneTokenLayer) and layer.alike())
-    found = [(alike, [*run]) for alike, run in runs if alike]
-    routed = [(alike, run) for alike, run in found if any(map(OneTokenLayer.is_sparse, run))]
-    return [kinds[alike[0]](model, run) for alike, run in routed]
+    found = [[*run] for alike, run in runs if alike]
+    sparse = (run for run in found if any(layer.is_sparse() for layer in run))
+    return [kinds[type(run[0])](model, run) for run in sparse]
