@@ -27,9 +27,8 @@ class Fast(GEMV):
     """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if x.device.type in gemv.GPUS:
-            return GEMV.run(self, x, ids, weights, experts)
-        tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
+        always = len(ids) == 1 or x.device.type in gemv.GPUS
+        tokens = 1 if always else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
         way = GEMV if tokens <= PAIR or tokens <= self._few(x, ids, experts) else Sorted
         return way.run(self, x, ids, weights, experts)
 

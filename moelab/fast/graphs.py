@@ -196,9 +196,6 @@ class GraphLayer(OneTokenLayer):
             block = compat.with_children(block, {"gate": self.router.own, "experts": compute})
         return y + type(block).forward(block, normed)
 
-    def alike(self) -> tuple | None:
-        return super().alike() if self.has_plain_routing() else None
-
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         with LOCK:
             in_turn(x.device)

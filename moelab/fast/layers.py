@@ -100,17 +100,15 @@ class OneTokenLayer(FusedModule):
         return "experts" in compat.children_of(self.module.mlp)
 
     def alike(self) -> tuple | None:
-        """What layers of a stretch have in common; None for one that can be in none."""
-        attention = self.attention.module
-        return type(self), repr(self.shape), attention.scaling, id(attention.config)
-
-    def has_plain_routing(self) -> bool:
-        """Whether its block, of experts or dense, and these are transformers' own, and its router, if
-        any, one of ours."""
+        """What layers of a stretch have in common; None for one that can be in none: its block, of
+        experts or dense, and these must be transformers' own, and its router, if any, one of ours."""
         block = self.module.mlp
-        if forward(block) is not None or not self.is_sparse():
-            return forward(block) is None
-        return forward(block.experts) is None and isinstance(forward(block.gate), Router)
+        plain = forward(block) is None
+        if plain and self.is_sparse():
+            plain = forward(block.experts) is None and isinstance(forward(block.gate), Router)
+        attention = self.attention.module
+        shape = repr(self.shape), attention.scaling, id(attention.config)
+        return (type(self), *shape) if plain else None
 
 
 class DecodeLayer(OneTokenLayer):
@@ -140,13 +138,12 @@ class DecodeLayer(OneTokenLayer):
     def alike(self) -> tuple | None:
         """Only a block that does nothing but route, to experts as many of which are chosen from as
         many."""
-        block = self.module.mlp
-        if type(block).__name__ not in BARE or not self.has_plain_routing():
+        alike = super().alike()
+        if alike is None or type(self.module.mlp).__name__ not in BARE:
             return None
-        gate = block.gate
+        gate = self.module.mlp.gate
         router = forward(gate)
-        chosen = router.normalised, router.dtype, gate.top_k, gate.weight.shape
-        return *super().alike(), *chosen
+        return *alike, router.normalised, router.dtype, gate.top_k, gate.weight.shape
 
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(x)
