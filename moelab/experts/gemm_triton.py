@@ -127,7 +127,7 @@ def feed_forward(
     """Σ_k w_k · down_k(gated(up_k(x))) as x, of each token's experts; ids of E for none. What is
     between up and down is rounded to x's type, and gated by torch.
 
-    activate : of [T · K, R of up], in the place of up's gate."""
+    activate : of [T · K, R of up], where up has no gate."""
     T, K = ids.shape
     E = len(up.table)
     flat = ids.reshape(-1).long()

@@ -32,8 +32,8 @@ GPUS = ("cuda",)
 
 class GEMV(Sorted):
     """numba products with weights as they lie; on a GPU Triton's, for a token (`gemv_triton`) or
-    several (`gemm_triton`), or torch's where it has such (`grouped_gemm`); `Sorted` for experts that are not plain, weights that are not
-    contiguous, mixed types and other devices."""
+    several (`gemm_triton`), or torch's where it has such (`grouped_gemm`); `Sorted` for experts that are
+    not plain, weights that are not contiguous, mixed types and other devices."""
 
     def __init__(self) -> None:
         super().__init__()

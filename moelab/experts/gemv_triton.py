@@ -212,15 +212,12 @@ def feed_forward(
 ) -> Tensor:
     """Σ_k w_k · down_k(gated(up_k(x))) as x, of the K experts of these ids; E for none.
 
-    activate : of fp32 [K, R of up], in the place of up's gate."""
-    x, ids = x.contiguous(), ids.contiguous()
-    between = _multiply(up, x, ids, x.shape[1], "x", x.dtype)
-    if activate is None:
-        C, how = up.R // 2, "interleaved" if up.gate.interleaved else "gated"
-    else:
-        between = activate(between).float().contiguous()
-        C, how = between.shape[1], "own"
-    y = _multiply(down, between, ids, C, how, x.dtype, up.gate)
+    activate : of fp32 [K, R of up], where up has no gate."""
+    ids = ids.contiguous()
+    h = _multiply(up, x.contiguous(), ids, x.dtype)
+    if activate:
+        h = activate(h).float().contiguous()
+    y = _multiply(down, h, ids, x.dtype, up.gate)
     return combine(y, ids, w, len(down.table), x.dtype)
 
 
@@ -256,16 +253,12 @@ def _refused(device: torch.device) -> Tensor:
 
 
 def _multiply(
-    of: Bank,
-    x: Tensor,
-    ids: Tensor,
-    C: int,
-    how: str,
-    dtype: torch.dtype,
-    gate: Gate | None = None,
+    of: Bank, x: Tensor, ids: Tensor, dtype: torch.dtype, gate: Gate | None = None
 ) -> Tensor:
-    """fp32 [K, R], biases of `dtype` added; x, as `_inputs` takes it, for C inputs."""
-    K = ids.numel()
+    """fp32 [K, R], biases of `dtype` added, of x [1, C], of [K, C], or of what is to be gated."""
+    K, C, how = ids.numel(), x.shape[1], "own" if len(x) > 1 else "x"
+    if gate:
+        C, how = C // 2, "interleaved" if gate.interleaved else "gated"
     V = WIDTHS[of.kind]
     y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
     glu = tuple(map(float, (gate or SILU)[1:]))

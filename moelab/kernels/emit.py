@@ -55,6 +55,7 @@ class Value:
     __add__ = _operator("add", "fadd")
     __sub__ = _operator("sub", "fsub")
     __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("", "fdiv")
     __and__ = _operator("and_")
     __or__ = _operator("or_")
     __lshift__ = _operator("shl")
