@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import names
-from moelab.experts.located import banks
+from moelab.experts.located import banks, parts_of
 
 #: of torch's kernel: groups at most; bytes, of which addresses, rows and steps are multiples
 GROUPS = 1023
@@ -36,15 +35,14 @@ def feed_forward(x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tenso
     without being waited for."""
     if grouped_mm is None:
         return None
-    suffixes = ("", "_bias") if experts.has_bias else ("",)
-    held = [banks(experts, name + suffix) for name in names(experts) for suffix in suffixes]
+    held = [banks(experts, part) for part in parts_of(experts)]
     if any(bank is None or bank.dtype != x.dtype or bank.device != x.device for bank in held):
         return None
     if not all(_multiplied(bank) for bank in held if bank.dim() == 3):
         return None
     wrong = (ids < 0) | (ids > experts.num_experts)
     given = x, ids.masked_fill(wrong, 0), weights.masked_fill(wrong, torch.nan)
-    n = len(suffixes)
+    n = len(held) // 2
     parts = zip(*(of.split(TOKENS) for of in given))
     return torch.cat([_compute(*part, experts, held[:n], held[n:]) for part in parts])
 

@@ -33,8 +33,7 @@ def locate(
             if packed and experts.has_bias and device == "cpu" and dtype != torch.bfloat16:
                 return None  # numba's kernels take biases beside packed weights for bf16
             return _matrices(experts, found, experts.shapes, dtype, found)
-    suffixes = ("", "_bias") if experts.has_bias else ("",)
-    parts = [name + suffix for name in names(experts) for suffix in suffixes]
+    parts = parts_of(experts)
     whole = [banks(experts, part) for part in parts]
     together = all(bank is not None for bank in whole)
     if together:  # all lie as the first one does
@@ -66,6 +65,12 @@ def weighted(experts: Any, expert: int, rows: Tensor, w: Tensor) -> Tensor:
             h = experts.activate(multiply(found[0], bounds, rows))
             return multiply(found[1], bounds, h, dtype=rows.dtype) * w[:, None]
     return experts.weighted(rows, w, experts.weights(expert))
+
+
+def parts_of(experts: Any) -> list[str]:
+    """The parameters of up, then of down, each followed by its bias, if they have such."""
+    suffixes = ("", "_bias") if experts.has_bias else ("",)
+    return [name + suffix for name in names(experts) for suffix in suffixes]
 
 
 def banks(experts: Any, name: str) -> Tensor | None:

@@ -121,7 +121,9 @@ class GraphLayer(OneTokenLayer):
         #: a cache of no generation, to be captured with
         self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
-        self.router = GraphRouter(gate) if _is_router(gate) else None
+        # Its forward makes logits, weights and ids of a token, by its weight alone.
+        routes = type(gate).__name__.endswith("Router") and [*gate.state_dict()] == ["weight"]
+        self.router = GraphRouter(gate) if routes else None
         self.inner = [self.router] if self.router else []
         self.place(None)
         self.graph = Graph(self.compute, weight.device)
@@ -228,12 +230,6 @@ def _fits(module: nn.Module) -> bool:
         type(norm).__name__.endswith("RMSNorm") and norm.weight.dtype == dtype for norm in norms
     )
     return known and dtype in KINDS and attn.head_dim % 8 == 0
-
-
-def _is_router(gate: Any) -> bool:
-    """Whether a router's own forward makes logits, weights and ids of one token, and its weight
-    alone says which."""
-    return type(gate).__name__.endswith("Router") and [*gate.state_dict()] == ["weight"]
 
 
 class GraphRouter(Router):
