@@ -153,7 +153,7 @@ class GraphLayer(OneTokenLayer):
         keys, values = self._nowhere
         nowhere = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)]
         where = memory.where.tolist() if memory else nowhere
-        if memory is None or self.placed != where:
+        if self.placed != where:
             self.placed = []  # until it is there, should this be interrupted
             self.where.copy_(torch.tensor(where))
         where[2] += 1
