@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.kernels.gates import SILU, Gate
+from moelab.kernels.gates import Gate
 from moelab.models.experts import SeamExperts, eager
 from moelab.models.unchanged import Unchanged
 
@@ -93,7 +93,9 @@ class Sorted(Executor):
         rows = x[order.tokens]
         w = weights[order.tokens, order.choices]
         parts = [experts.weighted(rows[of], w[of], experts.weights(e)) for e, of in order.hit()]
-        return scatter(x, weights, order.tokens, torch.cat(parts) if parts else x[:0], experts)
+        out = zeros(x, weights, experts)
+        y = torch.cat(parts) if parts else out[:0]
+        return out.index_add_(0, order.tokens, y.to(out.dtype)).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,12 +138,6 @@ def zeros(x: Tensor, weights: Tensor, experts: Any) -> Tensor:
     )
 
 
-def scatter(x: Tensor, weights: Tensor, tokens: Tensor, y: Tensor, experts: Any) -> Tensor:
-    """Add each contribution y [n, H], weighted already, to its token: [T, H] like x."""
-    out = zeros(x, weights, experts)
-    return out.index_add_(0, tokens, y.to(out.dtype)).to(x.dtype)
-
-
 def add_padded(
     out: Tensor, x: Tensor, tokens: Tensor, w: Tensor, slots: int, weighted: Callable[..., Tensor]
 ) -> None:
@@ -176,11 +172,6 @@ def usual(experts: Any) -> bool:
 def names(experts: Any) -> tuple[str, str]:
     """The parameters of up and down; their biases' names end in `_bias`."""
     return "gate_up_proj" if experts.has_gate else "up_proj", "down_proj"
-
-
-def silu_gated(experts: Any) -> bool:
-    """Whether the activation is silu(gate) · up."""
-    return gate_of(experts) == SILU
 
 
 def gate_of(experts: Any) -> Gate | None:

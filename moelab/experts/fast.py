@@ -1,5 +1,5 @@
 """The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is
-measured on this machine. On a GPU, GEMV for one token, else a grouped GEMM (`grouped_gemm`).
+measured on this machine. On a GPU it is `GEMV`.
 
 The first time in a process that a kind of experts has several tokens an expert, both compute one expert with 8,
 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both
@@ -17,29 +17,18 @@ from torch import Tensor
 from moelab.experts import gemv
 from moelab.experts.executor import Sorted
 from moelab.experts.gemv import GEMV
-from moelab.experts.grouped_gemm import feed_forward
 from moelab.experts.located import locate
 from moelab.kernels.products import crossover
-from moelab.models.experts import SeamExperts
 
 PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
 class Fast(GEMV):
-    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`; on a GPU grouped,
-    where that can be."""
+    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`."""
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        if x.device.type in gemv.GPUS:
-            y = feed_forward(x, ids, weights, experts) if len(x) > 1 else None
-            if y is None:
-                return GEMV.run(self, x, ids, weights, experts)
-            n = ids.numel()
-            if type(experts) is not SeamExperts:  # whose block may route to no expert
-                n = int((ids < experts.num_experts).sum())
-            self.count(n, n, n)
-            return y
-        tokens = 1 if len(ids) == 1 else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
+        always = len(ids) == 1 or x.device.type in gemv.GPUS
+        tokens = 1 if always else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
         way = GEMV if tokens <= PAIR or tokens <= self._few(x, ids, experts) else Sorted
         return way.run(self, x, ids, weights, experts)
 

@@ -77,15 +77,15 @@ def _grouped_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """y[i, r] = Σ x[i, c] · W[r, c] + bias[r] for a block's rows i of one expert, whose inputs are
-    those of a token if it `GATHERS`."""
+    """y[i, r] = Σ x[i, c] · W[r, c] + bias[r] for a block's choices i of one expert, in their order;
+    inputs are a token's if it `GATHERS`, and otherwise y is in the order of all choices."""
     block = blocks + 3 * tl.program_id(1)
     first, second, bias, count = matrix(table, tl.load(block), E)
     i = tl.load(block + 1) + tl.arange(0, ROWS)
     live = i < tl.load(block + 2)
-    t = i
-    if GATHERS:
-        t = tl.load(order + i, mask=live, other=0) // K
+    choice = tl.load(order + i, mask=live, other=0)
+    t = choice // K if GATHERS else i
+    to = i if GATHERS else choice
     begin = tl.program_id(0) * COLUMNS
     r = begin + tl.arange(0, COLUMNS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -113,7 +113,7 @@ def _grouped_kernel(
     at = bias.to(tl.pointer_type(TYPE)) + r
     total += tl.load(at, mask=r < biases, other=0.0).to(tl.float32)[None, :]
     mask = live[:, None] & (r < R)[None, :]
-    tl.store(y + i[:, None] * R + r[None, :], total.to(y.dtype.element_ty), mask=mask)
+    tl.store(y + to[:, None] * R + r[None, :], total.to(y.dtype.element_ty), mask=mask)
 
 
 def feed_forward(
@@ -127,7 +127,7 @@ def feed_forward(
     """Σ_k w_k · down_k(gated(up_k(x))) as x, of each token's experts; ids of E for none. What is
     between up and down is rounded to x's type, and gated by torch.
 
-    activate : of [T · K, R of up], in the place of up's gate."""
+    activate : of [T · K, R of up], where up has no gate."""
     T, K = ids.shape
     E = len(up.table)
     flat = ids.reshape(-1).long()
@@ -138,9 +138,7 @@ def feed_forward(
     h = _multiply(up, x, order, blocks, K, rows, x.dtype)
     a = (activate or up.gate.of)(h).to(x.dtype).contiguous()
     y = _multiply(down, a, order, blocks, 0, rows, torch.float32)
-    in_order = torch.arange(len(order), device=x.device)
-    places = torch.empty_like(order).scatter_(0, order, in_order)
-    return combine(y, ids.contiguous(), w, E, x.dtype, places)
+    return combine(y, ids.contiguous(), w, E, x.dtype)
 
 
 def _blocks(known: Tensor, E: int, rows: int) -> Tensor:
@@ -161,8 +159,8 @@ def _blocks(known: Tensor, E: int, rows: int) -> Tensor:
 def _multiply(
     of: Bank, x: Tensor, order: Tensor, blocks: Tensor, K: int, rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """[n, R] of a dtype, in the order of sorted choices; inputs are those of the token of each, of K
-    choices, or lie so already (K 0)."""
+    """[n, R] of a dtype, in the order of sorted choices, of whose tokens, with K choices each, inputs
+    are; with K 0 inputs lie in that order, and the result in the tokens'."""
     C = x.shape[1]
     V = WIDTHS[of.kind]
     y = torch.empty(len(order), of.R, dtype=dtype, device=x.device)

@@ -18,9 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import Sorted, gate_of, plain, silu_gated
+from moelab.experts import grouped_gemm
+from moelab.experts.executor import Sorted, gate_of, plain
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
+from moelab.kernels.gates import SILU
 from moelab.kernels.products import KINDS, Matrices, multiply
 from moelab.models import compat
 from moelab.models.experts import SeamExperts
@@ -30,8 +32,8 @@ GPUS = ("cuda",)
 
 class GEMV(Sorted):
     """numba products with weights as they lie; on a GPU Triton's, for a token (`gemv_triton`) or
-    several (`gemm_triton`); `Sorted` for experts that are not plain, weights that are not
-    contiguous, mixed types and other devices."""
+    several (`gemm_triton`), or torch's where it has such (`grouped_gemm`); `Sorted` for experts that are
+    not plain, weights that are not contiguous, mixed types and other devices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,9 +42,10 @@ class GEMV(Sorted):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         y = None
-        if self.multiplies(x, experts) or x.device.type in GPUS and plain(experts):
-            compute = self._on_gpu if x.device.type in GPUS else self._on_cpu
-            y = compute(x, ids, weights, experts)
+        if x.device.type in GPUS and plain(experts):
+            y = self._on_gpu(x, ids, weights, experts)
+        elif self.multiplies(x, experts):
+            y = self._on_cpu(x, ids, weights, experts)
         return super().run(x, ids, weights, experts) if y is None else y
 
     def multiplies(self, x: Tensor, experts: Any) -> bool:
@@ -64,15 +67,14 @@ class GEMV(Sorted):
         """A few launches; None where weights do not lie as kernels read them. Where the module holds
         them nothing waits for the GPU, not even to refuse ids: what a token with such ids gives is
         NaN, and the next call tells why."""
-        kernels, E = _triton(), experts.num_experts
-        if kernels is None or ids.is_floating_point():
-            return None
-        n = ids.numel()
-        source = experts.source
+        E, n, source = experts.num_experts, ids.numel(), experts.source
+        y = None
         if source is None:
-            found = self._kept([experts], x.dtype)
             if type(experts) is not SeamExperts:  # whose block may route to no expert
                 n = int((ids < E).sum())
+            if len(x) > 1:
+                y = grouped_gemm.feed_forward(x, ids, weights, experts)
+            found = self._kept([experts], x.dtype) if y is None else None
         elif len(x) > 1 and hasattr(source, "computing"):  # of an engine, which copies meanwhile
             found = self.banks([experts], x.dtype, [source.computing], x.device)
         else:
@@ -80,12 +82,11 @@ class GEMV(Sorted):
             there = chosen[(chosen >= 0) & (chosen < E)]
             n = len(there)
             found = self.banks([experts], x.dtype, [np.unique(there)], x.device)
-        if found is None:
-            return None
-        (compute,) = found
-        self.count(n, n, n)
-        y = compute(x, ids[0], weights[0]) if len(x) == 1 else compute(x, ids, weights)
-        kernels.check(x.device)
+        if found is not None:
+            y = found[0](x, ids, weights)
+            _triton()[0].check(x.device)
+        if y is not None:
+            self.count(n, n, n)
         return y
 
     # layers of a single token in one call, see `moelab.fast.layers`
@@ -125,68 +126,59 @@ class GEMV(Sorted):
             return None
         device = device or next(experts[0].module.parameters(), torch.empty(0)).device
         on_gpu = device.type in GPUS
-        if not on_gpu and not (device.type == "cpu" and all(map(silu_gated, experts))):
+        if not on_gpu and not (device.type == "cpu" and all(gate_of(of) == SILU for of in experts)):
             return None
-        found = _in_one(experts, dtype, resident, device.type)
-        if found is None or not on_gpu:
-            return found
+        E = experts[0].num_experts
+        tables = np.zeros((2, len(experts), E, 4), np.int64)
+        alike = set()
+        for layer, of in enumerate(experts):
+            chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
+            if not len(chosen) or (found := locate(of, chosen, dtype, device.type)) is None:
+                return None
+            tables[:, layer, chosen] = [one.rows for one in found]
+            alike.add(tuple((one.kind, one.R, one.transposed) for one in found))
+        if len(alike) > 1:
+            return None
+        found = [one._replace(rows=rows, owner=None) for one, rows in zip(found, tables)]
+        if not on_gpu:
+            return tuple(found)
         # From pageable memory the copy might wait for what the GPU computes.
-        rows = torch.from_numpy(np.stack([of.rows for of in found], 1))
+        rows = torch.from_numpy(np.stack(tables, 1))
         rows = rows.pin_memory() if device.type == "cuda" else rows
-        tables = rows.to(device, non_blocking=True)
-        alike = zip(*([of._replace(rows=rows) for rows in of.rows] for of in found))
-        calls = [self.on_gpu(*given) for given in zip(experts, alike, tables)]
+        there = rows.to(device, non_blocking=True)
+        calls = []
+        for layer, of in enumerate(experts):
+            mine = [one._replace(rows=one.rows[layer]) for one in found]
+            calls.append(self.on_gpu(of, mine, there[layer]))
         return None if None in calls else calls
 
     def on_gpu(
         self, experts: Any, found: Iterable[Matrices], tables: Tensor
     ) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-        """What computes plain experts on a GPU, (x [1, H], ids [K], weights [K]) → [1, H] of a token,
-        which may be captured, or of several, ids and weights [T, K], with matrices whose rows of up and
-        down `tables` [2, n, 4] has there. None if there are no such kernels."""
+        """What computes plain experts on a GPU, (x [T, H], ids [T, K], weights [T, K]) → [T, H], which
+        may be captured for a token, with matrices whose rows of up and down `tables` [2, n, 4] has there.
+        None if there are no such kernels."""
         kernels = _triton() if tables.device.type in GPUS else None
-        if kernels is None or not all(map(kernels.multiplies, found)):
+        if kernels is None or not all(map(kernels[0].multiplies, found)):
             return None
         gate = gate_of(experts)
-        up, down = (kernels.bank(*of, gate) for of in zip(found, tables))
+        up, down = (kernels[0].bank(*of, gate) for of in zip(found, tables))
         there = ref(experts)  # as banks are kept as long as it lives
         activate = None if gate else lambda h: there().activate(h)
 
         def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
-            several = ids.dim() > 1
-            if several:
-                from moelab.experts import gemm_triton
-            feed_forward = gemm_triton.feed_forward if several else kernels.feed_forward
+            feed_forward = kernels[len(x) > 1].feed_forward
             with torch.cuda.device_of(x):  # Triton launches on the thread's GPU
                 return feed_forward(up, down, x, ids, w, activate)
 
         return compute
 
 
-def _in_one(
-    experts: list[Any], dtype: torch.dtype, resident: list[list[int]] | None, device: str
-) -> tuple[Matrices, Matrices] | None:
-    """Matrices of up and of down of all layers, rows [L, E, 4], which are 0 where an expert is
-    elsewhere; None if they are not alike, or a layer has none yet."""
-    E = experts[0].num_experts
-    tables = np.zeros((2, len(experts), E, 4), np.int64)
-    alike = set()
-    for layer, of in enumerate(experts):
-        chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
-        if not len(chosen) or (found := locate(of, chosen, dtype, device)) is None:
-            return None
-        for table, one in zip(tables, found):
-            table[layer, chosen] = one.rows
-        alike.add(tuple((one.kind, one.R, one.transposed) for one in found))
-    if len(alike) > 1:
-        return None
-    return tuple(one._replace(rows=table, owner=None) for one, table in zip(found, tables))
-
-
 def _triton() -> Any:
-    """The kernels of a GPU; None without Triton, where torch's own products do."""
+    """The kernels of a GPU, for a token and for several; None without Triton, where torch's own
+    products do."""
     try:
-        from moelab.experts import gemv_triton
+        from moelab.experts import gemm_triton, gemv_triton
     except ImportError:
         return None
-    return gemv_triton
+    return gemv_triton, gemm_triton

@@ -9,7 +9,7 @@ the transposed layout lanes have outputs, of which each keeps its sums, and a pr
 bytes or more of each of many rows. Escapes of bf12 are added afterwards, in no order, so the last
 bit of a sum may vary.
 
-    up, down : banks of E experts    x [1, H]    ids and w [K]    →  [1, H]
+    up, down : banks of E experts    x [1, H]    ids and w [1, K]    →  [1, H]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moelab.kernels.gates import SILU, Gate
-from moelab.kernels.products import PACKED, Matrices
+from moelab.kernels.products import Matrices
 from moelab.kernels.tiles_triton import NAMES, TYPES, WIDTHS, escapes, instead, tile
 
 #: of rows, that a program takes at a time: weights of a row at most, groups of all rows, and rows
@@ -36,7 +36,6 @@ ACROSS = 8
 DOWN = 32
 ESCAPES = 256
 COLUMNS = 1024  # of the result, that a program sums
-FEW_BITS = [kind for kind in PACKED.values() if kind.scaled]
 
 
 class Bank(NamedTuple):
@@ -61,7 +60,7 @@ def bank(of: Matrices, table: Tensor, gate: Gate | None = SILU) -> Bank:
 
 def multiplies(of: Matrices) -> bool:
     """Whether matrices are multiplied here: of any kind, but few bits in rows."""
-    return not of.transposed or of.kind not in FEW_BITS
+    return not (of.transposed and of.kind.scaled)
 
 
 @triton.jit
@@ -175,32 +174,27 @@ def _escapes_kernel(
 def _combine_kernel(
     y,
     ids,
-    places,
     w,
     out,
     refused,
     E,
     K,
     H: tl.constexpr,
-    IN_ORDER: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out[t] = Σ_k w[t, k] · y[place of the choice], in the order of k; NaN for a token with an id
-    that there is not, of which `refused` tells."""
+    """out[t] = Σ_k w[t, k] · y[t, k], in the order of k; NaN for a token with an id that there is
+    not, of which `refused` tells."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
     wrong = 0
     for k in range(0, K):
-        e = tl.load(ids + t * K + k).to(tl.int64)
+        choice = t * K + k
+        e = tl.load(ids + choice).to(tl.int64)
         there = (e >= 0) & (e < E)
         wrong += tl.where((e < 0) | (e > E), 1, 0)
-        place = t * K + k
-        if not IN_ORDER:
-            place = tl.load(places + place)
-        row = y + tl.where(there, place, 0) * H
-        part = tl.load(row + h, mask=h < tl.where(there, H, 0), other=0.0)
-        factor = tl.where(there, tl.load(w + t * K + k).to(tl.float32), 0.0)
+        part = tl.load(y + choice * H + h, mask=h < tl.where(there, H, 0), other=0.0)
+        factor = tl.where(there, tl.load(w + choice).to(tl.float32), 0.0)
         total += factor * part
     total = tl.where(wrong > 0, float("nan"), total)
     tl.store(out + t * H + h, total.to(out.dtype.element_ty), mask=h < H)
@@ -218,33 +212,24 @@ def feed_forward(
 ) -> Tensor:
     """Σ_k w_k · down_k(gated(up_k(x))) as x, of the K experts of these ids; E for none.
 
-    activate : of fp32 [K, R of up], in the place of up's gate."""
-    x, ids = x.contiguous(), ids.contiguous()
-    between = _multiply(up, x, ids, x.shape[1], "x", x.dtype)
-    if activate is None:
-        C, how = up.R // 2, "interleaved" if up.gate.interleaved else "gated"
-    else:
-        between = activate(between).float().contiguous()
-        C, how = between.shape[1], "own"
-    y = _multiply(down, between, ids, C, how, x.dtype, up.gate)
-    return combine(y, ids[None], w[None], len(down.table), x.dtype)
+    activate : of fp32 [K, R of up], where up has no gate."""
+    ids = ids.contiguous()
+    h = _multiply(up, x.contiguous(), ids, x.dtype)
+    if activate:
+        h = activate(h).float().contiguous()
+    y = _multiply(down, h, ids, x.dtype, up.gate)
+    return combine(y, ids, w, len(down.table), x.dtype)
 
 
-def combine(
-    y: Tensor, ids: Tensor, w: Tensor, E: int, dtype: torch.dtype, places: Tensor | None = None
-) -> Tensor:
-    """[T, H]: for each token, the sum of its choices' rows of y fp32 [n, H] times their weights w
-    [T, K], in order; what ids [T, K] are refused is told by `check`.
-
-    places : int64 [T, K], each choice's row; None for one after the other."""
+def combine(y: Tensor, ids: Tensor, w: Tensor, E: int, dtype: torch.dtype) -> Tensor:
+    """[T, H]: for each token, the sum of its choices' rows of y fp32 [T · K, H] times their weights w
+    [T, K], in order; what ids [T, K] are refused is told by `check`."""
     T, K = ids.shape
     H = y.shape[1]
     out = torch.empty(T, H, dtype=dtype, device=y.device)
-    given = y, ids, ids if places is None else places, w.contiguous(), out
-    refused = _refused(y.device).data_ptr()
+    given = y, ids, w.contiguous(), out, _refused(y.device).data_ptr()
     columns = min(COLUMNS, triton.next_power_of_2(H))
-    grid = T, triton.cdiv(H, columns)
-    _combine_kernel[grid](*given, refused, E, K, H, places is None, columns)
+    _combine_kernel[T, triton.cdiv(H, columns)](*given, E, K, H, columns)
     return out
 
 
@@ -268,16 +253,12 @@ def _refused(device: torch.device) -> Tensor:
 
 
 def _multiply(
-    of: Bank,
-    x: Tensor,
-    ids: Tensor,
-    C: int,
-    how: str,
-    dtype: torch.dtype,
-    gate: Gate | None = None,
+    of: Bank, x: Tensor, ids: Tensor, dtype: torch.dtype, gate: Gate | None = None
 ) -> Tensor:
-    """fp32 [K, R], biases of `dtype` added; x, as `_inputs` takes it, for C inputs."""
-    K = len(ids)
+    """fp32 [K, R], biases of `dtype` added, of x [1, C], of [K, C], or of what is to be gated."""
+    K, C, how = ids.numel(), x.shape[1], "own" if len(x) > 1 else "x"
+    if gate:
+        C, how = C // 2, "interleaved" if gate.interleaved else "gated"
     V = WIDTHS[of.kind]
     y = torch.empty(K, of.R, dtype=torch.float32, device=x.device)
     glu = tuple(map(float, (gate or SILU)[1:]))

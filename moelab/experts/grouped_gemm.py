@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.experts.executor import names, plain
-from moelab.experts.located import banks
+from moelab.experts.located import banks, parts_of
 
 #: of torch's kernel: groups at most; bytes, of which addresses, rows and steps are multiples
 GROUPS = 1023
@@ -29,21 +28,21 @@ grouped_mm = getattr(torch.nn.functional, "grouped_mm", getattr(torch, "_grouped
 
 
 def feed_forward(x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
-    """x [T, H], ids and weights [T, K] → [T, H]; None where torch has no kernel for these experts.
+    """x [T, H], ids and weights [T, K] → [T, H] of plain experts of a module; None where torch has no
+    kernel for them.
 
     An id that is no expert's, 0 to E, makes its token's result NaN: a GPU cannot raise an error
     without being waited for."""
-    if grouped_mm is None or experts.source is not None or not plain(experts):
+    if grouped_mm is None:
         return None
-    suffixes = ("", "_bias") if experts.has_bias else ("",)
-    held = [banks(experts, name + suffix) for name in names(experts) for suffix in suffixes]
+    held = [banks(experts, part) for part in parts_of(experts)]
     if any(bank is None or bank.dtype != x.dtype or bank.device != x.device for bank in held):
         return None
     if not all(_multiplied(bank) for bank in held if bank.dim() == 3):
         return None
     wrong = (ids < 0) | (ids > experts.num_experts)
     given = x, ids.masked_fill(wrong, 0), weights.masked_fill(wrong, torch.nan)
-    n = len(suffixes)
+    n = len(held) // 2
     parts = zip(*(of.split(TOKENS) for of in given))
     return torch.cat([_compute(*part, experts, held[:n], held[n:]) for part in parts])
 
@@ -78,5 +77,5 @@ def _multiplied(bank: Tensor) -> bool:
     fits = bank.stride(2) == 1 and not any(n % whole for n in steps)
     if not fits or len(bank) > GROUPS or bank.data_ptr() % ALIGN:
         return False
-    major, _ = torch.cuda.get_device_capability(bank.device) if bank.is_cuda else (0, 0)
-    return not bank.is_cuda or bank.dtype == torch.bfloat16 and major in NEWER
+    newer = not bank.is_cuda or torch.cuda.get_device_capability(bank.device)[0] in NEWER
+    return newer and (bank.dtype == torch.bfloat16 or not bank.is_cuda)

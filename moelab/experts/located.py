@@ -33,25 +33,22 @@ def locate(
             if packed and experts.has_bias and device == "cpu" and dtype != torch.bfloat16:
                 return None  # numba's kernels take biases beside packed weights for bf16
             return _matrices(experts, found, experts.shapes, dtype, found)
-    suffixes = ("", "_bias") if experts.has_bias else ("",)
-    parts = [name + suffix for name in names(experts) for suffix in suffixes]
-    whole = {part: banks(experts, part) for part in parts}
-    if any(bank is None for bank in whole.values()):
+    parts = parts_of(experts)
+    whole = [banks(experts, part) for part in parts]
+    together = all(bank is not None for bank in whole)
+    if together:  # all lie as the first one does
+        given = [{part: bank[0] for part, bank in zip(parts, whole)}]
+    else:
         given = [experts.weights(e) for e in chosen.tolist()]
-        addresses = {part: [tensors[part].data_ptr() for tensors in given] for part in parts}
-    else:  # all lie as the first one does
-        given = [{part: bank[0] for part, bank in whole.items()}]
-        addresses = {
-            part: bank.data_ptr() + chosen * (bank.stride(0) * bank.itemsize)
-            for part, bank in whole.items()
-        }
     tensors = [tensors[part] for tensors in given for part in parts]
     if any(w.dtype != dtype or w.device.type != device or not w.is_contiguous() for w in tensors):
         return None
     found = {}
-    for part in parts:
+    for part, bank in zip(parts, whole):
         rows = np.zeros((len(chosen), 4), np.int64)
-        rows[:, 0] = addresses[part]
+        rows[:, 0] = [tensors[part].data_ptr() for tensors in given]
+        if together:
+            rows[:, 0] += chosen * (bank.stride(0) * bank.itemsize)
         found[part] = "raw", rows
     shapes = {part: given[0][part].shape for part in parts}
     return _matrices(experts, found, shapes, dtype, given)
@@ -68,6 +65,12 @@ def weighted(experts: Any, expert: int, rows: Tensor, w: Tensor) -> Tensor:
             h = experts.activate(multiply(found[0], bounds, rows))
             return multiply(found[1], bounds, h, dtype=rows.dtype) * w[:, None]
     return experts.weighted(rows, w, experts.weights(expert))
+
+
+def parts_of(experts: Any) -> list[str]:
+    """The parameters of up, then of down, each followed by its bias, if they have such."""
+    suffixes = ("", "_bias") if experts.has_bias else ("",)
+    return [name + suffix for name in names(experts) for suffix in suffixes]
 
 
 def banks(experts: Any, name: str) -> Tensor | None:

@@ -38,8 +38,8 @@ class FastDecode(Patches):
         the order of sums only. The others round, prompts included; embeddings stay. Inputs must be
         a multiple of 64; ValueError if no layer's are. A weight that is replaced is used as it then
         is; of one that was edited in place the next prompt is a ValueError.
-    fused : the forwards of `KERNELS` that were put on modules; one that had another is left alone,
-        a router within a graph is that graph's. stretches : of layers that are one call for a token
+    fused : the forwards of `KERNELS` that were put on modules; one that had another is left alone.
+        stretches : of layers that are one call for a token
         (`moelab.fast.layers`).
     """
 
@@ -74,10 +74,9 @@ class FastDecode(Patches):
                 for one in (fused, *fused.inner):
                     if forward(one.module) is None:
                         self.put(one.module, "forward", one)
-                self.fused.append(fused)
-        for fused in self.fused:  # their parts have other forwards now
-            for one in (fused, *fused.inner):
-                one.parts.seal()
+                    self.fused.append(one)
+        for one in self.fused:  # their parts have other forwards now
+            one.parts.seal()
 
     def _guard_copies(self) -> None:
         linears = [one for one in self.fused if isinstance(one, Linear) and one.packed]

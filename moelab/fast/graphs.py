@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.fast.attention import CacheMemory, SingleToken, agree, linears_of, norms_of
+from moelab.fast.attention import CacheMemory, SingleToken, linears_of, norms_of
 from moelab.fast.layers import PARTS, Computed, OneTokenLayer, Stretch
 from moelab.fast.modules import Router, epsilon
 from moelab.kernels.products import KINDS
@@ -122,31 +122,29 @@ class GraphLayer(OneTokenLayer):
         #: a cache of no generation, to be captured with
         self._nowhere = weight.new_zeros(2, heads, 8, D)
         gate = getattr(module.mlp, "gate", None)
-        self.router = GraphRouter(gate) if _is_router(gate) else None
+        # Its forward makes logits, weights and ids of a token, by its weight alone.
+        routes = type(gate).__name__.endswith("Router") and [*gate.state_dict()] == ["weight"]
+        self.router = GraphRouter(gate) if routes else None
         self.inner = [self.router] if self.router else []
         self.place(None)
-        self.graph = Graph(lambda: self.compute(*self.inputs), weight.device)
+        self.graph = Graph(self.compute, weight.device)
 
     @classmethod
     def of(cls, module: nn.Module) -> GraphLayer | None:
-        """For this layer if it is one on a GPU whose graph gives, with an identity for experts, what
-        its own forward gives for a random token."""
+        """For this layer if it is one on a GPU with whose graph it agrees."""
         if not _fits(module):
             return None
-        twin = compat.with_children(module, {"mlp": nn.Identity()})
         try:
             # Tensors of inference mode cannot be written to outside of it.
             with torch.inference_mode(False), torch.no_grad():
                 ours = cls(module)
-                ours.module = twin
-                same = agree(twin, ours, ours.attention, len(module.input_layernorm.weight))
+                same = ours.agrees()
         except Exception as error:  # no Triton, no compiler, or a kernel that does not fit this GPU
             warnings.warn(
                 f"decoding without CUDA graphs: {type(module).__name__} cannot be captured here ({error})",
                 stacklevel=2,
             )
             return None
-        ours.module = module
         ours.ran = "none"
         return ours if same else None
 
@@ -156,15 +154,15 @@ class GraphLayer(OneTokenLayer):
         keys, values = self._nowhere
         nowhere = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)]
         where = memory.where.tolist() if memory else nowhere
-        if memory is None or self.placed != where:
+        if self.placed != where:
             self.placed = []  # until it is there, should this be interrupted
             self.where.copy_(torch.tensor(where))
         where[2] += 1
         self.placed = where
 
-    def compute(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Any]:
+    def compute(self) -> tuple[Tensor, Tensor, Any]:
         """x + attention(norm(x)), the norm of that, and what the router makes of it."""
-        y, normed = self.to_block(x, cos, sin)
+        y, normed = self.to_block(*self.inputs)
         return y, normed, self.router and self.router.own(normed.view(1, -1))
 
     def to_block(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,22 +194,15 @@ class GraphLayer(OneTokenLayer):
 
             def compute(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
                 chosen.append((w, ids))
-                return next(experts)(x, ids[0], w[0])
+                return next(experts)(x, ids, w)
 
             block = compat.with_children(block, {"gate": self.router.own, "experts": compute})
         return y + type(block).forward(block, normed)
 
-    def alike(self) -> tuple | None:
-        return super().alike() if self.has_plain_routing() else None
-
-    def fill(self, x: Tensor, token: tuple) -> None:
-        """Copy the graph's inputs."""
-        compat.copy_each(self.inputs, [x, *token])
-
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         with LOCK:
             in_turn(x.device)
-            self.fill(x, token)
+            compat.copy_each(self.inputs, [x, *token])
             self.place(memory)
             y, normed, routed = self.graph()
             y = y.clone()
@@ -235,18 +226,11 @@ def _fits(module: nn.Module) -> bool:
     if not linears or linears[0].weight.device.type not in GPUS:
         return False
     dtype = linears[0].weight.dtype
-    norms = [*norms_of(attn)]
-    norms += [getattr(module, name) for name in (PARTS[0], PARTS[2])]
+    norms = [*norms_of(attn), *(getattr(module, name) for name in PARTS[::2])]
     known = all(
         type(norm).__name__.endswith("RMSNorm") and norm.weight.dtype == dtype for norm in norms
     )
     return known and dtype in KINDS and attn.head_dim % 8 == 0
-
-
-def _is_router(gate: Any) -> bool:
-    """Whether a router's own forward makes logits, weights and ids of one token, and its weight
-    alone says which."""
-    return type(gate).__name__.endswith("Router") and [*gate.state_dict()] == ["weight"]
 
 
 class GraphRouter(Router):
@@ -276,22 +260,21 @@ class GraphRouter(Router):
 class GraphStretch(Stretch):
     """Layers with their experts, dense ones among them, in one graph.
 
-    experts : one callable for each layer that has some, (x [1, H], ids [K], weights [K]) → [1, H], that
-        may be captured; as long as they are the same ones, the graph is.
-    refused : of which they were, with which nothing could be captured.
+    of : experts, one callable for each layer that has some, (x [1, H], ids [1, K], weights [1, K]) →
+        [1, H], that may be captured; as long as they are the same ones, the graph is.
+    graph : None where nothing can be captured with these.
     """
 
     def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
         super().__init__(model, layers)
-        self.of = self.refused = None
-        self.graph = None
+        self.of = self.graph = None
 
     def compute(
         self, x: Tensor, token: tuple, memories: list[CacheMemory], experts: list[Callable]
     ) -> tuple[Tensor, Tensor, Computed]:
         with LOCK:
             in_turn(x.device)
-            self.layers[0].fill(x, token)
+            compat.copy_each(self.layers[0].inputs, [x, *token])
             for layer, memory in zip(self.layers, memories):
                 layer.place(memory)
             y, w, ids = (made.clone() for made in self.graph())
@@ -299,13 +282,15 @@ class GraphStretch(Stretch):
             return y, w, Computed(len(memories), ids, None)
 
     def prepare(self, experts: list[Callable]) -> bool:
-        """Capture a graph with these experts, if it is not of them."""
-        if self.of is experts or self.refused is experts:
-            return self.of is experts
+        """Capture a graph with these experts, if it is not of them; whether there is one."""
         with LOCK:
-            return self._capture(experts)
+            if self.of is not experts:
+                self.of = self.graph = None
+                self.graph = self._captured(experts)
+                self.of = experts
+            return self.graph is not None
 
-    def _capture(self, experts: list[Callable]) -> bool:
+    def _captured(self, experts: list[Callable]) -> Graph | None:
         first = self.layers[0]
 
         def compute() -> tuple[Tensor, Tensor, Tensor]:
@@ -316,17 +301,13 @@ class GraphStretch(Stretch):
 
         for layer in self.layers:
             layer.place(None)
-        self.of = self.graph = None
         try:
             with torch.inference_mode(False), torch.no_grad():
-                self.graph = Graph(compute, first.where.device)
+                return Graph(compute, first.where.device)
         except Exception as error:
-            self.refused = experts
             warnings.warn(
                 f"decoding with a CUDA graph a layer, not one a token: {type(self.model).__name__} "
                 f"cannot be captured whole here ({error})",
                 stacklevel=2,
             )
-            return False
-        self.of = experts
-        return True
+            return None

@@ -86,23 +86,29 @@ class OneTokenLayer(FusedModule):
             hear(y)
         return y + compat.children_of(self.module)["mlp"](normed)
 
+    def agrees(self) -> bool:
+        """Whether, with an identity for experts, it gives what the layer's own forward gives for a
+        random token."""
+        module = self.module
+        self.module = twin = compat.with_children(module, {"mlp": nn.Identity()})
+        same = agree(twin, self, self.attention, len(self.norms[0].weight))
+        self.module = module
+        return same
+
     def is_sparse(self) -> bool:
         """Whether it has experts."""
         return "experts" in compat.children_of(self.module.mlp)
 
     def alike(self) -> tuple | None:
-        """What layers of a stretch have in common, their class first; None for one that can be in
-        none."""
-        attention = self.attention.module
-        return type(self), repr(self.shape), attention.scaling, id(attention.config)
-
-    def has_plain_routing(self) -> bool:
-        """Whether its block, of experts or dense, and these are transformers' own, and its router, if
-        any, one of ours."""
+        """What layers of a stretch have in common; None for one that can be in none: its block, of
+        experts or dense, and these must be transformers' own, and its router, if any, one of ours."""
         block = self.module.mlp
-        if forward(block) is not None or not self.is_sparse():
-            return forward(block) is None
-        return forward(block.experts) is None and isinstance(forward(block.gate), Router)
+        plain = forward(block) is None
+        if plain and self.is_sparse():
+            plain = forward(block.experts) is None and isinstance(forward(block.gate), Router)
+        attention = self.attention.module
+        shape = repr(self.shape), attention.scaling, id(attention.config)
+        return (type(self), *shape) if plain else None
 
 
 class DecodeLayer(OneTokenLayer):
@@ -121,27 +127,23 @@ class DecodeLayer(OneTokenLayer):
     @classmethod
     @torch.inference_mode()
     def of(cls, module: nn.Module) -> DecodeLayer | None:
-        """For this layer if its parts have kernels of ours and, with an identity for experts, a
-        probe on a random token gives what its own forward gives."""
+        """For this layer if its parts have kernels of ours and both agree."""
         children = compat.children_of(module)
         parts = [forward(children[name]) for name in PARTS if name in children]
         if [type(part) for part in parts] != [Norm, DecodeAttention, Norm]:
             return None
-        twin = compat.with_children(module, {"mlp": nn.Identity()})
-        same = agree(twin, cls(twin, parts), parts[1], parts[0].H)
-        return cls(module, parts) if same else None
+        ours = cls(module, parts)
+        return ours if ours.agrees() else None
 
     def alike(self) -> tuple | None:
         """Only a block that does nothing but route, to experts as many of which are chosen from as
         many."""
-        if not self.is_sparse() or not self.has_plain_routing():
-            return None
-        if type(self.module.mlp).__name__ not in BARE:
+        alike = super().alike()
+        if alike is None or type(self.module.mlp).__name__ not in BARE:
             return None
         gate = self.module.mlp.gate
         router = forward(gate)
-        chosen = router.normalised, router.dtype, gate.top_k, gate.weight.shape
-        return *super().alike(), *chosen
+        return *alike, router.normalised, router.dtype, gate.top_k, gate.weight.shape
 
     def to_experts(self, x: Tensor, token: tuple, memory: CacheMemory) -> tuple[Tensor, Tensor]:
         y = torch.empty_like(x)
@@ -264,6 +266,6 @@ def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
         return []
     layers = [forward(module) for module in compat.children_of(model)["layers"]]
     runs = groupby(layers, lambda layer: isinstance(layer, OneTokenLayer) and layer.alike())
-    found = [(alike, [*run]) for alike, run in runs if alike]
-    routed = [(alike, run) for alike, run in found if any(map(OneTokenLayer.is_sparse, run))]
-    return [kinds[alike[0]](model, run) for alike, run in routed]
+    found = [[*run] for alike, run in runs if alike]
+    sparse = (run for run in found if any(layer.is_sparse() for layer in run))
+    return [kinds[type(run[0])](model, run) for run in sparse]

@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def kernel(function: Callable | None = None, **options: Any) -> Callable:
     """`function`, compiled when it is called with types that are new; a decorator, with or without
     numba's options."""
     if function is None:
-        return lambda function: kernel(function, **options)
+        return partial(kernel, **options)
     dispatcher = numba.njit(nogil=True, **options)(function)
     dispatcher._cache = _cache_of(function)
     return dispatcher

@@ -186,6 +186,8 @@ def write(kind: Kind, address, i, value):
 
 
 def _place(kind: Kind, i: Value) -> Value:
+    """Where the i-th input lies among those that `dots` is given; i counts from a multiple of
+    `step`."""
     order = INSTRUCTIONS[kind].order
     if order == list(range(kind.step)):
         return i
@@ -197,11 +199,7 @@ def _place(kind: Kind, i: Value) -> Value:
     return i - inside + Value(b, b.load(b.gep(known, [fill(I32, 0), inside.llvm])))
 
 
-@emitted(types.int64)
-def place(kind: Kind, i):
-    """Where the i-th input lies among those that `dots` is given; i counts from a multiple of
-    `step`."""
-    return _place(kind, i)
+place = emitted(types.int64)(_place)
 
 
 @emitted(types.float32)

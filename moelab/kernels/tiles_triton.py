@@ -37,22 +37,6 @@ TYPES = {dtype: getattr(tl, NAMES[kind]) for dtype, kind in KINDS.items()}
 
 
 @triton.jit
-def quarters(table):
-    """The table of 16 bytes at an address, in four registers."""
-    words = table.to(tl.pointer_type(tl.uint32))
-    return tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-
-
-@triton.jit
-def high_bytes(codes, a, b, c, d):
-    """The high bytes that codes, the lowest four bits of uint32, stand for."""
-    quarter = tl.where(
-        (codes & 8) != 0, tl.where((codes & 4) != 0, d, c), tl.where((codes & 4) != 0, b, a)
-    )
-    return (quarter >> ((codes & 3) * 8)) & 0xFF
-
-
-@triton.jit
 def _bytes(address, at, there, V: tl.constexpr):
     """V bytes of each group, uint8 [I, G, V], from `at` [I, G] on; 0 where there is no group."""
     here = tl.multiple_of(address.to(tl.pointer_type(tl.uint8)), 16)
@@ -76,13 +60,16 @@ def _plain(address, i, g, there, N: tl.constexpr, V: tl.constexpr, TYPE: tl.cons
 @triton.jit
 def words(first, second, i, g, there, N: tl.constexpr):
     """Of bf12 the bits of bf16, uint32 [I, G, 16]; of a block of 64, a byte of codes has those of weights 32 apart."""
-    t0, t1, t2, t3 = quarters(first - 16)
+    table = (first - 16).to(tl.pointer_type(tl.uint32))  # of 16 high bytes
     group = g[None, :]
     word = _bytes(first, i[:, None] * N + group * 16, there, 16).to(tl.uint32)
     codes = i[:, None] * (N // 2) + ((group >> 2) << 5) + ((group & 1) << 4)
     shift = ((g[None, :, None] >> 1 & 1) << 2).to(tl.uint32)
     code = _bytes(second, codes, there, 16).to(tl.uint32) >> shift
-    return word | high_bytes(code, t0, t1, t2, t3) << 8
+    low = tl.where((code & 4) != 0, tl.load(table + 1), tl.load(table))
+    high = tl.where((code & 4) != 0, tl.load(table + 3), tl.load(table + 2))
+    four = tl.where((code & 8) != 0, high, low)
+    return word | ((four >> ((code & 3) * 8)) & 0xFF) << 8
 
 
 @triton.jit

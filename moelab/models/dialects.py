@@ -63,9 +63,9 @@ SEQUENCES = ("SwitchTransformersTop1Router", "AfmoeTokenChoiceRouter", "ZayaRout
 
 def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     h = hidden_states.reshape(-1, self.hidden_dim)
-    scores, logits = self.router(h)
-    ids, weights = _llama4_routing(self, (scores, logits))
-    return self.shared_expert(h).add_(self.experts(h, ids, weights)), logits
+    output = self.router(h)
+    ids, weights = _llama4_routing(self, output)
+    return self.shared_expert(h).add_(self.experts(h, ids, weights)), output[1]
 
 
 def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:

@@ -224,7 +224,7 @@ class _LongcatExperts(SeamExperts):
 class _SwitchExperts(SeamExperts):
     """A ModuleDict of `wi`, ReLU, `wo`; the modules' own dtype rule is kept."""
 
-    has_gate = has_bias = is_transposed = has_post_expert_norm = None  # not said in these words
+    has_gate = False  # by the name that others have
 
     def __init__(self, module: nn.Module, layer: int = 0) -> None:
         super().__init__(module, layer)
@@ -256,7 +256,7 @@ class _DbrxExperts(SeamExperts):
     """All experts' rows in one matrix [E·I, H], three of them in the module `mlp`, whose code
     computes an expert of the views that it is given."""
 
-    has_gate = has_bias = is_transposed = has_post_expert_norm = None  # not said in these words
+    has_gate = False  # by the name that others have
 
     def own(self, expert: int) -> Weights:
         return {name: bank[expert] for name, bank in banks(self.module).items()}

@@ -85,11 +85,11 @@ class Unchanged:
         heard: Iterable[nn.Module] = (),
         copied: bool = False,
     ) -> None:
-        self.silent = list(modules)
+        silent = list(modules)
         self.heard = list(heard)
         self.copied = copied
-        self.modules = [*self.silent, *self.heard, *called]
-        self.hooks = [hooks for module in self.silent for hooks in compat.hooks_on(module)]
+        self.modules = [*silent, *self.heard, *called]
+        self.hooks = [hooks for module in silent for hooks in compat.hooks_on(module)]
         self.tables = [*map(vars, self.modules), *map(compat.children_of, self.modules)]
         self.held = [
             table(module)

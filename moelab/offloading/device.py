@@ -36,7 +36,7 @@ from moelab.offloading.loading import Loader
 from moelab.offloading.mailbox import Mailbox
 from moelab.store.layout import run
 
-#: (x [1, H], ids [K], weights [K]) → [1, H] of one layer
+#: (x [1, H], ids [1, K], weights [1, K]) → [1, H] of one layer
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 STAMPS = 3  # of a layer: before fetching, before computing, after it
 
@@ -102,7 +102,7 @@ class DeviceTables:
         self._rows, self._jobs, self._away = (
             torch.zeros(of, dtype=torch.int64, device=device) for of in ((2, K, 4), (3, K), (K,))
         )
-        self._order = torch.arange(K, device=device)
+        self._order = torch.arange(K, device=device)[None]
         told = L * (2 * K + STAMPS) + 1
         self._told = torch.zeros(told, dtype=torch.int64, device=device)
         self._heard = host_memory(8 * told, device, self).view(np.int64)

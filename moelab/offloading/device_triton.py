@@ -129,8 +129,8 @@ def _stamp_kernel(at):
 
 
 def assign(ids: Tensor, of: Tables) -> None:
-    """Where the experts of these ids [K] of a layer lie; each at most once."""
-    K = len(ids)
+    """Where the experts of these ids [1, K] of a layer lie; each at most once."""
+    K = ids.numel()
     _assign_kernel[(1,)](ids, *of, len(of.table), K, triton.next_power_of_2(K), num_warps=1)
 
 

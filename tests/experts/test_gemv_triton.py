@@ -54,12 +54,12 @@ def test_a_tokens_experts_equal_a_naive_loop(kind, data, triton_device):
     given = triton_device, dtype, transposed, bias
     up = make(kind, E, 2 * I if gate else I, H, *given, seed)
     down = make(kind, E, H, I, *given, seed + 1)
-    x, w = torch.randn(1, H, generator=rng).to(dtype), torch.rand(K, generator=rng)
-    ids = torch.randint(0, E + 1, (K,), generator=rng)  # E: no expert
+    x, w = torch.randn(1, H, generator=rng).to(dtype), torch.rand(1, K, generator=rng)
+    ids = torch.randint(0, E + 1, (1, K), generator=rng)  # E: no expert
     assert all(map(gemv_triton.multiplies, (up.of, down.of)))
     banks = [gemv_triton.bank(of.of, of.table, gate) for of in (up, down)]
     got = gemv_triton.feed_forward(*banks, *(of.to(triton_device) for of in (x, ids, w)), activate)
-    wanted = naive(up, down, x, ids[None], w[None], gate.of if gate else relu)
+    wanted = naive(up, down, x, ids, w, gate.of if gate else relu)
     assert got.shape == x.shape and got.dtype == x.dtype
     within = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
     assert (got.cpu() - wanted).norm() <= within * wanted.norm()
@@ -79,8 +79,8 @@ def test_addresses_of_zero_and_ids_beyond(kind, triton_device):
     x, w = torch.randn(1, 64).bfloat16().to(triton_device), torch.ones(3, device=triton_device)
 
     def run(*ids):
-        ids = torch.tensor(ids).to(triton_device)
-        return gemv_triton.feed_forward(*banks, x, ids, w[: len(ids)])
+        ids = torch.tensor([ids]).to(triton_device)
+        return gemv_triton.feed_forward(*banks, x, ids, w[None, : ids.shape[1]])
 
     assert torch.equal(run(0, 1, 2), run(0, 3, 2)) and not run(1, 1).any()
     gemv_triton.check(x.device)
@@ -151,7 +151,7 @@ for kind in KINDS:
         ids = torch.zeros(300, 2, dtype=torch.int64)
         for T in (2, 300):
             gemm_triton.feed_forward(up, down, x[:T], ids[:T], w[:T])
-        gemv_triton.feed_forward(up, down, x[:1], ids[0], w[0])
+        gemv_triton.feed_forward(up, down, x[:1], ids[:1], w[:1])
     if kind not in PLAIN:
         codec = bf12.CODEC if kind == "bf12" else fewbit.find_format(kind)
         w = torch.linspace(-1, 1, 64 * 128).view(64, 128).bfloat16()

@@ -64,10 +64,10 @@ NAIVE = SimpleNamespace(
 
 def naive_experts(up, down, x, ids, w, activate=None):
     if len(x) > 1:
-        parts = zip(x[:, None], ids, w)
+        parts = zip(x[:, None], ids[:, None], w[:, None])
         return torch.cat([naive_experts(up, down, *part) for part in parts])
     total, (H, I) = 0, (x.shape[1], up.R // 2)
-    for expert, of in zip(ids.tolist(), w):
+    for expert, of in zip(ids[0].tolist(), w[0]):
         if expert == len(up.table):  # no expert
             continue
         into = at(up.table[expert, 0], x.dtype, 2 * I, H).float()

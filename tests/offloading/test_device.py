@@ -46,12 +46,12 @@ def forms(tmp_path_factory):
 def of_those_there(up, down, x, ids, w, activate=None):
     """`naive_experts` of rows with an address."""
     there = (ids < len(up.table)) & (up.table[ids.clamp(max=len(up.table) - 1), 0] != 0)
-    return naive_experts(up, down, x, ids[there], w[there])
+    return naive_experts(up, down, x, ids[there][None], w[there][None])
 
 
 def token_by_token(up, down, x, ids, w, activate=None):
     compute = experts.gemv_triton.feed_forward
-    return torch.cat([compute(up, down, *of) for of in zip(x[:, None], ids, w)])
+    return torch.cat([compute(up, down, *of) for of in zip(x[:, None], ids[:, None], w[:, None])])
 
 
 @pytest.fixture
