@@ -20,7 +20,6 @@ import argparse
 import math
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -35,6 +34,7 @@ from moelab.advice.question import PARTS, Question
 from moelab.advice.ways import Way
 from moelab.base.arguments import whole
 from moelab.base.specs import DeviceSpec
+from moelab.base.table import size
 from moelab.cards import load_device
 from moelab.offloading import budget
 
@@ -83,17 +83,15 @@ def advise(
     Raises FileNotFoundError, ValueError: a model or device that is not there or not known; more
     context than the model takes; a memory in which it does not fit; another model's trace or
     calibration; what cannot be verified."""
-    text = {"context": context, "batch": batch, "loss": loss}
-    text |= {"trace": trace, "calibration": calibration}
-    ask = partial(_advise, model, **text, simulate=simulate)
-    if device is not None or not gpu_machine.there():
-        return ask(memory, host, device, verify)
-    places = (memory, None, None, verify), ("auto", host or memory, THIS, False)
+    text = context, batch, loss, trace, calibration, simulate
+    places = [(memory, host, device, verify)]
+    if device is None and gpu_machine.there():
+        places = [(memory, None, None, verify), ("auto", host or memory, THIS, False)]
     answers: list[Advice] = []
     refused: list[Exception] = []
     for place in places:
         try:
-            answers.append(ask(*place))
+            answers.append(_advise(model, *place, *text))
         except (ValueError, RuntimeError) as error:  # the latter of a GPU that has no memory left
             refused.append(error)
     if not answers:
@@ -110,7 +108,6 @@ def _advise(
     host: str | float | int | None,
     device: str | Path | DeviceSpec | None,
     verify: bool,
-    *,
     context: int | None,
     batch: int,
     loss: str | float,
@@ -142,7 +139,11 @@ def _advise(
         assumed(found.spec, batch, trace, calibration, found.source),
         **more,
     )
-    asked.require_possible()
+    if gpu and asked.memory > (most := 1e9 * machine["memory_gb"]):
+        raise ValueError(
+            f"memory is {size(asked.memory)}, of {machine.name}, which has {size(most)}; --host is of "
+            "the CPU's memory"
+        )
     if not ours or not (simulate or verify):
         return modelled(asked)
     from moelab.advice.simulated import simulated
@@ -174,7 +175,7 @@ def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -
     """A device's card. ValueError: it keeps all experts, and another command is for it."""
     if device == THIS:
         return gpu_machine.here()
-    card = load_device(device) if isinstance(device, (str, Path)) else device
+    card = device and load_device(device)
     if card and "logical_cores_count" in card.figures:
         raise ValueError(
             f"{card.name} keeps all experts in the memory of its cores: `moelab neuron plan "
@@ -183,12 +184,12 @@ def _card_of(device: str | Path | DeviceSpec | None, model: str | Path | None) -
     return card
 
 
-def _memory_of(given: str | float | int, device: DeviceSpec, of: str = "memory_gb") -> int:
+def _memory_of(given: str | float | int, device: DeviceSpec, whole: str = "memory_gb") -> int:
     """Bytes of the process; ValueError for a share, which would be one of the experts."""
-    memory = budget.parse_budget(given, 0, 0, lambda: round(device[of] * 1e9) + budget.RESERVE)
+    memory = budget.parse_budget(given, 0, 0, lambda: round(device[whole] * 1e9) + budget.RESERVE)
     if not memory:
         raise ValueError(
-            f"{of.removesuffix('_gb').replace('_memory', '')} is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
+            f"memory is {given!r}; it is that of the whole process, such as '8GB', or 'auto'"
         )
     return memory
 

@@ -103,17 +103,16 @@ class Advice:
         way, asked = self.best, self.asked
         spec, device, rates = asked.model.spec, asked.device, MachineRates.of(asked.device)
         _, outside = beyond(device)
-        gpu = isinstance(asked, OnGpu)
-        inside = "the GPU's memory" if gpu else "memory"
-        where = f"all of them in {inside}"
-        if not way.resident:
-            where = f"{size(way.budget)} of their {size(way.experts)} in {inside}, others {outside}"
-        beside = ""
-        if gpu:
+        inside, beside = "memory", ""
+        if isinstance(asked, OnGpu):
+            inside = "the GPU's memory"
             beside = (
                 f", and {size(asked.host)} of the CPU's memory, which is read at "
                 f"{size(rates.host)}/s"
             )
+        where = f"all of them in {inside}"
+        if not way.resident:
+            where = f"{size(way.budget)} of their {size(way.experts)} in {inside}, others {outside}"
         form = (
             "Leave the checkpoint as it is"
             if way.form == AS_IS
@@ -220,7 +219,7 @@ def conclude(
             "The loss that is allowed changes nothing, as that of few bits has not been measured "
             "of this model: --verify measures it, --loss any does without"
         )
-    if asked.batch == 1 and (drafts := asked.drafts(best)):
-        notes.append(drafts)
+    if asked.batch == 1 and best.device == "cpu":
+        notes.append(asked.drafts(best))
     gain.sort(key=lambda one: one[1].tpot)
     return Advice(asked, tuple(ways), tuple(gain), tuple(elsewhere), tuple(notes))

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from moelab.base.specs import ExpertKey, MoESpec, State
-from moelab.cache.pools import Pools
-from moelab.cache.residency import SPARE, Residency
+from moelab.base.specs import MoESpec
 from moelab.cards import load_model
+from moelab.simulation.drafts import second_half
 from moelab.simulation.routing import Routing, families, routing_of
 
 #: texts of the routing that is assumed; tokens and layers of each by which hits are counted, after
@@ -67,15 +66,19 @@ class Assumed:
     @cached_property
     def _curves(self) -> list[list[float]]:
         """Hit rates [texts, shares]."""
-        return [[hit_rate(of, self.spec.E, share) for share in SHARES] for of in self._steps]
+        return [
+            [second_half(of, self.spec.E, share).hit_rate() for share in SHARES]
+            for of in self._steps
+        ]
 
     def found(
         self, share: float, sent: tuple[int, ...] | None = None
     ) -> tuple[float, float, float]:
         """Share of a step's experts that are in memory, with so large a share of all there: least,
-        middle, most; sent : as of `hit_rate`."""
+        middle, most; sent : as of `second_half`."""
         if sent and 0 < share < 1:
-            rates = [hit_rate(of, self.spec.E, share, sent) for of in self._steps]
+            counted = (second_half(of, self.spec.E, share, sent) for of in self._steps)
+            rates = [one.hit_rate() for one in counted]
         else:
             rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves]
         off = self.margin * (0 < share < 1)
@@ -99,30 +102,6 @@ def steps_of(ids: np.ndarray, batch: int, E: int) -> list[list[tuple[int, dict[i
         ]
         for step in together
     ]
-
-
-def hit_rate(
-    steps: Sequence[Any], E: int, share: float, sent: tuple[int, ...] | None = None
-) -> float:
-    """Of the second half of the steps, which finds what the first has left; sent : if a GPU runs them
-    alone (`moelab.cache.residency`), how many of a layer's m missing experts come: the others are
-    computed where they lie. The first half is then as a prompt's, of which all come."""
-    L = len(steps[0])
-    pools = Pools(F=round(share * L * E))
-    spare = min(-(-pools.F // SPARE), L * (len(sent) - 1)) if sent else 0
-    residency = Residency(L, E, pools, spare=spare)
-    alone = False
-    for n, step in enumerate(steps):
-        if n == len(steps) // 2:
-            residency.reset_counters()
-            alone = sent is not None
-        residency.begin_forward("decode", alone)
-        for layer, experts in step:
-            states = ((e, residency.state(ExpertKey(layer, e))) for e in sorted(experts))
-            missing = [e for e, state in states if alone and state is not State.FULL]
-            residency.begin(layer, experts, {*missing[sent[len(missing)] :]} if alone else set())
-        residency.end_forward()
-    return residency.counters.hit_rate()
 
 
 def assumed(

@@ -65,7 +65,9 @@ def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
 
 
 def _memory() -> str:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    import psutil
+
+    total = psutil.virtual_memory().total
     return f"{size(total)}, {size(available())} available; read at {size(memory_rate())}/s"
 
 

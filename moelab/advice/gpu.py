@@ -15,7 +15,6 @@ import os
 from dataclasses import dataclass, replace
 from math import comb
 
-from moelab.advice.model import AS_IS, LOSSLESS
 from moelab.advice.question import Question
 from moelab.advice.ways import Way
 from moelab.base.specs import DeviceSpec
@@ -53,15 +52,15 @@ class OnGpu(Question):
         return self.batch == 1 and self.model.spec.model_type in ALONE
 
     @property
-    def threads(self) -> int:
-        """Of the CPU that compute experts."""
-        if not self.alone:
-            return 0
-        return THREADS if self.on_card else min(THREADS, os.cpu_count() or 1)
-
-    @property
     def staging(self) -> int:
         return 2 * self.model.spec.K
+
+    @property
+    def place(self) -> str:
+        return (
+            f"{size(self.memory)} of the GPU's memory, with all that is not there in {size(self.host)} of "
+            "the CPU's (--host)"
+        )
 
     def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
         """As of `Question`, with what the CPU's memory must hold: what is not on the GPU, where some
@@ -76,7 +75,9 @@ class OnGpu(Question):
         if pinned > self.host - RESERVE:
             return None
         ttft = self._prompt(expert, away / (spec.L * spec.E))
-        return replace(way, device="cuda", pinned=pinned, hybrid=self.threads, ttft=ttft)
+        threads = THREADS if self.on_card else min(THREADS, os.cpu_count() or 1)
+        hybrid = threads if self.alone else 0
+        return replace(way, device="cuda", pinned=pinned, hybrid=hybrid, ttft=ttft)
 
     def found(self, share: float, expert: int) -> tuple[float, float, float]:
         """Where the CPU computes some of what misses, less of it comes."""
@@ -89,9 +90,9 @@ class OnGpu(Question):
     def split(self, m: int, expert: int, rates: MachineRates) -> tuple[list[Wanted], list[Wanted]]:
         """Of m missing experts of a layer (those to send, those to compute where they lie)."""
         every = [Wanted(e, 1, expert) for e in range(m)]
-        return split(every, rates.beside(expert)) if self.threads else (every, [])
+        return split(every, rates.beside(expert)) if self.alone else (every, [])
 
-    def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
+    def token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         spec = self.model.spec
         n = round(self.assumed.distinct)
         asked = hit < 1 and not self.alone  # the host, between layers
@@ -107,10 +108,6 @@ class OnGpu(Question):
         }
         return sum(parts.values()), max(parts, key=parts.get)
 
-    def token(self, expert: int, hit: float) -> float:
-        """Seconds of a token of experts of so many bytes, such a share of which is found."""
-        return self._token(expert, hit, MachineRates.of(self.device))[0]
-
     def missing(self, m: int, expert: int, rates: MachineRates) -> float:
         """Seconds of m experts of a layer that are not in the GPU's memory, of one token."""
         near, far = self.split(m, expert, rates)
@@ -120,30 +117,3 @@ class OnGpu(Question):
     def _prompt(self, expert: int, missing: float) -> float:
         spec, rates = self.model.spec, MachineRates.of(self.device)
         return super()._prompt(expert, missing) + spec.L * (rates.layer + rates.step)
-
-    def require_possible(self) -> None:
-        """ValueError: more memory than the GPU has."""
-        if self.memory > (most := 1e9 * self.device["memory_gb"]):
-            raise ValueError(
-                f"memory is {size(self.memory)}, of {self.device.name}, which has {size(most)}; "
-                "--host is of the CPU's memory"
-            )
-
-    def drafts(self, way: Way) -> str:
-        return ""
-
-    def refusal(self) -> ValueError:
-        """The error where no form fits both memories within the loss: what would."""
-        spec = self.model.spec
-        forms = [of for of in self.model.forms() if of in LOSSLESS or self.loss]
-        least = min(forms, key=self.model.expert_bytes)
-        expert = self.model.expert_bytes(least)
-        few = self.fixed + (self.staging + spec.K) * expert
-        every = spec.L * spec.E * expert
-        name = "as they are" if least == AS_IS else f"as {least}"
-        return ValueError(
-            f"{spec.name} does not fit {size(self.memory)} of the GPU's memory and {size(self.host)} "
-            f"of the CPU's{self.allowed}. With experts {name}, {size(every)}, the GPU needs at least "
-            f"{size(few)} (--memory), {size(self.fixed + every)} for all of them, and the CPU "
-            f"{size(RESERVE)} and what is not on the GPU (--host)"
-        )

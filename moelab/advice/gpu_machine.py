@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
-from moelab.advice.machine import figure, machine, memory_rate, quietest, seconds
-from moelab.base.records import Record
-from moelab.base.schema import typed
+from moelab.advice.machine import figure, free, kept_card, memory_rate, seconds
 from moelab.base.specs import DeviceSpec, Figure
-from moelab.bench.results import watched
 from moelab.cards import load_device
 from moelab.offloading.budget import available, available_on
 
@@ -43,43 +39,36 @@ def here() -> DeviceSpec:
         )
     device = torch.device("cuda")
     name = torch.cuda.get_device_name(device)
-
-    def once() -> Record:
-        new, others = watched(lambda: measured(device, name))
-        torch.cuda.empty_cache()  # what it took is free again
-        return {"card": asdict(new), "others": others}
-
-    kept = quietest(f"{machine()}, {name}, {FORMAT}", "gpu", once)
-    found = typed(kept["card"], DeviceSpec)
-    found.figures["others_cores"] = figure(kept["others"], "cores", "what others used meanwhile")
-    for what, free in (("memory", available_on(device)), ("host_memory", available())):
-        found.figures[f"{what}_gb"] = figure(free / 1e9, "GB", "available now")
+    found = kept_card(f"{name}, {FORMAT}", "gpu", lambda: measured(device, name))
+    torch.cuda.empty_cache()  # what measuring took is free again
+    found.figures["memory_gb"] = free(available_on(device))
+    found.figures["host_memory_gb"] = free(available())
     return found
 
 
-def measured(device: Any, name: str, nbytes: int = SIZE, side: int = SIDE) -> DeviceSpec:
+def measured(device: Any, name: str) -> DeviceSpec:
     """A `torch.device` as it is now."""
     import torch
 
     gpu = device.type == "cuda"
-    weights = torch.ones(nbytes // 8192, 4096, dtype=torch.bfloat16, device=device)
-    square = torch.ones(side, side, dtype=torch.bfloat16, device=device)
-    far = torch.ones(nbytes, dtype=torch.uint8, pin_memory=gpu)
-    near = torch.ones(nbytes, dtype=torch.uint8, device=device)
+    weights = torch.ones(SIZE // 8192, 4096, dtype=torch.bfloat16, device=device)
+    square = torch.ones(SIDE, SIDE, dtype=torch.bfloat16, device=device)
+    far = torch.ones(SIZE, dtype=torch.uint8, pin_memory=gpu)
+    near = torch.ones(SIZE, dtype=torch.uint8, device=device)
 
     def least(act: Callable[[], Any]) -> float:
         return min(seconds(lambda: (act(), gpu and torch.cuda.synchronize(device))))
 
     def rate(act: Callable[[], Any], how: str) -> Figure:
-        return figure(nbytes / least(act) / 1e9, "GB/s", f"the best of {how} of {nbytes >> 20} MB")
+        return figure(SIZE / least(act) / 1e9, "GB/s", f"the best of {how} of {SIZE >> 20} MB")
 
-    flops = 2 * side**3 / least(lambda: square @ square)
+    flops = 2 * SIDE**3 / least(lambda: square @ square)
     launch = least(replayed(device)) if gpu else 0.0
     figures = {
         "memory_bandwidth_gbs": rate(lambda: weights @ weights[0], "products with one vector"),
         "link_bandwidth_gbs": rate(lambda: near.copy_(far, non_blocking=True), "copies to the GPU"),
         "link_back_gbs": rate(lambda: far.copy_(near, non_blocking=True), "copies from the GPU"),
-        "bf16_tflops": figure(flops / 1e12, "TFLOPS", f"the best of products of {side}² numbers"),
+        "bf16_tflops": figure(flops / 1e12, "TFLOPS", f"the best of products of {SIDE}² numbers"),
         "host_memory_bandwidth_gbs": figure(
             memory_rate() / 1e9, "GB/s", "the best of all cores' reads"
         ),

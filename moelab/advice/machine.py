@@ -65,36 +65,43 @@ def here(folder: str | Path | None = None) -> DeviceSpec:
     """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
     the system's temporary folder."""
     disk = os.stat(folder or tempfile.gettempdir()).st_dev
+    found = kept_card(f"disk {disk}, {FORMAT}", "machine", lambda: measured(folder))
+    found.figures["memory_gb"] = free(available())
+    return found
 
-    def once() -> Record:
-        new, others = watched(lambda: measured(folder))
-        return {"card": asdict(new), "others": others}
 
-    kept = quietest(f"{machine()}, disk {disk}, {FORMAT}", "machine", once)
+def kept_card(key: str, what: str, measure: Callable[[], DeviceSpec]) -> DeviceSpec:
+    """A card of a part of this machine, from a quiet time or measured now."""
+    kept = quietest(f"{machine()}, {key}", what, lambda: {"card": asdict(measure())})
     found = typed(kept["card"], DeviceSpec)
     found.figures["others_cores"] = figure(kept["others"], "cores", "what others used meanwhile")
-    found.figures["memory_gb"] = figure(available() / 1e9, "GB", "available now")
     return found
+
+
+def free(nbytes: int) -> Figure:
+    """Of memory."""
+    return figure(nbytes / 1e9, "GB", "available now")
 
 
 def quietest(key: str, what: str, measure: Callable[[], Record]) -> Record:
     """What is kept under a key, or measured now; what `others` disturbed is measured again when
-    this machine is quiet, and the less disturbed stays.
+    this machine is quiet, and the less disturbed stays. "others" are the cores that they used.
 
-    measure : returns plain values, and as "others" the cores that others used meanwhile."""
+    measure : returns plain values."""
     name = sha256(key.encode()).hexdigest()[:16]
     file = cache_folder("advice") / f"{name}.{what}.json"
     old = None
     with suppress(OSError, ValueError):  # of a damaged one: it is measured anew
         old = read_json(file, Record)
     if old is None or old["others"] > DISTURBED and why_busy() is None:
-        new = measure()
+        new, others = watched(measure)
+        new["others"] = others
         write_json(file, min(new, old or new, key=lambda one: one["others"]))
         old = read_json(file, Record)
     return old
 
 
-def measured(folder: str | Path | None = None) -> DeviceSpec:
+def measured(folder: str | Path | None) -> DeviceSpec:
     """This machine as it is now."""
     disk, busy, how = disk_rates(folder)
     figures = {
@@ -140,7 +147,7 @@ def flops() -> float:
     return 2 * n**3 / min(seconds(lambda: a @ a))
 
 
-def disk_rates(folder: str | Path | None = None) -> tuple[float, float, str]:
+def disk_rates(folder: str | Path | None) -> tuple[float, float, str]:
     """(bytes/s of reads of `READ` bytes at random places past the page cache, `AT_ONCE` at a time:
     the median and the slowest tenth; what was read).
 

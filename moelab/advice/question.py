@@ -22,8 +22,6 @@ from moelab.offloading.budget import RESERVE, kv_bytes
 from moelab.simulation.costs import MachineRates
 from moelab.simulation.drafts import PassCosts, advised
 
-#: slots of `Question.staging` on a CPU
-STAGING = 2
 #: shares of the memory in which ways are tried beside it
 PARTS = (1.5, 0.75, 0.5)
 
@@ -58,18 +56,16 @@ class Question:
         """Bytes of everything but the experts: other weights, KV cache, process."""
         return self.model.others + self.kv + RESERVE
 
-    def require_possible(self) -> None:
-        """ValueError for what no machine could answer; nothing of a CPU's."""
-
     @property
     def staging(self) -> int:
         """Experts that must have slots beside those that are kept, so that a layer can load while
         it computes."""
-        return STAGING
+        return 2
 
-    def forms(self) -> list[str]:
-        """How experts may be stored."""
-        return self.model.forms()
+    @property
+    def place(self) -> str:
+        """What it is to fit, in words."""
+        return size(self.memory)
 
     def way(self, form: str, expert: int, loss: float | None = None) -> Way | None:
         """A form, of so many bytes an expert in memory, of which nothing else is known yet but its
@@ -97,14 +93,14 @@ class Question:
         fast, rates, slow = self._rates(faster)
         ways = []
         count = self.model.spec.L * self.model.spec.E
-        for form in self.forms():
+        for form in self.model.forms():
             expert = self.model.expert_bytes(form)
             if (way := self.way(form, expert)) is None:
                 continue
             kept = count if way.resident else max(way.budget // expert - self.staging, 0)
             low, hit, high = self.found(kept / count, expert)
-            tpot, limit = self._token(expert, hit, rates)
-            ends = self._token(expert, high, fast)[0], self._token(expert, low, slow)[0]
+            tpot, limit = self.token(expert, hit, rates)
+            ends = self.token(expert, high, fast)[0], self.token(expert, low, slow)[0]
             ways.append(replace(way, hit_rate=hit, tpot=tpot, between=ends, limited_by=limit))
         return ways
 
@@ -121,7 +117,7 @@ class Question:
             found[2] = replace(found[2], read=1e9 * busy.value)
         return [replace(rates, read=faster * rates.read) for rates in found]
 
-    def _token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
+    def token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         """(seconds of a token, what limits it), of experts of so many bytes, such a share of which
         is in memory."""
         touched = self.model.spec.L * self.assumed.distinct * expert
@@ -161,19 +157,20 @@ class Question:
         ids = self.assumed.draw(min(LAYERS, spec.L), [2 * TOKENS], 0)
         return advised([ids], spec.E, way.budget / way.experts, costs)
 
-    @property
-    def allowed(self) -> str:
-        """What loss is, in words that follow others."""
-        return f" with a loss of at most {self.loss:.2%}" if self.loss < inf else ""
-
     def refusal(self) -> ValueError:
-        """The error where nothing that fits is known to lose no more than is allowed."""
+        """The error where nothing that fits is known to lose no more than is allowed: what would."""
         spec = self.model.spec
-        least = -(-(self.fixed + (STAGING + spec.K) * spec.expert_bytes) // 10**6)
+        forms = [of for of in self.model.forms() if of in LOSSLESS or self.loss] or [AS_IS]
+        least = min(forms, key=self.model.expert_bytes)
+        few, every = (
+            size(self.fixed + n * self.model.expert_bytes(least))
+            for n in (self.staging + spec.K, spec.L * spec.E)
+        )
+        allowed = f" with a loss of at most {self.loss:.2%}" if self.loss < inf else ""
         return ValueError(
-            f"{spec.name} does not fit {size(self.memory)}{self.allowed}: "
-            f"the process takes {size(RESERVE)}, other weights {size(self.model.others)}, a KV "
-            f"cache of {self.context * self.batch:,} tokens {size(self.kv)}, and a few experts are "
-            f"needed, too. Give {least}MB or more, or a smaller context or batch, measure the loss "
-            "of few bits (--verify) or allow any (--loss any)"
+            f"{spec.name} does not fit {self.place}{allowed}: the process takes {size(RESERVE)}, other "
+            f"weights {size(self.model.others)}, a KV cache of {self.context * self.batch:,} tokens "
+            f"{size(self.kv)}; with them experts {'' if least == AS_IS else 'as '}{least} need at least "
+            f"{few} (--memory), and {every} for all of them. Give more, or a smaller context or batch, "
+            "measure the loss of few bits (--verify) or allow any (--loss any)"
         )

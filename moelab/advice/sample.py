@@ -27,7 +27,6 @@ from moelab.base.records import Record
 from moelab.base.schema import typed
 from moelab.base.specs import MoESpec
 from moelab.bench.profile import FORMAT, Profile, profile
-from moelab.bench.results import watched
 from moelab.bench.synthesize import VOCABULARY, synthesize
 from moelab.store import fewbit
 
@@ -85,13 +84,8 @@ def sampled(sample: MoESpec, form: str, beside: int) -> Record:
     with tempfile.TemporaryDirectory(dir=cache_folder("advice")) as folder:
         how = {"quantize" if form in fewbit.FORMATS else "codec": form}
         store = synthesize(Path(folder) / form, sample, **how)
-        return asdict(of_store(store)) | {"resident": resident_token(store, beside)}
-
-
-def of_store(source: str | Path) -> Profile:
-    """The profile of a model as `open_model` runs it."""
-    found, others = watched(lambda: profile(source, SECONDS, executor="fast"))
-    return replace(found, others=others)
+        found = profile(store, SECONDS, executor="fast")
+        return asdict(found) | {"resident": resident_token(store, beside)}
 
 
 def resident_token(store: Path, beside: int) -> float:

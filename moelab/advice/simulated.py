@@ -141,8 +141,7 @@ def looked(asked: Question, kept: Kept, **slow: float) -> Look:
         way = replace(way, prefetch=PREFETCH)
         options = {"memory": "100%", "prefetch": PREFETCH} | way.options(model.stored) | slow
         how = {"batch": asked.batch, "look": True}
-        found = real.fresh(str(model.folder), options, asked.memory, **how)
-        return found | {"way": asdict(way), "others": found["profile"]["others"]}
+        return real.fresh(str(model.folder), options, asked.memory, **how) | {"way": asdict(way)}
 
     parts = FORMAT, kept.identity, model.stored, asked.batch, *slow.values()
     found = quietest("-".join(map(str, parts)), "look", once)

@@ -39,7 +39,6 @@ from moelab.simulation.simulator import (
     Simulation,
     Steps,
     flat,
-    ordered,
     simulate,
 )
 
@@ -118,7 +117,7 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way:
             residency,
             machine,
             staging=staging,
-            order=ordered("default", machine),
+            scheduler="default",
             prefetching=prefetching,
         )
 

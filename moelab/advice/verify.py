@@ -31,8 +31,7 @@ from moelab.advice.ways import PROMPT, TIMED, WARM, Way
 from moelab.base.progress import progress
 from moelab.base.records import Record
 from moelab.bench.memory_limit import drop_cached, in_process
-from moelab.bench.profile import measured
-from moelab.bench.results import watched
+from moelab.bench.profile import measured, profile
 from moelab.simulation.fit import fitted
 
 #: seconds that one process may take; windows and tokens by which language loss is measured
@@ -122,7 +121,7 @@ def run(
         if look and not whole:
             report |= _look(lm, ids, options.get("bandwidth", math.inf))
     if look and whole:  # nothing was read
-        report["profile"] = asdict(sample.of_store(source))
+        report["profile"] = asdict(profile(source, sample.SECONDS, executor="fast"))
     return report
 
 
@@ -130,23 +129,18 @@ def _look(lm: Any, ids: Any, bandwidth: float) -> Record:
     """All tokens again for `LOOKED` seconds: seconds of each token of the calmest round, a profile
     of that round, and how late a throttled read comes."""
     this = lm.moelab
-
-    def rounds() -> list[Any]:
-        found = [this.run.since(0)]
-        while this.forwards[-1].end - this.forwards[0].start < LOOKED:
-            first = len(this.forwards)
-            forwards(lm, ids)
-            found.append(this.run.since(first))
-        return found
-
-    found, others = watched(rounds)
+    found = [this.run.since(0)]
+    while this.forwards[-1].end - this.forwards[0].start < LOOKED:
+        first = len(this.forwards)
+        forwards(lm, ids)
+        found.append(this.run.since(first))
     calm = min(found, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
     itself = measured(lm, calm)
     often = replace(itself.machine, predict=fitted(this.run).predict)  # asked for in few tokens
     late = [e.end - e.start - e.bytes / bandwidth for e in this.run.timeline if e.bytes]
     return {
         "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
-        "profile": asdict(replace(itself, machine=often, others=others)),
+        "profile": asdict(replace(itself, machine=often)),
         "late": max(median(late), 0.0) if late else 0.0,
     }
 

@@ -229,16 +229,6 @@ def read_json(path: str | Path, shape: Any = Any) -> Any:
         raise ValueError(f"{path} cannot be read ({error}); delete it or make it again") from error
 
 
-def load_json(path: str | Path, form: str, what: str, remedy: str, shape: Any) -> Any:
-    """As of `load_tensors`: what `shape` says of a JSON file whose "format" is `form`."""
-    path = absolute(path)
-    with naming(path, what, remedy):
-        found = parse_json(path.read_bytes())
-        if not isinstance(found, dict) or found.pop("format", None) != form:
-            raise ValueError(f"it is not of the format {form}")
-        return typed(found, shape)
-
-
 def save_tensors(path: str | Path, form: str, tensors: dict[str, Any], **about: Any) -> Path:
     """Write tensors, the format `form` and what else is `about` them atomically as safetensors, a
     text as it is and all else as JSON; returns the path."""

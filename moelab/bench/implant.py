@@ -90,16 +90,19 @@ def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tens
     words = "ids that were given"
     if isinstance(routing, str | Path):
         routing, words = _named(routing, spec, seed)
+    E = spec.E
     if isinstance(routing, RoutingTrace):
-        if routing.spec.H:  # else E is the largest id and one, not a fact
-            _require("E", routing.spec.E, spec.E)
+        E = routing.spec.E if routing.spec.H else E  # else it is the largest id and one, not a fact
         ids, weights, sequence = routing.ids.long(), routing.weights.float(), routing.sequence
     else:
         ids = torch.from_numpy(np.ascontiguousarray(routing)).long()
         weights, sequence = torch.ones(ids.shape), torch.zeros(len(ids))
-    _require("K", ids.shape[2], spec.K)
-    if ids.shape[1] < spec.L:
-        raise ValueError(f"the routing has {ids.shape[1]} layers; {spec.name} has {spec.L}")
+    L, K = ids.shape[1:]
+    if L < spec.L or (E, K) != (spec.E, spec.K):
+        raise ValueError(
+            f"the routing has {L} layers of E = {E} experts, K = {K} a token; {spec.name} has "
+            f"{spec.L}, E = {spec.E}, K = {spec.K}"
+        )
     whole = ((ids >= 0) & (ids < spec.E))[:, : spec.L].all(2).all(1)
     ids, weights = ids[whole, : spec.L], weights[whole, : spec.L]
     if not len(ids):
@@ -113,11 +116,6 @@ def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tens
         above = torch.linspace(SPREAD, 0, spec.K).expand(ids.shape)
     lengths = torch.unique_consecutive(sequence[whole], return_counts=True)[1]
     return ids, GAP + above, lengths.tolist(), words
-
-
-def _require(name: str, found: int, needed: int) -> None:
-    if found != needed:
-        raise ValueError(f"the routing has {name} = {found}; the model has {name} = {needed}")
 
 
 def _named(routing: str | Path, spec: MoESpec, seed: int) -> tuple[RoutingTrace | np.ndarray, str]:

@@ -8,27 +8,25 @@ long past; devices but the CPU."""
 from __future__ import annotations
 
 import argparse
-import os
-import platform
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 
 from moelab.api import open_model
 from moelab.base.arguments import number, output, whole
-from moelab.base.files import load_json, write_json
+from moelab.base.files import write_json
 from moelab.base.progress import progress
 from moelab.base.schema import Amount, Count, Must, Positive, Size
 from moelab.bench.memory_limit import drop_cached
+from moelab.bench.results import environment
 from moelab.offloading.metrics import metrics
 from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
 
-FORMAT = "moelab.profile/5"
+FORMAT = "moelab.profile/6"
 #: of what experts take
 MEMORY = "50%"
 #: tokens of a prompt, and decoded after it; rounds of both, however long they take
@@ -56,8 +54,6 @@ class Profile:
     dtype: str
     mode: str
     threads: Size
-    when: str
-    where: str
     others: Amount | None = None
     resident: Positive | None = None
 
@@ -79,15 +75,6 @@ class Profile:
             ("a token, half in memory", self.tpot),
         ]
         return [(what, f"{1e3 * seconds:.3f} ms") for what, seconds in rows]
-
-    def save(self, path: str | Path) -> Path:
-        return write_json(path, {"format": FORMAT, **asdict(self)})
-
-    @classmethod
-    def load(cls, path: str | Path) -> Profile:
-        """Read a profile; FileNotFoundError if there is none, ValueError if the file is something
-        else."""
-        return load_json(path, FORMAT, "profile", f"`moelab profile STORE --output {path}`", cls)
 
 
 def profile(
@@ -133,8 +120,6 @@ def measured(lm: Any, run: EngineRun) -> Profile:
         dtype=str(lm.dtype).removeprefix("torch."),
         mode=engine.loader.reader.mode,
         threads=torch.get_num_threads(),
-        when=time.strftime("%Y-%m-%d %H:%M"),
-        where=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     )
 
 
@@ -153,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=output,
         metavar="FILE",
-        help="keep what was measured in a JSON file, for Profile.load",
+        help="keep what was measured in a JSON file",
     )
 
 
@@ -162,5 +147,6 @@ def main(args: argparse.Namespace) -> int:
     for what, seconds in found.table():
         print(f"{what:<30}{seconds:>14}")
     if args.output:
-        print(f"saved as {found.save(args.output)}")
+        kept = {"format": FORMAT} | asdict(found) | {"run": environment()}
+        print(f"saved as {write_json(args.output, kept)}")
     return 0

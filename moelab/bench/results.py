@@ -89,17 +89,19 @@ class BenchFile(TypedDict):
     records: list[BenchRecord]
 
 
-def load_average() -> float | None:
-    """Of the last minute; None where the system does not tell."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+def load_average() -> float:
+    """Of the last minute."""
+    import psutil
+
+    return psutil.getloadavg()[0]
 
 
-def scatter(tries: int = 24) -> float:
+def scatter() -> float:
     """The 90 % over the 10 % quantile of the times of one small computation: 1 on a quiet
     machine."""
     seconds = []
     block = bytes(1 << 22)
-    for _ in range(tries):
+    for _ in range(24):
         start = time.perf_counter()
         hashlib.sha256(block)
         seconds.append(time.perf_counter() - start)
@@ -140,7 +142,7 @@ def why_busy() -> str | None:
     load = load_average()
     spread = scatter()
     cores = os.cpu_count() or 1
-    if load is not None and load > LOAD * cores:
+    if load > LOAD * cores:
         return f"the load average is {load:.1f} on {cores} cores"
     return f"equal work takes {spread:.2f} times as long now and then" if spread > SCATTER else None
 

@@ -68,9 +68,11 @@ def card_of(text: str) -> str | None:
     return next((name for name, its in zip(MODELS, names) if text.lower() in its), None)
 
 
-def load_device(name: str | Path) -> DeviceSpec:
-    """The spec of a device card, by its name or by the path of your own, a .toml. ValueError: there
-    is none."""
+def load_device(name: str | Path | DeviceSpec) -> DeviceSpec:
+    """The spec of a device card, by its name or by the path of your own, a .toml; a spec is what it
+    is. ValueError: there is none."""
+    if isinstance(name, DeviceSpec):
+        return name
     own = Path(name).suffix == ".toml"
     if not own:
         require("card", name, DEVICES)

@@ -78,13 +78,17 @@ def add_batch(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def opened(args: argparse.Namespace) -> Any:
-    """The model of `add_prompts`. FileExistsError: the file is there, and it is not said to replace
-    it."""
-    if writable(args.file).exists() and not args.force:
+def require_new(file: Path, force: bool) -> None:
+    """FileExistsError: the file is there, and it is not said to replace it."""
+    if writable(file).exists() and not force:
         raise FileExistsError(
-            f"{args.file} is there already; choose another name, or replace it with --force"
+            f"{file} is there already; choose another name, or replace it with --force"
         )
+
+
+def opened(args: argparse.Namespace) -> Any:
+    """The model of `add_prompts`. FileExistsError as of `require_new`."""
+    require_new(args.file, args.force)
     name = None if args.model == "small" else args.model
     require_tokenizer(name)
     return open_model(name, experts="external" if args.external else "resident")

@@ -19,7 +19,7 @@ from pathlib import Path
 from moelab.base.arguments import number, output, several
 from moelab.base.table import percent, text_table
 from moelab.calibration import Calibration
-from moelab.evaluation.calibrate import summary
+from moelab.evaluation.calibrate import require_new, summary
 from moelab.simulation.routing import fit
 from moelab.trace import PREFILL, RoutingTrace, load, save_arrays
 from moelab.trace.popularity import has_counts
@@ -69,10 +69,7 @@ def main(args: argparse.Namespace) -> int:
 
 def bring(args: argparse.Namespace) -> int:
     """`import`."""
-    if args.file.exists() and not args.force:
-        raise FileExistsError(
-            f"{args.file} is there already; choose another name, or replace it with --force"
-        )
+    require_new(args.file, args.force)
     (path,) = args.traces
     found = _counts(path, args.model) or load(path, args.model)
     if args.file.suffix == ".safetensors":

@@ -69,8 +69,8 @@ def plain_order(requests: Iterable[Any]) -> Order:
 
 def order_of(scheduler: Any, delays: Any, workers: int) -> Callable[[Any], Order]:
     """A scheduler, by its name or (requests, delays, workers) → `Order`, as it is called with
-    requests alone."""
-    if scheduler == "default" and delays is None:
+    requests alone. None is `plain_order`, as is the default where no delays are known."""
+    if scheduler is None or scheduler == "default" and delays is None:
         return plain_order
     order = make("scheduler", scheduler) if isinstance(scheduler, str) else scheduler
     return lambda requests: order(requests, delays, workers)

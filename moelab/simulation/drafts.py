@@ -8,15 +8,16 @@ memory follows from replaying the passes with the default policy, in one pool.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
+from moelab.base.specs import State
 from moelab.cache.pools import Pools
-from moelab.cache.residency import Residency
+from moelab.cache.residency import SPARE, CacheCounters, Residency
 
 COUNTS = 1, 2, 4, 8  # drafts of a pass that are tried
 ACCEPTANCES = 0.5, 0.7, 0.9, 1.0
@@ -71,23 +72,46 @@ def passes(
     found = list(verified(ids, E, drafts, acceptance))
     if not found:
         raise ValueError(f"no text has {drafts + 1} tokens, for a pass with {drafts} drafts")
-    L = ids[0].shape[1]
-    residency, half = Residency(L, E, Pools(F=round(share * L * E))), len(found) // 2
-    residency.fill()
-    for n, (_, layers) in enumerate(found):
-        if n == half:
-            residency.reset_counters()
-        for layer, experts in enumerate(layers):
-            residency.begin(layer, dict.fromkeys(experts, 1))
-    counted, steps = residency.counters, L * (len(found) - half)
+    half = len(found) // 2
+    counted = second_half([[*enumerate(layers)] for _, layers in found], E, share)
+    steps = ids[0].shape[1] * (len(found) - half)
     tokens = fmean(tokens for tokens, _ in found[half:])
     return Passes(drafts, tokens, counted.requests / steps, counted.misses / steps)
 
 
+def second_half(
+    steps: Sequence[Sequence[tuple[int, Mapping[int, int]]]],
+    E: int,
+    share: float,
+    sent: tuple[int, ...] | None = None,
+) -> CacheCounters:
+    """What the second half of forwards' steps, {expert: tokens} of each layer, finds in memory for a
+    share of all experts, after the first half; sent : if a GPU runs them alone
+    (`moelab.cache.residency`), how many of a layer's m missing experts come: the others are computed
+    where they lie. The first half is then as a prompt's, of which all come."""
+    L = len(steps[0])
+    pools = Pools(F=round(share * L * E))
+    spare = min(-(-pools.F // SPARE), L * (len(sent) - 1)) if sent else 0
+    residency = Residency(L, E, pools, spare=spare)
+    residency.fill()
+    alone = False
+    for n, step in enumerate(steps):
+        if n == len(steps) // 2:
+            residency.reset_counters()
+            alone = sent is not None
+        residency.begin_forward("decode", alone)
+        for layer, experts in step:
+            states = ((e, residency.state((layer, e))) for e in sorted(experts))
+            missing = [e for e, state in states if alone and state is not State.FULL]
+            residency.begin(layer, experts, {*missing[sent[len(missing)] :]} if alone else set())
+        residency.end_forward()
+    return residency.counters
+
+
 def verified(
     ids: Sequence[np.ndarray], E: int, drafts: int, acceptance: float = 1.0, seed: int = 0
-) -> Iterator[tuple[int, list[list[int]]]]:
-    """(tokens that the text goes on by, experts of each layer) of each pass over 1 + `drafts`
+) -> Iterator[tuple[int, list[dict[int, int]]]]:
+    """(tokens that the text goes on by, {expert: 1} of each layer) of each pass over 1 + `drafts`
     positions.
 
     acceptance : of a draft behind right ones. All drafts from the first wrong one on are any
@@ -100,7 +124,8 @@ def verified(
             right = int(wrong.argmax()) if wrong.any() else drafts
             others = text[rng.integers(0, len(text), drafts - right)]
             seen = np.concatenate([text[at : at + 1 + right], others])
-            yield 1 + right, [np.unique(layer[layer < E]).tolist() for layer in seen.swapaxes(0, 1)]
+            layers = (np.unique(layer[layer < E]).tolist() for layer in seen.swapaxes(0, 1))
+            yield 1 + right, [dict.fromkeys(layer, 1) for layer in layers]
             at += 1 + right
 
 

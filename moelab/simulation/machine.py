@@ -165,37 +165,40 @@ class SimulatedMachine:
         if self._disk_free and (found := self.queue.next_read()) is not None:
             self._read(*found)
         elif self._disk_free and self._coming:
-            self._copy(self._coming.pop(0))
+            self._transfer(self._coming.pop(0), ("e", "sm"))
         while self._idle and (found := self.queue.next_decode()) is not None:
             self._decode(*found)
         if self._compute_free and self._ready:
             self._compute_experts(self._ready.popleft())
 
     def _read(self, load: Load, kinds: tuple[str, ...]) -> None:
-        seconds, nbytes = self.delays.read(load.key, "e" in kinds, "sm" in kinds)
-        self._disk_free = False
         if "sm" not in load.reads:
             self._announce(load)
 
-        def then() -> None:
-            self._disk_free = True
+        def done(nbytes: int) -> None:
             if "sm" in kinds:
                 self._announce(load)
             self.queue.read_done(load, kinds, nbytes)
 
-        end = self.now + seconds
-        read = Event(self._source, read_name(kinds), *load.key, self.now, end, nbytes)
-        self._begin(DISK, read, then)
+        self._transfer(load.key, kinds, done)
 
-    def _copy(self, key: ExpertKey) -> None:
-        seconds, nbytes = self.delays.read(key, True, True)
+    def _transfer(
+        self,
+        key: ExpertKey,
+        kinds: tuple[str, ...],
+        done: Callable[[int], object] = lambda nbytes: None,
+    ) -> None:
+        """Disk or link bring an expert's parts; `done` is told of how many bytes."""
+        seconds, nbytes = self.delays.read(key, "e" in kinds, "sm" in kinds)
         self._disk_free = False
 
         def then() -> None:
             self._disk_free = True
+            done(nbytes)
 
-        copied = Event(self._source, "read", *key, self.now, self.now + seconds, nbytes)
-        self._begin(DISK, copied, then)
+        end = self.now + seconds
+        read = Event(self._source, read_name(kinds), *key, self.now, end, nbytes)
+        self._begin(DISK, read, then)
 
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
         worker = heappop(self._idle)

@@ -8,7 +8,7 @@ Left out: sampling between two forwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
@@ -20,7 +20,7 @@ from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import CacheCounters, Residency
 from moelab.cards import load_device
 from moelab.offloading.hybrid import Balance, Rates
-from moelab.offloading.load_queue import Order, PrefetchCounts, order_of, plain_order
+from moelab.offloading.load_queue import PrefetchCounts, order_of
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
 from moelab.offloading.run import EngineRun, Recorded
@@ -86,7 +86,7 @@ def simulate(
     machine: Machine,
     *,
     staging: int | None = None,
-    order: Callable[[Sequence[Any]], Order] = plain_order,
+    scheduler: Any = None,
     prefetching: Prefetching | None = None,
     balance: Balance | None = None,
 ) -> Simulation:
@@ -100,7 +100,8 @@ def simulate(
     machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
         read.
     staging : loads in flight beyond what is kept (None: any number).
-    order : of a step's reads and decoding; by default the engine's.
+    scheduler : orders a step's reads and decoding, by its name or (requests, delays, workers) →
+        `Order`; None: the experts with the most tokens first.
     prefetching : None reads nothing ahead.
     balance : says which experts are computed where they lie; None: none are.
 
@@ -121,6 +122,7 @@ def simulate(
         source="link" if balance is not None or alone else "disk",
     )
     gate = prefetching.gate or PrefetchGate(trials=False)
+    order = order_of(scheduler, machine.delays, machine.workers)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
     done: list[Forward] = []
     predictions = prefetching.predictions
@@ -229,7 +231,7 @@ def replay(
         residency,
         machine,
         staging=settings.staging,
-        order=ordered(scheduler or settings.scheduler, machine),
+        scheduler=scheduler or settings.scheduler,
         prefetching=Prefetching(run.predictions, settings.ahead),
         balance=_balance(run, device),
     )
@@ -244,7 +246,7 @@ def _run(
 ) -> EngineRun:
     """What `replay` plays, of a trace as an engine would be asked for it."""
     if isinstance(run, RoutingTrace):
-        alone = device is not None and "link_bandwidth_gbs" in _card(device).figures
+        alone = device is not None and "link_bandwidth_gbs" in load_device(device).figures
         return run_of(run, memory, pools=pools, alone=alone, hybrid=hybrid)
     if memory is not None or hybrid:
         raise ValueError("memory and hybrid are of a trace; a run has its own: give pools=")
@@ -260,13 +262,8 @@ def _balance(run: EngineRun, device: str | Path | DeviceSpec | None) -> Balance 
     """What decided in a run, or would on a card."""
     if not any(run.rates):
         return None
-    rates = run.rates if device is None else repeat(_beside(_card(device), run))
+    rates = run.rates if device is None else repeat(_beside(load_device(device), run))
     return Balance(run.settings.experts_bytes, rates, run.settings.spec.K)
-
-
-def ordered(scheduler: Any, machine: Machine) -> Callable[[Sequence[Any]], Order]:
-    """A scheduler, by its name or (requests, delays, workers) → `Order`, as `simulate` takes it."""
-    return order_of(scheduler, machine.delays, machine.workers)
 
 
 def machine_of(
@@ -282,7 +279,7 @@ def machine_of(
             "run.since(1), what came after it; `moelab ane plan` models prompts"
         )
     if device is not None:
-        return _on_device(_card(device), run)
+        return _on_device(load_device(device), run)
     where = run.settings.device if run.settings.experts_bytes else "a model in memory"
     alone = any(forward.path == "token" for forward in run.forwards)  # which has told its own times
     if (where != "cpu" and not alone) or not len(run.timeline):
@@ -332,10 +329,6 @@ def _beside(device: DeviceSpec, run: EngineRun) -> Rates:
             "which that could be done (host_memory_bandwidth_gbs): give another card"
         )
     return rates.beside(sum(run.settings.mean_bytes))
-
-
-def _card(device: str | Path | DeviceSpec) -> DeviceSpec:
-    return device if isinstance(device, DeviceSpec) else load_device(device)
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:

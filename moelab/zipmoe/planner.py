@@ -30,10 +30,9 @@ from moelab.models.identity import identity
 from moelab.offloading.offload import Memory
 from moelab.offloading.slots import Sizes
 from moelab.simulation.costs import Delays, Machine
-from moelab.simulation.simulator import Steps, flat, ordered, simulate
+from moelab.simulation.simulator import Steps, flat, simulate
 from moelab.simulation.traced import forwards_of
 from moelab.trace import DECODE, RoutingTrace
-from moelab.zipmoe.affinity import default_order
 from moelab.zipmoe.planning import CachePlan, plans
 from moelab.zipmoe.selection import sample, selection_probabilities
 
@@ -143,7 +142,7 @@ def best_pools(
             residency,
             machine,
             staging=staging,
-            order=ordered(default_order, machine),
+            scheduler="default",
         )
         return CachePlan(one, fmean(end - start for start, end, *_ in run.forwards))
 

@@ -36,7 +36,7 @@ from moelab.advice.verify import run as run_way
 from moelab.advice.verify import stored
 from moelab.advice.ways import PROMPT, TIMED, WARM, Way
 from moelab.base.arguments import number, one_of, several, whole
-from moelab.base.files import load_json, write_json
+from moelab.base.files import read_json, write_json
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
 from moelab.base.specs import MoESpec
@@ -59,7 +59,6 @@ LOSSES = {"lossless": 0.0, "any loss": inf}
 CONTEXT = PROMPT + WARM + TIMED
 #: of a search; simulating models so small takes less than the usual
 SEARCH = 5.0
-FORMAT = "moelab.advised/1"
 
 
 def asked_of(folder: Path, budget: float) -> Question:
@@ -194,7 +193,7 @@ def run(
                 look, costs = prepared(spec, folder, 1e6 * rate)
                 how = look, costs, 1e6 * rate, rounds, known[spec.name]
                 rows |= settings(asked_of(folder, budget), title, *how)
-                write_json(done, {"format": FORMAT, "of": made_by(rounds), "rows": rows})
+                write_json(done, {"of": made_by(rounds), "rows": rows})
         except KeyboardInterrupt:  # it takes minutes: what is done is kept
             conditions["stopped in"] = spec.name
     return {"conditions": conditions, "settings": rows, "summary": summary(rows)}
@@ -208,7 +207,7 @@ def made_by(rounds: int) -> str:
 def resumed(file: Path, rounds: int) -> Records:
     """Settings that an earlier call of the same code has measured in this folder."""
     with suppress(FileNotFoundError, ValueError):
-        kept = load_json(file, FORMAT, "advised settings", "`moelab bench advise`", Record)
+        kept = read_json(file, Record)
         if kept["of"] == made_by(rounds):
             return kept["rows"]
     return {}

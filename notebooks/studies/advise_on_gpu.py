@@ -30,6 +30,7 @@ from moelab.bench.implant import tokens_of
 from moelab.bench.synthesize import scaled, synthesize
 from moelab.cards import load_model
 from moelab.evaluation.intervals import typical
+from moelab.simulation.costs import MachineRates
 from moelab.simulation.routing import routing_of
 
 from .peers import Transformers
@@ -66,15 +67,20 @@ def measured(asked: OnGpu, way: Way, rounds: int) -> tuple[float, float]:
     return typical(map(min, zip(*found[1:]))), hits
 
 
+def seconds(asked: OnGpu, hits: float) -> float:
+    """Predicted of a token of the checkpoint as it is."""
+    expert, rates = asked.model.expert_bytes(AS_IS), MachineRates.of(asked.device)
+    return asked.token(expert, hits, rates)[0]
+
+
 def fitted(asked: OnGpu, every: float, some: float, hits: float) -> OnGpu:
     """The question with launches by which tokens of the checkpoint as it is take `every` seconds with
     all experts in the GPU's memory, and `some` with so many hits."""
-    expert, L = asked.model.expert_bytes(AS_IS), asked.model.spec.L
-    card = asked.device
+    L, card = asked.model.spec.L, asked.device
     layer, step = card["layer_ms"], card["step_ms"]
-    whole = every - asked.token(expert, 1.0)
+    whole = every - seconds(asked, 1.0)
     layer = max(layer + 1e3 * whole / L, 0.0)
-    step = max(step + 1e3 * (some - asked.token(expert, hits) - whole) / L, 0.0)
+    step = max(step + 1e3 * (some - seconds(asked, hits) - whole) / L, 0.0)
     new = {
         name: figure(of, "ms", "this bench")
         for name, of in (("layer_ms", layer), ("step_ms", step))

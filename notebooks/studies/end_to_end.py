@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 from moelab.base.arguments import number, several, whole
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.specs import MoESpec
-from moelab.evaluation import intervals
 from moelab.offloading.budget import kv_bytes, parse_budget
 
 from .grid import (
@@ -38,6 +37,7 @@ from .grid import (
     place_of,
     synthetic,
 )
+from .ratios import median
 from .timing import ENGINE
 
 SPEC = synthetic("synthetic-0.5GB", 5, 32, 4, 1024, 512)
@@ -114,7 +114,7 @@ def over(row: Mapping[str, Any], base: Mapping[str, Any], name: str) -> Numbers:
     """TPOT of a row over another's, median over the tokens, which are the same, and its 95 %
     interval: three cells."""
     ratios = [a / b for a, b in zip(row["each token s"], base["each token s"], strict=True)]
-    return dict(zip((name, "95 % from", "to"), intervals.median(ratios)))
+    return dict(zip((name, "95 % from", "to"), median(ratios)))
 
 
 def together(sections: Sections) -> Rows:

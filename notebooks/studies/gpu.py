@@ -33,10 +33,10 @@ from moelab.base.records import Record
 from moelab.base.specs import DeviceSpec, MoESpec
 from moelab.bench.synthesize import scaled
 from moelab.cards import load_model
-from moelab.evaluation import intervals
 from moelab.offloading.prefetch_gate import ungated
 from moelab.simulation.overlap import overlap
 
+from . import ratios
 from .external_engines import write_gguf
 from .grid import ROUTING, Experiment
 from .peers import Accelerate, Transformers
@@ -218,7 +218,7 @@ def contexts(
             found = interleaved(arms, max(bench.rounds, 6), f"context {length}")
         pairs = zip(found[DEMAND], found[SPECULATIVE])
         saved = [1 - median(two["tpot_s"]) / median(one["tpot_s"]) for one, two in pairs]
-        middle, low, high = intervals.median(saved)
+        middle, low, high = ratios.median(saved)
         most = overlap(spec, at, length)
         rows[f"context {length}"] = {
             "on demand ms": 1e3 * tpot(found[DEMAND]),

@@ -44,7 +44,7 @@ from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.simulation.costs import Machine
 from moelab.simulation.fit import fitted
-from moelab.simulation.simulator import Simulation, flat, ordered, simulate
+from moelab.simulation.simulator import Simulation, flat, simulate
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.zipmoe import selection
 from moelab.zipmoe.planner import best_pools
@@ -231,8 +231,8 @@ class Bench:
         self, steps: Any, forwards: Any, residency: Residency, order: str, machine: Machine
     ) -> Simulation:
         """Steps on a machine, with what is in the cache."""
-        order = ordered(order, machine)
-        return simulate(steps, forwards, residency, machine, staging=self.staging, order=order)
+        how = {"staging": self.staging, "scheduler": order}
+        return simulate(steps, forwards, residency, machine, **how)
 
     # ---- run
 

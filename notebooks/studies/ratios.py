@@ -1,4 +1,4 @@
-"""95 % intervals of ratios, and intervals as metrics and as Markdown, beside the notebooks."""
+"""95 % intervals of ratios and medians, and intervals as metrics and as Markdown, beside the notebooks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,19 @@ def ratio(above: Sequence[float] | np.ndarray, below: Sequence[float] | np.ndarr
     rest = np.square(above - value * below).sum()
     half = t95(n - 1) * math.sqrt(rest * n / (n - 1)) / abs(float(below.sum()))
     return value, value - half, value + half
+
+
+def median(values: Sequence[float] | np.ndarray) -> Interval:
+    """(median, low, high) of values [n], by the sign test: low and high are the values of rank k and
+    n − k + 1, with the largest k for which both tails together have at most 5 % probability. The
+    ends are nan for fewer than six values."""
+    from scipy.stats import binom  # takes a moment to import
+
+    ordered = sorted(map(float, values))
+    n = len(values)
+    k = int(binom.ppf(0.025, n, 0.5))  # values that may lie beyond an end
+    ends = (ordered[k - 1], ordered[n - k]) if k else (math.nan, math.nan)
+    return float(np.median(ordered)), *ends
 
 
 def named(name: str, of: Interval) -> dict[str, float]:

@@ -3,11 +3,13 @@ bound of `ndp_bound`, on three models, simulated: beside notebook 07."""
 
 from __future__ import annotations
 
+import copy
+import traceback
 from contextlib import suppress
 from typing import Any
 
 from moelab.base.progress import progress
-from moelab.bench.arena import Contest, fresh, guarded, once, ranked
+from moelab.bench.arena import Contest, Standing, once
 from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.costs import NotSupported
 from moelab.ndp.simulation import simulate
@@ -23,7 +25,7 @@ ANSWER = 32
 
 
 def rank(mine: Any) -> Contest:
-    """Rank a schedule, a class or an object, by the time of the experts. TypeError: it is none."""
+    """Rank a schedule, a class or an object, by the speed of the experts, 1/s. TypeError: it is none."""
     made = mine if isinstance(mine, type) else type(mine)
     if not issubclass(made, System):
         raise TypeError(f"{made.__name__} is no schedule, a moelab.ndp.systems.System")
@@ -32,11 +34,11 @@ def rank(mine: Any) -> Contest:
     routings = {model: assumed.routing(model, 0, PROMPT, ANSWER) for model in MODELS}
     bounds = {model: prompt_bound(machine, routing) for model, routing in routings.items()}
 
-    def parts(system: System, model: str) -> float:
-        """Milliseconds of the prompt's experts, and of the answer's with loading what it
+    def speed(system: System, model: str) -> float:
+        """One over the seconds of the prompt's experts, and of the answer's with loading what it
         prefetches."""
         result = simulate(machine, system, routings[model])
-        return 1e3 * (result.moe_prefill + (result.moe_decode + result.intermediate))
+        return 1 / (result.moe_prefill + (result.moe_decode + result.intermediate))
 
     def others() -> dict[str, dict[str, float]]:
         found: dict[str, dict[str, float]] = {}
@@ -44,16 +46,18 @@ def rank(mine: Any) -> Contest:
             found[other] = {}
             for model in MODELS:
                 with suppress(NotSupported):  # it keeps experts where this model's do not fit
-                    found[other][model] = parts(assumed.system(other), model)
+                    found[other][model] = speed(assumed.system(other), model)
         return found
 
+    scores, error = {}, ""
+    try:
+        for model in MODELS:
+            scores[model] = speed(mine() if isinstance(mine, type) else copy.deepcopy(mine), model)
+    except Exception:
+        error = traceback.format_exc()
     found = once(("schedules", PROMPT, ANSWER), others)
-
-    own = guarded(MODELS, lambda model: parts(fresh(mine), model), made.__name__)
-    return ranked(
-        "time of the experts (ms)",
-        {model: 1e3 * sum(of) for model, of in bounds.items()},
-        found,
-        own,
-        lower=True,
-    )
+    standings = [Standing(name, False, of) for name, of in found.items()]
+    standings.insert(0, Standing(made.__name__, True, scores, error))
+    contest = Contest({model: 1 / sum(of) for model, of in bounds.items()}, standings)
+    standings.sort(key=lambda one: -sum(contest.share(one, model) for model in MODELS))
+    return contest  # ties: own first

@@ -53,7 +53,7 @@ from moelab.offloading.slots import Sizes, divide
 from moelab.simulation import costs
 from moelab.simulation.costs import RHO, Delays, Linear, delays_in_place, delays_of
 from moelab.simulation.routing import routing_of
-from moelab.simulation.simulator import Steps, flat, ordered, simulate
+from moelab.simulation.simulator import Steps, flat, simulate
 from moelab.trace import PREFILL, RoutingTrace
 from moelab.trace import load as load_trace
 from moelab.zipmoe.measure import quick_delays
@@ -243,8 +243,8 @@ class Machine:
     ) -> list[float]:
         """Seconds of each forward."""
         machine = costs.Machine(clock[0], self.workers, clock[1])
-        order = ordered("default", machine)
-        run = simulate(steps, phases, residency, machine, staging=staging, order=order)
+        how = {"staging": staging, "scheduler": "default"}
+        run = simulate(steps, phases, residency, machine, **how)
         return [forward.end - forward.start for forward in run.forwards]
 
     def without_cache(self, pools: Pools, steps: Steps, batch: int) -> Numbers:

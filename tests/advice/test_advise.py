@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -261,9 +262,8 @@ def test_a_quiet_machine_is_measured_once_and_a_busy_one_again(tmp_path, monkeyp
     def fake(work):
         disk, memory, others = next(rates)
         figures = dict(zip((*names, "fp32_tflops"), (disk, memory, 1.0)))
-        return DeviceSpec("m", {n: Figure(of, "", "measured", "") for n, of in figures.items()}), (
-            others
-        )
+        card = DeviceSpec("m", {n: Figure(of, "", "measured", "") for n, of in figures.items()})
+        return {"card": asdict(card)}, others
 
     monkeypatch.setattr(machine, "watched", fake)
     monkeypatch.setattr(machine, "why_busy", lambda: None)

@@ -126,11 +126,14 @@ def test_what_is_printed_can_be_run(name, monkeypatch):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"memory": "24GB", "host": "8GB"}, "43.5 GB, the GPU needs .* not on the GPU .--host"),
-        ({"memory": "3GB"}, "at least 4.13 GB .--memory., 47.4 GB for all of them"),
+        (
+            {"memory": "24GB", "host": "8GB"},
+            "8 GB of the CPU's .--host.* and 47.4 GB for all of them",
+        ),
+        ({"memory": "3GB"}, "at least 4.13 GB .--memory., and 47.4 GB for all of them"),
         ({"memory": "60GB"}, "RTX 4090, which has 24 GB"),
         ({"memory": "20GB", "device": "m2-max", "host": "8GB"}, "memory beside a GPU"),
-        ({"host": "50%"}, "host is '50%'"),
+        ({"host": "50%"}, "memory is '50%'"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_would(options, words):
@@ -148,7 +151,9 @@ def test_a_gpu_of_this_machine_is_measured_and_stands_beside_its_cpu(tmp_path, m
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path))
     monkeypatch.setattr(gpu_machine, "there", lambda: True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = gpu_machine.measured(device, "a GPU", nbytes=1 << 20, side=64)
+    monkeypatch.setattr(gpu_machine, "SIZE", 1 << 20)
+    monkeypatch.setattr(gpu_machine, "SIDE", 64)
+    found = gpu_machine.measured(device, "a GPU")
     assert gpu.is_gpu(found) and MachineRates.of(found) == MachineRates.of(found, reached=0)
     kinds = {name: of.kind for name, of in found.figures.items()}
     assert kinds.pop("layer_ms") == kinds.pop("step_ms") == kinds.pop("host_trip_ms") == "assumed"

@@ -191,7 +191,7 @@ def test_a_disturbed_profile_is_measured_again_and_the_quieter_one_stays(
 ):
     busy = iter([2.0, 3.0, 0.0])
     monkeypatch.setattr("moelab.advice.machine.why_busy", lambda: None)
-    monkeypatch.setattr(sample, "watched", lambda work: (work(), next(busy)))
+    monkeypatch.setattr("moelab.advice.machine.watched", lambda work: (work(), next(busy)))
     first = sample.measured(MODEL, ["raw"])["raw"]
     assert first.others == 2
     assert sample.measured(MODEL, ["raw"])["raw"] == first  # it was worse the second time

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moelab.evaluation.intervals import interval, median, standard_error, t95
-from notebooks.studies.ratios import ratio
+from moelab.evaluation.intervals import interval, standard_error, t95
+from notebooks.studies.ratios import median, ratio
 
 scipy_stats = pytest.importorskip("scipy.stats")
 

@@ -14,7 +14,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.slots import Sizes
 from moelab.simulation.costs import Delays, Machine
-from moelab.simulation.simulator import flat, ordered, simulate
+from moelab.simulation.simulator import flat, simulate
 from moelab.zipmoe.planner import best_pools, drawn, shares_of
 from tests.models import tiny
 
@@ -45,8 +45,8 @@ def played(pools, delays, scope, policy, warm):
     for step in flat(STEPS[:warm]):
         residency.begin(*step)
     machine, timed = Machine(delays), STEPS[warm:]
-    forwards, order = [(1, "decode")] * len(timed), ordered("default", machine)
-    run = simulate(timed, forwards, residency, machine, staging=2, order=order)
+    forwards = [(1, "decode")] * len(timed)
+    run = simulate(timed, forwards, residency, machine, staging=2, scheduler="default")
     return fmean(forward.end - forward.start for forward in run.forwards)
 
 

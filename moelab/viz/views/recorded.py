@@ -22,7 +22,7 @@ from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun
 from moelab.simulation.costs import Machine
 from moelab.simulation.routing import routing_of
-from moelab.simulation.simulator import Simulation, flat, ordered, simulate
+from moelab.simulation.simulator import Simulation, flat, simulate
 from moelab.simulation.traced import as_opened, run_of
 from moelab.trace import DECODE, RoutingTrace
 
@@ -106,7 +106,7 @@ def replay(
         [forward[2:] for forward in found.run.forwards[warm:]],
         residency,
         replace(machine, workers=settings.workers),
-        order=ordered(settings.scheduler, machine),
+        scheduler=settings.scheduler,
         **how,
     )
 
