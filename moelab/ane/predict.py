@@ -97,13 +97,12 @@ class CPURates:
 
 @dataclass(frozen=True)
 class Cost:
-    """ms of wall time, mJ in all, ms of the whole CPU and of the ANE kept busy; added when one
-    follows the other."""
+    """ms of wall time, mJ in all, ms of the whole CPU kept busy; added when one follows the
+    other."""
 
     ms: float = 0.0
     mj: float = 0.0
     cpu_ms: float = 0.0
-    ane_ms: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -273,7 +272,7 @@ class DeviceModel:
     def on_ane(self, rates: Rates, G: int, C: int) -> Cost:
         """One launch."""
         ms = rates.graph_ms(G, C)
-        return Cost(ms, rates.graph_mj(G, C), ms * self.cpu.waiting, ms)
+        return Cost(ms, rates.graph_mj(G, C), ms * self.cpu.waiting)
 
     def on_cpu(self, ms: float) -> Cost:
         """So many ms of the whole CPU."""

@@ -12,10 +12,9 @@ attention output.
     capacity [E]    a launch: experts of equal capacity, C rows of each, zero-padded; the valid ones are scattered
 
 Rows are counted as a static graph would have them; here an expert computes those of all its
-launches of a chunk at once.
+launches of a step at once.
 
-All tokens of a chunk, padding included, compete for the same places, so the cost of dropping is
-evaluated on texts of one length, a chunk each, or one by one. A step of one token is never dropped
+All tokens of a step, of all texts of a batch and padding included, compete for the same places. A step of one token is never dropped
 by an expert that has any capacity."""
 
 from __future__ import annotations
@@ -32,6 +31,7 @@ from torch import Tensor, nn
 from moelab.base.registry import require
 from moelab.experts.executor import Dispatch, Executor, add_padded, dispatch, local_experts, zeros
 from moelab.experts.located import weighted
+from moelab.models.patches import Patches
 from moelab.static.tiers import Group
 
 #: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens'
@@ -54,7 +54,7 @@ NEED_SALIENCY = ("saliency", "strongest")
 ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
 
 
-class Saliency:
+class Saliency(Patches):
     """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest
     pass (NPUMoE §3.2).
 
@@ -65,20 +65,15 @@ class Saliency:
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Any]) -> None:
+        super().__init__()
         self._attention = {layer.index: _attention_beside(model, layer.name) for layer in layers}
         self._norms: dict[int, Tensor] = {}
 
     def __enter__(self) -> Saliency:
-        self._hooks = [
-            attention.register_forward_hook(partial(self._keep, index))
-            for index, attention in self._attention.items()
-        ]
+        for index, attention in self._attention.items():
+            self.hook(attention.register_forward_hook, partial(self._keep, index))
+        self.callback(self._norms.clear)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._norms.clear()
 
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self._norms:
@@ -142,12 +137,9 @@ class StaticExecutor(Executor):
 
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
     order : which tokens "prune" drops first, a name in `ORDERS`; `saliency` and `seed` are what
-        some need.
-    chunk : consecutive tokens, of batch and sequence flattened, that the capacities are for; None
-    takes each call."""
+        some need."""
 
     lossless = False
-    chunk: int | None = None
 
     def __init__(
         self,
@@ -181,20 +173,12 @@ class StaticExecutor(Executor):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         out = zeros(x, weights, experts)
-        for begin in range(0, len(x), self.chunk or max(len(x), 1)):
-            chunk = slice(begin, begin + self.chunk if self.chunk else None)
-            self._run_chunk(out[chunk], x[chunk], ids[chunk], weights[chunk], experts, chunk)
-        return out.to(x.dtype)
-
-    def _run_chunk(
-        self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any, chunk: slice
-    ) -> None:
         (T, K), E, layer = ids.shape, experts.num_experts, experts.layer
         capacity = self.capacities(layer, T, K, E)
         # one token alone is dropped only by experts without any capacity
         room = torch.tensor([K * (C > 0) if T == 1 else C for C in capacity])
         routed = dispatch(ids, E)
-        kept = self.admitted(routed, room.to(x.device), weights, layer, chunk)
+        kept = self.admitted(routed, room.to(x.device), weights, layer)
         counts, begins = kept.counts.tolist(), kept.offsets.tolist()
         local = set(local_experts(experts))
         rows = [n * (e in local) for e, n in enumerate(self.rows(layer, counts, capacity))]
@@ -205,15 +189,14 @@ class StaticExecutor(Executor):
                 w = weights[tokens, kept.choices[mine]]
                 add_padded(out, x, tokens, w, n, partial(weighted, experts, e))
         self.count(len(routed), len(kept), sum(rows))
+        return out.to(x.dtype)
 
-    def admitted(
-        self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int, chunk: slice
-    ) -> Dispatch:
-        """The choices of a chunk's tokens that are computed: all of them if what overflows is
+    def admitted(self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int) -> Dispatch:
+        """The choices of a step's tokens that are computed: all of them if what overflows is
         launched again, else at most `room` [E] of each expert, the most important ones."""
         if self.overflow == "pad":
             return routed
-        saliency = self.saliency[layer][chunk] if self.order in NEED_SALIENCY else room
+        saliency = self.saliency[layer] if self.order in NEED_SALIENCY else room
         if self.order in NEED_SALIENCY and len(saliency) != len(weights):
             raise ValueError(
                 f"layer {layer} runs {len(weights)} tokens, but the saliency kept for them is of "

@@ -190,13 +190,8 @@ def test_nothing_is_busier_than_the_clock(
     told = prefill_of(model, plan, prompt, loads)
     for cost in (model.prefill(plan, prompt), told):
         for part in (cost.attention, cost.experts, cost.host, cost.total):
-            assert 0 <= part.cpu_ms <= part.ms * (1 + 1e-9) and 0 <= part.ane_ms <= part.ms * (
-                1 + 1e-9
-            )
+            assert 0 <= part.cpu_ms <= part.ms * (1 + 1e-9)
             assert part.mj >= 0
-        assert cost.total.cpu_ms + cost.total.ane_ms >= cost.total.ms * (
-            1 - 1e-9
-        )  # someone always works
     assert -1e-6 <= told.padding.ms <= told.experts.ms * (1 + 1e-9)
     assert 0 <= told.dispatch_ms <= told.total.ms
     assert told.end_to_end.ms - told.total.ms == pytest.approx(
@@ -214,7 +209,7 @@ def test_a_decode_step_is_a_chunk_of_one_token_on_the_cpu():
     step = ULTRA.decode(PHI, 1024)
     attention = 32 * ULTRA.attention(PHI, 1, 1024, "cpu").ms
     assert step.ms == pytest.approx(experts + attention, rel=1e-3)  # the rest is the router
-    assert step.cpu_ms == step.ms and step.ane_ms == 0
+    assert step.cpu_ms == step.ms
     assert ULTRA.decode(PHI, 4096).ms > step.ms
 
 
