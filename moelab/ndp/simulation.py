@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from moelab.base.specs import Event
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
@@ -66,8 +65,7 @@ class NDPRun:
     system : a copy, whose state is this run's. now : seconds since the run began.
     most : experts of each layer that fit the GPU. cached, resident : bool [L, E], which it has
         during the prompt and
-    during the answer. home : int [L, E], the units. loads : what was brought to the GPU between
-        plans.
+    during the answer. home : int [L, E], the units.
     timeless : whether equal situations take equally long, so that steps need not be planned one by
     one."""
 
@@ -84,7 +82,6 @@ class NDPRun:
         told = system.alike or type(system).situations is not System.situations
         self.timeless = told and type(system).after is System.after
         self.now = 0.0
-        self.loads = []
         self.hits = 0  # of experts of decode steps
         self.cached = self._fitting(self.system.resident(self))
 
@@ -186,12 +183,10 @@ class NDPRun:
         return self._load(step.layer, new)
 
     def _load(self, layer: int, new: np.ndarray) -> float:
-        took, size = self.costs.transfer(), self.costs.spec.expert_bytes
-        for expert in np.flatnonzero(new).tolist():
-            end = self.now + took
-            self.loads.append(Event("link", "read weights", layer, expert, self.now, end, size))
-            self.now = end
-        return int(new.sum()) * took
+        """Seconds of loading experts `new`, bool [E], one after the other."""
+        took = int(new.sum()) * self.costs.transfer()
+        self.now += took
+        return took
 
     def begin_decode(self) -> float:
         """Seconds of loading what the system prefetches."""
