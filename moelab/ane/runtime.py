@@ -76,10 +76,6 @@ class PlannedExperts(StaticExecutor):
         """The device runs one graph after the other: its queue is a thread, which a fork loses."""
         self._queue = ThreadPoolExecutor(1, "moelab ane")
 
-    def capacities(self, layer: int, T: int, K: int, E: int) -> Tensor:
-        """Capacities of a layer's experts, [E], whatever the chunk's tokens are."""
-        return self._room[layer]
-
     def mark(self, kind: str, layer: int, until: float | None = None) -> None:
         """Report what the caller's thread has done since the last mark."""
         until = clock() if until is None else until

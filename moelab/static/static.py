@@ -20,7 +20,6 @@ by an expert that has any capacity."""
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -97,15 +96,10 @@ def _attention_beside(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-def experts_of(d: Dispatch) -> Tensor:
-    """The expert of each choice: int64 [n]."""
-    return torch.arange(len(d.counts), device=d.counts.device).repeat_interleave(d.counts)
-
-
-def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor:
-    """Which choices stay: bool [n]. Each expert keeps its capacity [E] of its most important; of
+def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Dispatch:
+    """The choices that stay: each expert keeps its capacity [E] of its most important, by [n]; of
     equals the earlier."""
-    expert = experts_of(d)
+    expert = torch.arange(len(d.counts), device=d.counts.device).repeat_interleave(d.counts)
     by_importance = torch.argsort(importance, descending=True, stable=True)
     order = by_importance[
         torch.argsort(expert[by_importance], stable=True)
@@ -114,15 +108,9 @@ def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor
     rank[order] = (
         torch.arange(len(d), device=order.device) - d.offsets[expert]
     )  # sorted by expert, as `order` is
-    return rank < capacity[expert]
-
-
-def select(d: Dispatch, keep: Tensor) -> Dispatch:
-    """The dispatch of those choices for which `keep` [n] is true."""
-    counts = torch.bincount(experts_of(d)[keep], minlength=len(d.counts))
-    return Dispatch(
-        d.tokens[keep], d.choices[keep], counts, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    )
+    keep, counts = rank < capacity[expert], torch.minimum(d.counts, capacity)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Dispatch(d.tokens[keep], d.choices[keep], counts, offsets)
 
 
 def rows_for(count: int, capacity: int) -> int:
@@ -133,7 +121,7 @@ def rows_for(count: int, capacity: int) -> int:
 
 class StaticExecutor(Executor):
     """Base of executors whose experts have static capacities: subclasses have `capacities`, and
-    perhaps `rows`.
+    perhaps `rows`, or a `run` of their own.
 
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
     order : which tokens "prune" drops first, a name in `ORDERS`; `saliency` and `seed` are what
@@ -162,9 +150,8 @@ class StaticExecutor(Executor):
         self.lossless = overflow == "pad"
         self._rng = torch.Generator().manual_seed(seed)
 
-    @abstractmethod
     def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
-        """Capacity of each expert of a layer for a chunk of T tokens: [E]."""
+        """Capacity of each expert of a layer for a step of T tokens: [E]."""
 
     def rows(self, layer: int, counts: list[int], capacity: Sequence[int]) -> list[int]:
         """Rows that each expert computes, [E], padding included, for `counts` [E] admitted
@@ -204,7 +191,7 @@ class StaticExecutor(Executor):
                 "the batch"
             )
         importance = ORDERS[self.order](routed, weights, saliency, self._rng)
-        return select(routed, within_capacity(routed, room, importance))
+        return within_capacity(routed, room, importance)
 
 
 def capacity_of(T: int, K: int, E: int, factor: float) -> int:
