@@ -67,7 +67,7 @@ def test_the_cpu_takes_what_table_4_says():
         four_chunks.ms == pytest.approx(TABLE_4["expert FFN"][0], rel=1e-5)
         and four_chunks.cpu_ms == four_chunks.ms
     )
-    assert ULTRA.cpu_experts(PHI, np.zeros(4)).ms == 0  # nothing comes, nothing is paid
+    assert ULTRA.cpu_experts(PHI, *np.zeros((2, 4))).ms == 0  # nothing comes, nothing is paid
 
 
 def test_attention_follows_the_rates_of_experts():
@@ -92,9 +92,10 @@ def test_a_layer_waits_for_the_slower_unit():
     layer, loads = plan.layers[0], counts[0] * (256 / tokens)
     on_cpu = [e for group in layer.on("cpu") for e in group.experts]
     ane = sum(ULTRA.rates.graph_ms(len(g.experts), g.capacity) for g in layer.on("ane"))
-    cpu = ULTRA.cpu_experts(PHI, loads[on_cpu]).ms
-    assert on_cpu and ULTRA.experts(plan, layer, loads).ms == pytest.approx(max(ane, cpu))
-    apart = DeviceModel.of(overlap=False).experts(plan, layer, loads)
+    visited = -np.expm1(-loads)
+    cpu = ULTRA.cpu_experts(PHI, loads[on_cpu], visited[on_cpu]).ms
+    assert on_cpu and ULTRA.experts(plan, layer, loads, visited).ms == pytest.approx(max(ane, cpu))
+    apart = DeviceModel.of(overlap=False).experts(plan, layer, loads, visited)
     assert apart.ms == pytest.approx(ane + cpu)
 
 
