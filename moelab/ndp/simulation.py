@@ -143,7 +143,7 @@ class NDPRun:
         by = there[np.argsort(-self.routing.history[layer, ids[there]], kind="stable")]
         return self._step(layer, ids[by].astype(int), np.ones(len(by), int), held[by], 1, True)
 
-    def forward(self, number: int, seconds: Callable[[Plan], float]) -> float:
+    def forward(self, number: int, seconds: Callable[[Plan, Costs], float]) -> float:
         """Seconds of the experts of a forward, 0 being the prompt, by `seconds` of each plan; `now`
         moves on."""
         counts = self.routing.counts() if not number else None
@@ -158,7 +158,7 @@ class NDPRun:
             )
             if number:
                 self.hits += int(plan.step.resident.sum())
-            layer_took = seconds(plan)
+            layer_took = seconds(plan, self.costs)
             self.now += layer_took
             took += layer_took + self._keep(plan)
         return took
@@ -237,16 +237,14 @@ def simulate(
     GPU. ValueError: the system plans a step wrongly, or keeps more than fits."""
     run = NDPRun(hardware, system, routing)
     forwards = range(1, len(routing.decode) + 1)
-    prefill = run.forward(0, lambda plan: seconds(plan, run.costs))
+    prefill = run.forward(0, seconds)
     x = run.x
     loading = run.begin_decode()
     if run.timeless:
         decode = float(run.decode_seconds(routing.decode, run.resident, seconds).sum())
         run.hits = int(hits(run.resident, routing.decode).sum())
     else:
-        decode = sum(
-            run.forward(number, lambda plan: seconds(plan, run.costs)) for number in forwards
-        )
+        decode = sum(run.forward(number, seconds) for number in forwards)
     asked = int((routing.decode < routing.spec.E).sum())
     return Result(
         prefill,

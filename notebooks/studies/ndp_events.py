@@ -177,10 +177,10 @@ def timeline(
         dense = run.dense(number) / routing.spec.L
         shown = []
 
-        def seconds(plan: Plan) -> float:
+        def seconds(plan: Plan, costs: Costs) -> float:
             now = run.now - left_out
             shown.append(Event("gpu", "other", plan.step.layer, -1, now - dense, now))
-            took, new = simulate_layer(plan, run.costs, plan.step.layer, now)
+            took, new = simulate_layer(plan, costs, plan.step.layer, now)
             shown.extend(new)
             return took
 
