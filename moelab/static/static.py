@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,6 @@ from torch import Tensor, nn
 from moelab.base.registry import require
 from moelab.experts.executor import Dispatch, Executor, add_padded, dispatch, local_experts, zeros
 from moelab.experts.located import weighted
-from moelab.models.patches import Patches
 from moelab.static.tiers import Group
 
 #: importance of each choice [n] of a dispatch, from the routing weights [T, K], the tokens'
@@ -53,7 +53,7 @@ NEED_SALIENCY = ("saliency", "strongest")
 ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
 
 
-class Saliency(Patches):
+class Saliency(ExitStack):
     """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest
     pass (NPUMoE §3.2).
 
@@ -70,7 +70,7 @@ class Saliency(Patches):
 
     def __enter__(self) -> Saliency:
         for index, attention in self._attention.items():
-            self.hook(attention.register_forward_hook, partial(self._keep, index))
+            self.callback(attention.register_forward_hook(partial(self._keep, index)).remove)
         self.callback(self._norms.clear)
         return self
 
