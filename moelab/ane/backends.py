@@ -15,7 +15,6 @@ fixed-shape input."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -41,46 +40,34 @@ Runner = Callable[[Path], Any]
 Told = Callable[[int, float, float], None]
 
 
-class Backend(ABC):
-    """Runs the launches of a plan; `name` says how, and `resource` is its row of a timeline."""
+class TorchBackend:
+    """Runs the launches of a plan by the model's own weights and arithmetic, expert by expert.
 
-    name: str
-    resource: str
-    plan: ANEPlan
-
-    def require(self, model: Any) -> None:
-        """ValueError unless it has the weights of this model."""
-
-    @abstractmethod
-    def experts(
-        self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
-    ) -> Tensor:
-        """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G,
-        C, H]."""
-
-    def attention(self, model: Any, told: Told) -> AbstractContextManager:
-        """Within the block, attention runs here where the plan says "ane", and each run is told."""
-        return nullcontext()
-
-
-class TorchBackend(Backend):
-    """The model's own weights and arithmetic, expert by expert."""
+    name : says how it runs them. resource : its row of a timeline."""
 
     name = resource = "torch"
 
     def __init__(self, plan: ANEPlan) -> None:
         self.plan = plan
 
+    def require(self, model: Any) -> None:
+        """ValueError unless it has the weights of this model."""
+
+    def attention(self, model: Any, told: Told) -> AbstractContextManager:
+        """Within the block, attention runs here where it has graphs of it, and each run is told."""
+        return nullcontext()
+
     def experts(
         self, layer: int, group: int, buffer: Tensor, scale: Tensor, experts: Any
     ) -> Tensor:
-        """Outputs [G, C, H] of a group's experts for a buffer [G, C, H], weighted by [G, C]."""
+        """One launch of a layer's group: buffer [G, C, H] with routing weights scale [G, C] → [G,
+        C, H]."""
         members = self.plan.layers[layer].groups[group].experts
         rows = zip(members, buffer, scale)
         return torch.stack([experts.weighted(x, w, experts.weights(e)) for e, x, w in rows])
 
 
-class ConvertedBackend(Backend):
+class ConvertedBackend(TorchBackend):
     """The packages of a converted model, all loaded.
 
     mode : of the evaluator, "double" or "fp16". runner : what runs a package instead of it; `name`
@@ -93,7 +80,8 @@ class ConvertedBackend(Backend):
         runner: Runner | None = None,
         name: str = "evaluator",
     ) -> None:
-        self.converted, self.name, self.plan = converted, name, converted.plan
+        super().__init__(converted.plan)
+        self.converted, self.name = converted, name
         self.resource = "evaluator" if runner is None else "ane"
         self.exact = mode == "double" and runner is None
         runner = runner or partial(Evaluator, mode=mode)

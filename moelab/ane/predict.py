@@ -97,13 +97,12 @@ class CPURates:
 
 @dataclass(frozen=True)
 class Cost:
-    """ms of wall time, mJ in all, ms of the whole CPU and of the ANE kept busy; added when one
-    follows the other."""
+    """ms of wall time, mJ in all, ms of the whole CPU kept busy; added when one follows the
+    other."""
 
     ms: float = 0.0
     mj: float = 0.0
     cpu_ms: float = 0.0
-    ane_ms: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
@@ -170,14 +169,10 @@ class DeviceModel:
                 "weight (--weights), or a larger machine (--device)"
             )
 
-    def cpu_experts(
-        self, spec: MoESpec, loads: np.ndarray, visited: np.ndarray | None = None
-    ) -> Cost:
+    def cpu_experts(self, spec: MoESpec, loads: np.ndarray, visited: np.ndarray) -> Cost:
         """Experts on the CPU, each with its tokens; `loads` are counts, or means of them.
 
-        visited : share of chunks in which each expert gets any token; None estimates it as if
-        tokens were independent."""
-        visited = -np.expm1(-loads) if visited is None else visited
+        visited : share of chunks in which each expert gets any token."""
         size = spec.expert_params / REFERENCE_PARAMS
         return self.on_cpu(
             size * float(self.cpu.expert_ms * visited.sum() + self.cpu.row_ms * loads.sum())
@@ -213,16 +208,16 @@ class DeviceModel:
         return self.on_cpu(self.cpu.dispatch_ms * heavy)
 
     def experts(
-        self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray | None = None
+        self, plan: ANEPlan, layer: LayerPlan, loads: np.ndarray, visited: np.ndarray
     ) -> Cost:
-        """One MoE layer's experts in a chunk; loads [E]."""
+        """One MoE layer's experts in a chunk; loads and visited [E], as of `cpu_experts`."""
         spec = plan.spec
         size = spec.expert_params / REFERENCE_PARAMS
         rates = self.rates.scaled(size, size)
         graphs = (self.on_ane(rates, len(g.experts), g.capacity) for g in layer.on("ane"))
         ane = sum(graphs, Cost())
         cold = layer.cold
-        cpu = self.cpu_experts(spec, loads[cold], None if visited is None else visited[cold])
+        cpu = self.cpu_experts(spec, loads[cold], visited[cold])
         together = (
             self.placing(plan, layer) + ane + cpu + self.dense(spec, spec.shared_I, plan.chunk)
         )
@@ -243,7 +238,8 @@ class DeviceModel:
                 f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew"
             )
         spec = plan.spec
-        means, visited = _expected(plan), [None] * spec.L
+        means = _expected(plan)
+        visited = -np.expm1(-means)  # as if tokens were independent
         if loads is not None:
             means, visited = loads.mean(0), (loads > 0).mean(0)
         attention, experts = Cost(), Cost()
@@ -273,7 +269,7 @@ class DeviceModel:
     def on_ane(self, rates: Rates, G: int, C: int) -> Cost:
         """One launch."""
         ms = rates.graph_ms(G, C)
-        return Cost(ms, rates.graph_mj(G, C), ms * self.cpu.waiting, ms)
+        return Cost(ms, rates.graph_mj(G, C), ms * self.cpu.waiting)
 
     def on_cpu(self, ms: float) -> Cost:
         """So many ms of the whole CPU."""

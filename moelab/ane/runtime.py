@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moelab.ane.backends import Backend, TorchBackend
+from moelab.ane.backends import TorchBackend
 from moelab.ane.plan import Account, ANEPlan, PlannedGroup
 from moelab.base.forks import renew_in_children
 from moelab.base.specs import Event
@@ -49,12 +49,12 @@ class PlannedExperts(StaticExecutor):
         that need them.
     timeline : where it reports what backend and CPU do.
     below : an engine that loads and computes the experts of the CPU; None: the layer's executor.
-    by_layer : [L] exact counts over all chunks; decode steps are not among them.
+    total : exact counts over all layers and chunks; decode steps are not among them.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        backend: TorchBackend,
         overflow: str = "prune",
         order: str = "saliency",
         saliency: Saliency | None = None,
@@ -65,7 +65,7 @@ class PlannedExperts(StaticExecutor):
         self.backend, self.plan = backend, backend.plan
         self.timeline = Timeline() if timeline is None else timeline
         self.below: Engine | None = None
-        self.by_layer = [Account() for _ in self.plan.layers]
+        self.total = Account()
         self._room = [_room(layer.groups, self.plan) for layer in self.plan.layers]
         self._cold = [layer.cold for layer in self.plan.layers]
         self._since = clock()  # what the caller's thread does now began
@@ -75,15 +75,6 @@ class PlannedExperts(StaticExecutor):
     def forked(self) -> None:
         """The device runs one graph after the other: its queue is a thread, which a fork loses."""
         self._queue = ThreadPoolExecutor(1, "moelab ane")
-
-    @property
-    def total(self) -> Account:
-        """Sums over all layers, of `chunks` too."""
-        return sum(self.by_layer, Account())
-
-    def capacities(self, layer: int, T: int, K: int, E: int) -> Tensor:
-        """Capacities of a layer's experts, [E], whatever the chunk's tokens are."""
-        return self._room[layer]
 
     def mark(self, kind: str, layer: int, until: float | None = None) -> None:
         """Report what the caller's thread has done since the last mark."""
@@ -107,7 +98,7 @@ class PlannedExperts(StaticExecutor):
                 f"{len(x)} tokens at once, but the plan's chunks have {self.plan.chunk}: run "
                 "the model inside `with prefill_through(…)`, which cuts prompts into chunks"
             )
-        kept = self.admitted(routed, self._room[layer], weights, layer, slice(None))
+        kept = self.admitted(routed, self._room[layer], weights, layer)
         count = Account(chunks=1, routed=len(routed))
         out, flights = zeros(x, weights, experts), []
         try:
@@ -137,7 +128,7 @@ class PlannedExperts(StaticExecutor):
         finally:
             for *_, flight in flights:
                 flight.cancel()
-        self.by_layer[layer] += count
+        self.total += count
         self.count(count.routed, count.executed, count.slots)
         return out.to(x.dtype)
 
@@ -228,7 +219,7 @@ def _room(groups: Sequence[PlannedGroup], plan: ANEPlan) -> Tensor:
 @contextmanager
 def prefill_through(
     model: Any,
-    through: ANEPlan | Backend,
+    through: ANEPlan | TorchBackend,
     *,
     overflow: str = "prune",
     order: str = "saliency",

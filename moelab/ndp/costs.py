@@ -54,14 +54,9 @@ class Costs:
         return self._roofline(n, self.hardware.host_bandwidth, self.hardware.host_flops)
 
     @cached_property
-    def activation_bytes(self) -> int:
-        """Bytes of one token at the input or the output of an expert."""
-        return ACTIVATION_BYTES * self.spec.H
-
-    @cached_property
     def activation(self) -> float:
         """Seconds of sending one token over the link, in a message of its own."""
-        return self.activation_bytes / self.hardware.link + self.hardware.latency
+        return ACTIVATION_BYTES * self.spec.H / self.hardware.link + self.hardware.latency
 
     def balance_terms(self, n: float = 1.0, pieces: int = 1) -> dict[str, float]:
         """The arguments of `moelab.ndp.balance.balance` for experts of n tokens, sent in so many

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from moelab.base.specs import Event
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
@@ -66,8 +65,7 @@ class NDPRun:
     system : a copy, whose state is this run's. now : seconds since the run began.
     most : experts of each layer that fit the GPU. cached, resident : bool [L, E], which it has
         during the prompt and
-    during the answer. home : int [L, E], the units. loads : what was brought to the GPU between
-        plans.
+    during the answer. home : int [L, E], the units.
     timeless : whether equal situations take equally long, so that steps need not be planned one by
     one."""
 
@@ -84,7 +82,6 @@ class NDPRun:
         told = system.alike or type(system).situations is not System.situations
         self.timeless = told and type(system).after is System.after
         self.now = 0.0
-        self.loads = []
         self.hits = 0  # of experts of decode steps
         self.cached = self._fitting(self.system.resident(self))
 
@@ -146,7 +143,7 @@ class NDPRun:
         by = there[np.argsort(-self.routing.history[layer, ids[there]], kind="stable")]
         return self._step(layer, ids[by].astype(int), np.ones(len(by), int), held[by], 1, True)
 
-    def forward(self, number: int, seconds: Callable[[Plan], float]) -> float:
+    def forward(self, number: int, seconds: Callable[[Plan, Costs], float]) -> float:
         """Seconds of the experts of a forward, 0 being the prompt, by `seconds` of each plan; `now`
         moves on."""
         counts = self.routing.counts() if not number else None
@@ -161,7 +158,7 @@ class NDPRun:
             )
             if number:
                 self.hits += int(plan.step.resident.sum())
-            layer_took = seconds(plan)
+            layer_took = seconds(plan, self.costs)
             self.now += layer_took
             took += layer_took + self._keep(plan)
         return took
@@ -186,12 +183,10 @@ class NDPRun:
         return self._load(step.layer, new)
 
     def _load(self, layer: int, new: np.ndarray) -> float:
-        took, size = self.costs.transfer(), self.costs.spec.expert_bytes
-        for expert in np.flatnonzero(new).tolist():
-            end = self.now + took
-            self.loads.append(Event("link", "read weights", layer, expert, self.now, end, size))
-            self.now = end
-        return int(new.sum()) * took
+        """Seconds of loading experts `new`, bool [E], one after the other."""
+        took = int(new.sum()) * self.costs.transfer()
+        self.now += took
+        return took
 
     def begin_decode(self) -> float:
         """Seconds of loading what the system prefetches."""
@@ -242,16 +237,14 @@ def simulate(
     GPU. ValueError: the system plans a step wrongly, or keeps more than fits."""
     run = NDPRun(hardware, system, routing)
     forwards = range(1, len(routing.decode) + 1)
-    prefill = run.forward(0, lambda plan: seconds(plan, run.costs))
+    prefill = run.forward(0, seconds)
     x = run.x
     loading = run.begin_decode()
     if run.timeless:
         decode = float(run.decode_seconds(routing.decode, run.resident, seconds).sum())
         run.hits = int(hits(run.resident, routing.decode).sum())
     else:
-        decode = sum(
-            run.forward(number, lambda plan: seconds(plan, run.costs)) for number in forwards
-        )
+        decode = sum(run.forward(number, seconds) for number in forwards)
     asked = int((routing.decode < routing.spec.E).sum())
     return Result(
         prefill,

@@ -20,7 +20,7 @@ from moelab.parallel.dense import cut_dense
 from moelab.parallel.exchange import Exchange, Grid
 from moelab.parallel.router import route_in_sequence
 from moelab.parallel.sharding import ShardedExperts
-from moelab.static.parallelism import Parallelism, choose
+from moelab.static.parallelism import choose
 
 #: the default of a run on several ranks: the only way that is exact to the bit
 DEFAULT = "ep-a2a"
@@ -65,7 +65,9 @@ def open_parallel(
         )
     model = open_checkpoint(name_or_path, experts="external", dtype=dtype, device=device)
     if parallel == "auto":
-        parallel, tp = _variant(choose(model.spec, W), inner)
+        tp = choose(model.spec, W).tp
+        # of the ways of spreading whole experts the exact one, or else that of the fewest rows
+        parallel = "ep-dedup" if inner and tp == 1 else variant_of(tp)
     grid = Grid(degree(parallel, W, tp))
     if sequence_router:
         route_in_sequence(discover(model), grid.world)
@@ -79,14 +81,6 @@ def open_parallel(
     )
     plug(model, executor=VARIANTS[parallel](grid, inner), source=model.shards)
     return model
-
-
-def _variant(advice: Parallelism, inner: Executor | None) -> tuple[str, int]:
-    """What does as advised, and its tp; of the ways of spreading whole experts the exact one, or
-    else the one that sends the fewest rows."""
-    if advice.tp == 1:
-        return ("ep-dedup" if inner else DEFAULT), 1
-    return ("tp" if advice.ep == 1 else "tp-ep"), advice.tp
 
 
 def first_ranks(scores: torch.Tensor, world: Exchange) -> torch.Tensor:

@@ -12,7 +12,7 @@ there were always room."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -30,9 +30,6 @@ from moelab.trace import RoutingTrace
 
 #: (ids [T, K], weights [T, K])
 Prediction = tuple[Tensor, Tensor]
-#: (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted; with a true
-#: attribute `residual`, what is added to those of its router on q
-Estimate = Callable[[Tensor, int], Tensor]
 #: what predictors are made of, as keyword arguments, and where it comes from
 INGREDIENTS = {
     "vectors": "vectors= (--vectors FILE); `moelab train vectors MODEL FILE` measures them",
@@ -154,6 +151,8 @@ class Hybrid(Quasi):
     """Per layer the estimator or the next router on q, whichever was better on validation (§6.3,
     Hybrid-PF).
 
+    estimator : (q [T, H], predicting layer) → logits [T, E] of the layer that is predicted; with a
+        true attribute `residual`, what is added to those of its router on q.
     choice : bool for each of the L layers; `moelab.speculate.training.choose` finds it.
     """
 

@@ -51,9 +51,9 @@ class Rows:
         #: tokens that are read together
         self.size = max(1, BUFFER // (2 * trace.residuals[:1].nbytes))
 
-    def all(self) -> Iterator[Tensor]:
+    def all(self) -> tuple[Tensor, ...]:
         """Tokens [n] of the whole trace, a buffer at a time."""
-        return iter(torch.arange(len(self.trace)).split(self.size))
+        return torch.arange(len(self.trace)).split(self.size)
 
     def layers(self, tokens: Tensor) -> Iterator[tuple[int, MoELayer, Tensor, Tensor, Tensor]]:
         """(predicting layer, predicted one, q [R, H], s there [R, H], ids there [R, K]) of tokens

@@ -12,17 +12,16 @@ attention output.
     capacity [E]    a launch: experts of equal capacity, C rows of each, zero-padded; the valid ones are scattered
 
 Rows are counted as a static graph would have them; here an expert computes those of all its
-launches of a chunk at once.
+launches of a step at once.
 
-All tokens of a chunk, padding included, compete for the same places, so the cost of dropping is
-evaluated on texts of one length, a chunk each, or one by one. A step of one token is never dropped
+All tokens of a step, of all texts of a batch and padding included, compete for the same places. A step of one token is never dropped
 by an expert that has any capacity."""
 
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -54,7 +53,7 @@ NEED_SALIENCY = ("saliency", "strongest")
 ATTENTION = ("self_attn", "attention", "attn", "self_attention", "linear_attn")
 
 
-class Saliency:
+class Saliency(ExitStack):
     """Context manager: while it is open, `saliency[layer]` are the norms [T] of that layer's latest
     pass (NPUMoE §3.2).
 
@@ -65,20 +64,15 @@ class Saliency:
     """
 
     def __init__(self, model: nn.Module, layers: Iterable[Any]) -> None:
+        super().__init__()
         self._attention = {layer.index: _attention_beside(model, layer.name) for layer in layers}
         self._norms: dict[int, Tensor] = {}
 
     def __enter__(self) -> Saliency:
-        self._hooks = [
-            attention.register_forward_hook(partial(self._keep, index))
-            for index, attention in self._attention.items()
-        ]
+        for index, attention in self._attention.items():
+            self.callback(attention.register_forward_hook(partial(self._keep, index)).remove)
+        self.callback(self._norms.clear)
         return self
-
-    def __exit__(self, *error: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._norms.clear()
 
     def __getitem__(self, layer: int) -> Tensor:
         if layer not in self._norms:
@@ -102,15 +96,10 @@ def _attention_beside(model: nn.Module, name: str) -> nn.Module:
     )
 
 
-def experts_of(d: Dispatch) -> Tensor:
-    """The expert of each choice: int64 [n]."""
-    return torch.arange(len(d.counts), device=d.counts.device).repeat_interleave(d.counts)
-
-
-def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor:
-    """Which choices stay: bool [n]. Each expert keeps its capacity [E] of its most important; of
+def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Dispatch:
+    """The choices that stay: each expert keeps its capacity [E] of its most important, by [n]; of
     equals the earlier."""
-    expert = experts_of(d)
+    expert = torch.arange(len(d.counts), device=d.counts.device).repeat_interleave(d.counts)
     by_importance = torch.argsort(importance, descending=True, stable=True)
     order = by_importance[
         torch.argsort(expert[by_importance], stable=True)
@@ -119,15 +108,9 @@ def within_capacity(d: Dispatch, capacity: Tensor, importance: Tensor) -> Tensor
     rank[order] = (
         torch.arange(len(d), device=order.device) - d.offsets[expert]
     )  # sorted by expert, as `order` is
-    return rank < capacity[expert]
-
-
-def select(d: Dispatch, keep: Tensor) -> Dispatch:
-    """The dispatch of those choices for which `keep` [n] is true."""
-    counts = torch.bincount(experts_of(d)[keep], minlength=len(d.counts))
-    return Dispatch(
-        d.tokens[keep], d.choices[keep], counts, torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    )
+    keep, counts = rank < capacity[expert], torch.minimum(d.counts, capacity)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return Dispatch(d.tokens[keep], d.choices[keep], counts, offsets)
 
 
 def rows_for(count: int, capacity: int) -> int:
@@ -138,16 +121,13 @@ def rows_for(count: int, capacity: int) -> int:
 
 class StaticExecutor(Executor):
     """Base of executors whose experts have static capacities: subclasses have `capacities`, and
-    perhaps `rows`.
+    perhaps `rows`, or a `run` of their own.
 
     overflow : "prune" or "pad"; with "pad" the executor is lossless.
     order : which tokens "prune" drops first, a name in `ORDERS`; `saliency` and `seed` are what
-        some need.
-    chunk : consecutive tokens, of batch and sequence flattened, that the capacities are for; None
-    takes each call."""
+        some need."""
 
     lossless = False
-    chunk: int | None = None
 
     def __init__(
         self,
@@ -170,9 +150,8 @@ class StaticExecutor(Executor):
         self.lossless = overflow == "pad"
         self._rng = torch.Generator().manual_seed(seed)
 
-    @abstractmethod
     def capacities(self, layer: int, T: int, K: int, E: int) -> Sequence[int]:
-        """Capacity of each expert of a layer for a chunk of T tokens: [E]."""
+        """Capacity of each expert of a layer for a step of T tokens: [E]."""
 
     def rows(self, layer: int, counts: list[int], capacity: Sequence[int]) -> list[int]:
         """Rows that each expert computes, [E], padding included, for `counts` [E] admitted
@@ -181,20 +160,12 @@ class StaticExecutor(Executor):
 
     def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
         out = zeros(x, weights, experts)
-        for begin in range(0, len(x), self.chunk or max(len(x), 1)):
-            chunk = slice(begin, begin + self.chunk if self.chunk else None)
-            self._run_chunk(out[chunk], x[chunk], ids[chunk], weights[chunk], experts, chunk)
-        return out.to(x.dtype)
-
-    def _run_chunk(
-        self, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, experts: Any, chunk: slice
-    ) -> None:
         (T, K), E, layer = ids.shape, experts.num_experts, experts.layer
         capacity = self.capacities(layer, T, K, E)
         # one token alone is dropped only by experts without any capacity
         room = torch.tensor([K * (C > 0) if T == 1 else C for C in capacity])
         routed = dispatch(ids, E)
-        kept = self.admitted(routed, room.to(x.device), weights, layer, chunk)
+        kept = self.admitted(routed, room.to(x.device), weights, layer)
         counts, begins = kept.counts.tolist(), kept.offsets.tolist()
         local = set(local_experts(experts))
         rows = [n * (e in local) for e, n in enumerate(self.rows(layer, counts, capacity))]
@@ -205,15 +176,14 @@ class StaticExecutor(Executor):
                 w = weights[tokens, kept.choices[mine]]
                 add_padded(out, x, tokens, w, n, partial(weighted, experts, e))
         self.count(len(routed), len(kept), sum(rows))
+        return out.to(x.dtype)
 
-    def admitted(
-        self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int, chunk: slice
-    ) -> Dispatch:
-        """The choices of a chunk's tokens that are computed: all of them if what overflows is
+    def admitted(self, routed: Dispatch, room: Tensor, weights: Tensor, layer: int) -> Dispatch:
+        """The choices of a step's tokens that are computed: all of them if what overflows is
         launched again, else at most `room` [E] of each expert, the most important ones."""
         if self.overflow == "pad":
             return routed
-        saliency = self.saliency[layer][chunk] if self.order in NEED_SALIENCY else room
+        saliency = self.saliency[layer] if self.order in NEED_SALIENCY else room
         if self.order in NEED_SALIENCY and len(saliency) != len(weights):
             raise ValueError(
                 f"layer {layer} runs {len(weights)} tokens, but the saliency kept for them is of "
@@ -221,7 +191,7 @@ class StaticExecutor(Executor):
                 "the batch"
             )
         importance = ORDERS[self.order](routed, weights, saliency, self._rng)
-        return select(routed, within_capacity(routed, room, importance))
+        return within_capacity(routed, room, importance)
 
 
 def capacity_of(T: int, K: int, E: int, factor: float) -> int:

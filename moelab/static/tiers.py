@@ -11,7 +11,7 @@ not say, its example apart ("top quartile gets 4x base capacity", §1). `slack` 
 capacities: less drops more tokens, more pads more. Where loads vary much, 1 gives the drops and
 padding of NPUMoE's Table 3 (10–22 %, 32–37 %); the shipped small model drops that much at 0.75.
 
-    counts [E] or [L, E]     tokens: how many tokens were counted
+    counts [L, E]     tokens: how many tokens were counted
     capacity [E], each one of `levels`, multiples of 16 (NPUMoE §3.2)
 """
 
@@ -58,8 +58,7 @@ def capacity_tiers(
 ) -> list[Tiers]:
     """Tiers of every layer from calibrated counts (NPUMoE §4.1).
 
-    counts : [E] or [L, E], routings to each expert (numpy or torch), e.g.
-        `calibration.counts(PREFILL)`.
+    counts : [L, E], routings to each expert (numpy or torch), e.g. `calibration.counts(PREFILL)`.
     tokens : tokens that were counted; chunk : B, tokens of a prefill chunk.
     rule : "topk", levels from K·B/E to r·K·B/E; "paper", the literal B/E to r·B/E. Expected loads,
         which choose the tier, have the factor K in both; an expert above the largest level gets the
@@ -71,12 +70,13 @@ def capacity_tiers(
         raise ValueError(
             f"capacities {', '.join(map(str, capacities))}: each must be a multiple of {MULTIPLE}"
         )
-    counts = _layers_of(counts)
-    if min(tokens, chunk, levels) < 1 or slack <= 0 or not counts.sum(1).all():
+    counts = np.asarray(counts, dtype=float)
+    routed = counts.ndim == 2 and counts.min(initial=0) >= 0 and counts.any(1).all()
+    if min(tokens, chunk, levels) < 1 or slack <= 0 or not routed:
         raise ValueError(
             f"tokens={tokens}, chunk={chunk} and levels={levels} must be at least 1, slack={slack} "
-            "above 0, and something must have been routed in every layer: calibrate on prompts "
-            "that pass all layers"
+            f"above 0, and counts, {list(counts.shape)}, [L, E], not negative, with something routed "
+            "in every layer: calibrate on prompts that pass all layers"
         )
     expected = slack * counts * (chunk / tokens)  # [L, E], sums to slack·K·B
     r = counts.max(1) / counts.mean(1)
@@ -96,15 +96,14 @@ def form_groups(
     counts : [E], routings to each expert; equal ones in order of their ids.
     size : G, experts a group at most. experts : which experts to group; None for all.
     """
-    counts = _layers_of(counts)
-    E = len(tiers.capacity)
-    if counts.shape != (1, E) or size < 1:
+    counts, E = np.asarray(counts, dtype=float), len(tiers.capacity)
+    if counts.shape != (E,) or size < 1:
         raise ValueError(
             f"counts must be [{E}], one number an expert, not {list(counts.shape)}, and a group "
             f"holds at least one expert, not size={size}"
         )
     chosen = set(range(E) if experts is None else experts)
-    hot_first = [e for e in np.argsort(-counts[0], kind="stable").tolist() if e in chosen]
+    hot_first = [e for e in np.argsort(-counts, kind="stable").tolist() if e in chosen]
     groups = []
     for level in tiers.levels:
         of_tier = [e for e in hot_first if tiers.capacity[e] == level]
@@ -125,17 +124,6 @@ def _tiers(wanted: Sequence[float], levels: Sequence[float], chunk: int) -> Tier
         next((level for level in ordered if load <= level), ordered[-1]) for load in wanted
     )
     return Tiers(tuple(reversed(ordered)), capacity)
-
-
-def _layers_of(counts: Any) -> np.ndarray:
-    """Counts as float64 [L, E]."""
-    counts = np.asarray(counts, dtype=float)
-    counts = counts[None] if counts.ndim == 1 else counts
-    if counts.ndim != 2 or not counts.size or (counts < 0).any():
-        raise ValueError(
-            f"counts must be [E] or [L, E], not negative, and not {list(counts.shape)}"
-        )
-    return counts
 
 
 def executor_options(name: str, spec: MoESpec, calibration: Any = None) -> dict[str, Any]:

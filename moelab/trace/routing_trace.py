@@ -54,16 +54,12 @@ class RoutingTrace:
     residuals: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        T, L, K = self.ids.shape
-        if (L, K) != (self.spec.L, self.spec.K) or self.weights.shape != self.ids.shape:
-            raise ValueError(
-                f"a trace of {self.spec.name} has ids and weights [T, {self.spec.L}, {self.spec.K}]; "
-                f"these are {list(self.ids.shape)} and {list(self.weights.shape)}"
-            )
-        for name in ("phase", "sequence", "position", "tokens"):
-            if getattr(self, name).shape != (T,):
+        T, L, K = len(self.ids), self.spec.L, self.spec.K
+        for name in FIELDS:
+            wanted = [T, L, K] if name in ("ids", "weights") else [T]
+            if (found := list(getattr(self, name).shape)) != wanted:
                 raise ValueError(
-                    f"{name} is {list(getattr(self, name).shape)}; it needs one value a token, [{T}]"
+                    f"{name} of a trace of {self.spec.name} is {found}; it must be {wanted}"
                 )
 
     @classmethod
@@ -95,11 +91,8 @@ class RoutingTrace:
 
     def select(self, mask: torch.Tensor) -> RoutingTrace:
         """The tokens where `mask` (bool [T]) holds, as a trace; hidden states go along."""
-        picked = {name: getattr(self, name)[mask] for name in FIELDS}
-        hidden = {
-            name: tensor[mask] for name in HIDDEN if (tensor := getattr(self, name)) is not None
-        }
-        return RoutingTrace(**picked, **hidden, spec=self.spec, model_id=self.model_id)
+        columns = {name: getattr(self, name) for name in (*FIELDS, *HIDDEN)}
+        return replace(self, **{name: of[mask] for name, of in columns.items() if of is not None})
 
     def in_phase(self, phase: int, least: int = 1) -> RoutingTrace:
         """This trace or, if it has fewer tokens than that in a phase, all of its tokens as if they

@@ -47,14 +47,12 @@ def statistics(trace: RoutingTrace, shares: Iterable[float] = SHARES) -> Statist
     """All of them. ValueError: a trace without routing."""
     shares = tuple(shares)
     hits = hit_rates(trace, shares)
-    bits, quarter = popularity(trace)
     return Statistics(
         len(trace),
         shares,
         hits,
         next_token_reuse(trace),
-        bits,
-        quarter,
+        *popularity(trace),
         next_layer(trace),
     )
 

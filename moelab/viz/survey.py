@@ -17,7 +17,7 @@ import torch
 
 from moelab.store.fewbit import find_format
 from moelab.store.headers import DTYPES, Stored, read_folder, read_header
-from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
+from moelab.zipmoe import entropy
 
 #: bytes of a tensor that are read at most
 SAMPLE = 512 << 10
@@ -84,10 +84,10 @@ def sample(stored: Stored) -> torch.Tensor:
 def bound(part: Part) -> float | None:
     """Compressed size over size with only the exponents coded (`moelab.zipmoe.entropy`); None for
     integers."""
-    if part.stored.dtype not in FORMATS or not part.stored.nbytes:
+    if part.stored.dtype not in entropy.FORMATS or not part.stored.nbytes:
         return None
     dtype = part.stored.dtype
-    return describe(joint_counts(sample(part.stored), dtype), dtype).bound
+    return entropy.bound(entropy.joint_counts(sample(part.stored), dtype), dtype)
 
 
 def error(part: Part, form: str) -> float | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from moelab.ane.backends import Backend
+from moelab.ane.backends import TorchBackend
 from moelab.ane.coreml.converted import ConvertedModel, checksum
 from moelab.ane.device.mac import CoreMLRunner, Meter, require_mac
 from moelab.ane.doctor import coreml_backend, diagnose
@@ -35,7 +35,7 @@ from .ane_published import ATTENTION_CPU
 
 
 def time_prefill(
-    model: Any, backend: Backend, prompts: Sequence[int], repeats: int, meter: Meter
+    model: Any, backend: TorchBackend, prompts: Sequence[int], repeats: int, meter: Meter
 ) -> Rows:
     """Prefills of random tokens, one row a prompt length: TTFT, its parts (Table 4: they overlap
     where device and CPU work at once), CPU seconds, mJ a token by part, drops and launches."""

@@ -6,7 +6,8 @@ import numpy as np
 from plotly.graph_objects import Figure
 
 from moelab.viz.charts import bar_look, finish, panels
-from moelab.zipmoe.entropy import FORMATS, entropy, marginals
+
+from .entropy import FORMATS, entropy, marginals
 
 
 def microscope(counts: np.ndarray, dtype: str = "BF16") -> Figure:

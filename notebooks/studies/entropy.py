@@ -1,5 +1,8 @@
-"""How compressible a checkpoint is: entropies of its tensors, layers and kinds of tensors (ZipMoE §2.2,
-Fig. 2), and what a Gaussian's would be.
+"""How compressible a checkpoint is: entropies of signs, exponents and mantissas of its tensors,
+layers and kinds of tensors, and what a Gaussian's would be.
+
+Source: ZipMoE §2.2 and Fig. 2: exponents of MoE weights have 2.55–2.65 bits of entropy and use
+11–15 % of the 256 symbols. Of fp32 `mantissa` and `joint` are those of the leading 7 mantissa bits.
 
 Files are read in slices of at most 64 MB. Integer tensors are left out."""
 
@@ -13,10 +16,48 @@ from pathlib import Path
 import numpy as np
 
 from moelab.base.progress import progress
+from moelab.store.codecs import entropy
 from moelab.store.headers import read_folder, read_header
-from moelab.zipmoe.entropy import FORMATS, EntropyRow, describe, joint_counts
+from moelab.zipmoe.entropy import FORMATS, bound, joint_counts
 
 SLICE = 64 << 20  # bytes read at a time
+
+
+@dataclass(frozen=True)
+class EntropyRow:
+    """Entropy of weights, in bits."""
+
+    dtype: str  # a key of `FORMATS`
+    weights: int  # how many were counted
+    sign: float
+    exponent: float
+    mantissa: float
+    joint: float  # of whole weights
+    support: float  # fraction of all possible exponents that occur
+    bound: float  # compressed size over size with only the exponents coded: (8 + exponent) / 16 for bf16
+
+
+def marginals(counts: np.ndarray, dtype: str = "BF16") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Histograms of sign [2], exponent [2^e] and (counted) mantissa [2^m] from a joint one
+    [65536]."""
+    _, e, m = FORMATS[dtype]
+    table = counts[: 1 << (1 + e + m)].reshape(2, 1 << e, 1 << m)
+    return table.sum((1, 2)), table.sum((0, 2)), table.sum((0, 1))
+
+
+def describe(counts: np.ndarray, dtype: str = "BF16") -> EntropyRow:
+    """The row of a joint histogram."""
+    sign, exponent, mantissa = marginals(counts, dtype)
+    return EntropyRow(
+        dtype=dtype,
+        weights=int(counts.sum()),
+        sign=entropy(sign),
+        exponent=entropy(exponent),
+        mantissa=entropy(mantissa),
+        joint=entropy(counts),
+        support=float((exponent > 0).mean()),
+        bound=bound(counts, dtype),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +97,7 @@ def analyse(checkpoint: str | Path) -> list[Scoped]:
             counts = np.zeros(1 << 16, np.int64)
             for begin in range(0, tensor.nbytes, SLICE):
                 piece = tensor.read(begin, min(SLICE, tensor.nbytes - begin))
-                joint_counts(piece, tensor.dtype, counts)
+                counts += joint_counts(piece, tensor.dtype)
                 bar.update(len(piece))
             rows.append(Scoped(**vars(describe(counts, tensor.dtype)), name=name))
             keys = [(1, "kind", -1, kind), (2, "all", -1, "all")]

@@ -18,7 +18,7 @@ import simpy
 
 from moelab.base.specs import Event
 from moelab.ndp.closed_form import dram_seconds, send_seconds
-from moelab.ndp.costs import Costs
+from moelab.ndp.costs import ACTIVATION_BYTES, Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import Plan
 from moelab.ndp.routing import PromptRouting
@@ -82,7 +82,7 @@ class _Layer:
     def activations(self, tokens: int) -> Iterator:
         if tokens:
             seconds = tokens * self.costs.activation
-            size = tokens * self.costs.activation_bytes
+            size = tokens * ACTIVATION_BYTES * self.costs.spec.H
             yield from self.over_link("read activations", seconds, size, ACTIVATIONS)
 
     def on_gpu(self, a: int, seconds: float) -> Iterator:
@@ -131,6 +131,21 @@ class _Layer:
             sent = due
 
 
+class Loading(NDPRun):
+    """A run with `loads`, the events of what is brought to the GPU between plans."""
+
+    def __init__(self, hardware: Hardware, system: System, routing: PromptRouting) -> None:
+        super().__init__(hardware, system, routing)
+        self.loads = []
+
+    def _load(self, layer: int, new: np.ndarray) -> float:
+        before, size = self.now, self.costs.spec.expert_bytes
+        for expert in np.flatnonzero(new).tolist():
+            start, self.now = self.now, self.now + self.costs.transfer()
+            self.loads.append(Event("link", "read weights", layer, expert, start, self.now, size))
+        return self.now - before
+
+
 def event_seconds(plan: Plan, costs: Costs) -> float:
     """Seconds that the layer takes, as `closed_form.layer_seconds` says them."""
     return simulate_layer(plan, costs)[0]
@@ -152,7 +167,7 @@ def timeline(
     D = len(routing.decode)
     if any(not 0 <= number <= D for number in chosen):
         raise ValueError(f"forwards are {chosen}; there are 0, the prefill, and 1 to {D}, decode")
-    run = NDPRun(hardware, system, routing)
+    run = Loading(hardware, system, routing)
     events = []
     done = []
     left_out = 0.0
@@ -162,10 +177,10 @@ def timeline(
         dense = run.dense(number) / routing.spec.L
         shown = []
 
-        def seconds(plan: Plan) -> float:
+        def seconds(plan: Plan, costs: Costs) -> float:
             now = run.now - left_out
             shown.append(Event("gpu", "other", plan.step.layer, -1, now - dense, now))
-            took, new = simulate_layer(plan, run.costs, plan.step.layer, now)
+            took, new = simulate_layer(plan, costs, plan.step.layer, now)
             shown.extend(new)
             return took
 

@@ -148,10 +148,21 @@ def limited(model: Any, make: Callable[[Saliency], Any]) -> Iterator[Any]:
         Saliency(model, discover(model)) as saliency,
         plugged(model, make(saliency)) as executor,
     ):
+        length, run = 1, executor.run
 
         def begin(_model: Any, args: tuple, kwargs: Record) -> None:
-            executor.chunk = (args or [kwargs["input_ids"]])[0].shape[1]
+            nonlocal length
+            length = (args or [kwargs["input_ids"]])[0].shape[1]
 
+        def by_text(x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
+            columns = x, ids, weights, saliency[experts.layer]
+            out = []
+            for *text, norms in zip(*(column.split(length) for column in columns)):
+                executor.saliency = {experts.layer: norms}
+                out.append(run(*text, experts))
+            return torch.cat(out)
+
+        executor.run = by_text
         patches.hook(model.register_forward_pre_hook, begin, with_kwargs=True)
         yield executor
 

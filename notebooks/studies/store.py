@@ -32,7 +32,7 @@ from moelab.experts.gemv import GEMV
 from moelab.store import bits
 from moelab.store.codecs import CODECS, compress_tensor, decompress_tensor
 from moelab.store.headers import NAMES
-from moelab.zipmoe.entropy import FORMATS, describe, joint_counts
+from moelab.zipmoe.entropy import FORMATS, bound, joint_counts
 
 from .layers import Layers, PackedExperts, rounds_of
 from .reading import synthetic_expert
@@ -179,12 +179,12 @@ def sizes(weights: torch.Tensor, made: Mapping[str, Coder]) -> dict[str, Numbers
     """Of each coder, the compressed size and its distance from the order-0 bound: percent of the
     weights."""
     size = weights.numel() * 2
-    bound = describe(joint_counts(weights)).bound
+    least = bound(joint_counts(weights))
     return {
         name: {
             "fraction %": 100 * coder.nbytes / size,
-            "bound %": 100 * bound,
-            "points above the bound": 100 * (coder.nbytes / size - bound),
+            "bound %": 100 * least,
+            "points above the bound": 100 * (coder.nbytes / size - least),
         }
         for name, coder in made.items()
     }
@@ -314,7 +314,7 @@ class Sample(NamedTuple):
             )
         counts = np.zeros(1 << 16, np.int64)
         for tensor in tensors:
-            joint_counts(tensor, dtype, counts)
+            counts += joint_counts(tensor, dtype)
         return cls(spec, source, tensors, dtype, counts)
 
     @property
@@ -349,7 +349,7 @@ class Sample(NamedTuple):
         counts, (size, same) = joint_counts(weights, self.dtype), round_trip(weights, codec)
         return counts, (
             f"Layer {layer}, expert {expert}, {tensor}: {weights.numel():,} weights; entropy "
-            f"bound {describe(counts, self.dtype).bound:.2%}, stored by {codec} in {size:.2%} "
+            f"bound {bound(counts, self.dtype):.2%}, stored by {codec} in {size:.2%} "
             f"of the size; round trip {'bit-identical' if same else 'FAILED'} (exact)."
         )
 
@@ -414,8 +414,8 @@ def stored_ways(
 
     arms = {name: arm(layers.from_sources(of)) for name, of in sources.items()}
     weights = torch.cat([bank.flatten() for bank in layers.stock[0].parameters()])
-    bound = describe(joint_counts(weights)).bound
-    return rounds_of(arms, rounds + 1, "a token's experts"), stored, bound
+    least = bound(joint_counts(weights))
+    return rounds_of(arms, rounds + 1, "a token's experts"), stored, least
 
 
 def run(nbytes: int = EXPERT, repeats: int = 7) -> Records:

@@ -84,7 +84,7 @@ def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none)
     expected, executed = oracle(x, ids, weights, experts, importance, capacity)
     executor = PlannedExperts(TorchBackend(plan), order=order, saliency={0: norms})
     assert torch.allclose(executor(x, ids, weights, experts).double(), expected, atol=1e-4)
-    found, on_cpu = executor.by_layer[0], sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
+    found, on_cpu = executor.total, sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
     launched = [g for g in GROUPS if g.unit == "ane" and any((ids == e).any() for e in g.experts)]
     assert found == Account(
         int((ids != E).sum()),
@@ -125,7 +125,7 @@ def test_padding_loses_nothing_and_launches_until_all_are_served(T, seed, layout
     )
     assert torch.allclose(executor(x, ids, weights, experts), expected, atol=1e-4)
     launches = [max(-(-int((ids == e).sum()) // g.capacity) for e in g.experts) for g in GROUPS[:2]]
-    found = executor.by_layer[0]
+    found = executor.total
     assert executor.lossless and found.drop_rate == 0 and found.launches == sum(launches)
     on_cpu = sum(int((ids == e).sum()) for e in (1, 3, 4, 6))
     assert found.slots == sum(n * g.slots for n, g in zip(launches, GROUPS)) + on_cpu
@@ -164,7 +164,7 @@ def test_lossless_prefill_in_chunks_is_the_models_own(model):
         found = model(ids)
         assert torch.allclose(found.logits, expected.logits, atol=1e-5)
         assert found.past_key_values.get_seq_length() == 41
-        assert [(c.chunks, c.routed) for c in ane.by_layer] == [(3, 41 * K)] * 2
+        assert (ane.total.chunks, ane.total.routed) == (2 * 3, 2 * 41 * K)
         assert model(ids, use_cache=False).past_key_values is None
         assert torch.allclose(
             model(ids, logits_to_keep=1).logits, expected.logits[:, -1:], atol=1e-5
@@ -271,7 +271,7 @@ def test_the_account_is_what_the_runtime_does(S):
 
         ane.run = listening
         model(torch.arange(5, 5 + S)[None])
-        total, tally, by_layer = ane.total, ane.tally, ane.by_layer
+        total, tally = ane.total, ane.tally
     account = counts_of(plan, np.stack(called, 1))  # [n, L, E]
     counted = sum(account, Account())
     assert (counted.routed, counted.executed, counted.slots) == (
@@ -279,7 +279,7 @@ def test_the_account_is_what_the_runtime_does(S):
         tally.executed,
         tally.slots,
     )
-    assert [of.launches for of in account] == [layer.launches for layer in by_layer]
+    assert counted.launches == total.launches
     chunks = -(-S // chunk)
     assert 0 < total.launches < chunks * plan.launches, (
         "no group was without tokens: the test says nothing"

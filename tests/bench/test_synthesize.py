@@ -17,7 +17,8 @@ from moelab.checkpoint.convert import convert
 from moelab.generate import generate
 from moelab.store.layout import ExpertStore
 from moelab.store.verify import verify
-from moelab.zipmoe.entropy import describe, joint_counts
+from moelab.zipmoe.entropy import joint_counts
+from notebooks.studies.entropy import describe
 from tests.checkpoint.stores import open_store
 
 

@@ -23,7 +23,7 @@ def test_every_expert_gets_the_smallest_level_that_holds_its_expected_load(
     counts, tokens, chunk, levels, rule, slack
 ):
     tokens = max(tokens, max(counts))  # an expert gets a token once at most
-    (tiers,) = capacity_tiers(counts, tokens, chunk, levels=levels, rule=rule, slack=slack)
+    (tiers,) = capacity_tiers([counts], tokens, chunk, levels=levels, rule=rule, slack=slack)
     assert (
         list(tiers.levels) == sorted(set(tiers.levels), reverse=True)
         and len(tiers.levels) <= levels
@@ -43,8 +43,8 @@ def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
     counts = np.array(
         [512, 300, 300, 300, 200, 200, 136, 100]
     )  # 1024 tokens, top-2, mean 256, r = 2
-    (paper,) = capacity_tiers(counts, 1024, 256, rule="paper")
-    (ours,) = capacity_tiers(counts, 1024, 256)
+    (paper,) = capacity_tiers([counts], 1024, 256, rule="paper")
+    (ours,) = capacity_tiers([counts], 1024, 256)
     assert paper.levels[0] == 64 and paper.levels[-1] == 32 == 256 // 8
     assert ours.levels == (128, 96, 64)  # 64 · 2^(1, 1/2, 0): 90.5 rounds up to 96
     assert ours.capacity == (128, 96, 96, 96, 64, 64, 64, 64)
@@ -77,11 +77,11 @@ def test_groups_hold_every_expert_once_in_equal_tiers_hot_with_hot(experts, limi
 @pytest.mark.parametrize(
     "call, told",
     [
-        (lambda: capacity_tiers([1, 2], 3, 256, rule="best"), "no rule 'best'"),
-        (lambda: capacity_tiers([1, 2], 0, 256), "tokens=0"),
-        (lambda: capacity_tiers([1, 2], 3, 256, slack=0), "slack=0"),
+        (lambda: capacity_tiers([[1, 2]], 3, 256, rule="best"), "no rule 'best'"),
+        (lambda: capacity_tiers([[1, 2]], 0, 256), "tokens=0"),
+        (lambda: capacity_tiers([[1, 2]], 3, 256, slack=0), "slack=0"),
         (lambda: capacity_tiers([[1, 2], [0, 0]], 3, 256), "in every layer"),
-        (lambda: capacity_tiers([1, -2], 3, 256), "not negative"),
+        (lambda: capacity_tiers([[1, -2]], 3, 256), "not negative"),
         (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2, 3], 2), r"\[2\]"),
         (lambda: form_groups(Tiers((16,), (16, 16)), [1, 2], 0), "size=0"),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from moelab.base.specs import MoESpec
 from moelab.ndp.closed_form import layer_seconds
+from moelab.ndp.costs import ACTIVATION_BYTES
 from moelab.ndp.hardware import MAPPINGS, hardware
 from moelab.ndp.plans import make_plan
 from moelab.ndp.routing import simulated_routing
@@ -94,7 +95,7 @@ def check(ids, plan, costs, events):
     ]  # experts of which each unit and the host has a part
     messages = [sum(not its.isdisjoint(row) for row in ids.tolist()) for its in held]
     least = (max(messages) if plan.broadcast else sum(messages)) + sum(messages)
-    crossed = sent["read activations"] / costs.activation_bytes
+    crossed = sent["read activations"] / (ACTIVATION_BYTES * costs.spec.H)
     assert crossed >= least
     if len(ids) == 1 or plan.broadcast and (plan.units > 0).all():
         assert crossed == least

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.store.headers import DTYPES
-from moelab.zipmoe.entropy import describe, joint_counts, marginals
+from moelab.zipmoe.entropy import joint_counts
+from notebooks.studies.entropy import describe, marginals
 
 FIELDS = {"BF16": (8, 7), "F16": (5, 10), "F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "F32": (8, 7)}
 
@@ -42,7 +43,6 @@ def test_any_bit_patterns_and_histograms_that_add_up(values):
     for dtype in set(FIELDS) - {"F32"}:
         of = words.astype(np.uint8) if dtype.startswith("F8") else words
         check(describe(joint_counts(of, dtype), dtype), of.tolist(), dtype)
-    assert (joint_counts(words, counts=counts.copy()) == 2 * counts).all()
     assert [of.sum() for of in marginals(counts)] == [len(values)] * 3
 
 

@@ -240,7 +240,6 @@ class Work:
             )
         if not self.journal.lines:
             self.journal.append([about])
-        shutil.rmtree(self.building, ignore_errors=True)
         self.done = {
             entry["file"]: entry
             for entry in packages

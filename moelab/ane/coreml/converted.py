@@ -25,7 +25,6 @@ class ConvertedModel:
     """A folder that `convert_model` wrote.
 
     layers : the manifest's entries, one a decoder layer.
-    problems : what does not run where the plan's system wants it, and why, in words.
 
     Raises FileNotFoundError without a manifest or a package that it names, ValueError for another
     format or damage."""

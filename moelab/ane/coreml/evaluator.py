@@ -151,6 +151,4 @@ class Evaluator:
         found = constant(value)
         if dtype(value) not in FLOATS:
             return found
-        return torch.from_numpy(
-            np.array(found, dtype=np.float64 if self.mode == "double" else np.float32)
-        )
+        return torch.from_numpy(np.array(found)).to(self.dtype)

@@ -85,8 +85,7 @@ class CoreMLRunner:
 
     def __call__(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         arrays = {
-            name: np.ascontiguousarray(np.asarray(value, dtype=np.float32))
-            for name, value in inputs.items()
+            name: np.ascontiguousarray(value, dtype=np.float32) for name, value in inputs.items()
         }
         out = self.model.predict(arrays)
         return {
