@@ -55,6 +55,25 @@ class Prompt:
     answer: str = ""
 
 
+@dataclass(frozen=True)
+class Fact:
+    """One invented fact, `the {key} {value}`, and the ways in which it is stated and asked for."""
+
+    key: str
+    value: str
+
+    @property
+    def statement(self) -> str:
+        return f"\nthe {self.key} {self.value}"
+
+    def question(self, claimed: str | None = None) -> tuple[str, str]:
+        """(question, answer): the value itself or, with `claimed`, whether the value is
+        `claimed`."""
+        if claimed is None:
+            return f"\nthe {self.key}", f" {self.value}"
+        return f"\nis the {self.key} {claimed}?", " yes" if claimed == self.value else " no"
+
+
 def prompts(
     source: str | Sequence[str],
     n: int = 32,
@@ -93,28 +112,25 @@ def prompts(
     return [SOURCES[source](source, random.Random(one), tokens, split, count) for one in seeds]
 
 
-def invent_facts(rng: random.Random, n: int, split: str) -> dict[str, str]:
-    """`n` facts, key (adjective and noun) → value, all different; the two splits share words, but no
-    pair."""
+def invent_facts(rng: random.Random, n: int, split: str) -> list[Fact]:
+    """`n` facts with different keys (adjective and noun) and values; the two splits share words,
+    but no pair."""
     keys: list[str] = []
     while len(keys) < n:
         key = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
         if key not in keys and in_split(key, split, share=4):
             keys.append(key)
-    return dict(zip(keys, rng.sample(NUMBERS, n)))
+    return [Fact(key, value) for key, value in zip(keys, rng.sample(NUMBERS, n))]
 
 
-def ask(rng: random.Random, facts: dict[str, str], yesno: bool) -> tuple[str, str]:
-    """A question about one of the facts: its value, or yes/no with right, swapped and random claims
-    (1/2, 1/4, 1/4)."""
-    key = rng.choice([*facts])
-    value = facts[key]
+def ask(rng: random.Random, fact: Fact, facts: list[Fact], yesno: bool) -> tuple[str, str]:
+    """A question about `fact`: its value, or yes/no with right, swapped and random claims (1/2,
+    1/4, 1/4)."""
     if not yesno:
-        return f"\nthe {key}", f" {value}"
-    others = [other for other in facts.values() if other != value]
+        return fact.question()
+    others = [f.value for f in facts if f is not fact] or NUMBERS
     wrong = rng.choice(others) if rng.random() < 0.5 else rng.choice(NUMBERS)
-    claimed = value if rng.random() < 0.5 else wrong
-    return f"\nis the {key} {claimed}?", " yes" if claimed == value else " no"
+    return fact.question(fact.value if rng.random() < 0.5 else wrong)
 
 
 def remember(rng: random.Random, source: str) -> tuple[str, str]:
@@ -135,13 +151,23 @@ def remember(rng: random.Random, source: str) -> tuple[str, str]:
     return f"\nmod 10: {a} + {b} =", f" {(a + b) % 10}"
 
 
-def bury(rng: random.Random, facts: list[str], room: int, split: str, count: Count) -> str:
-    """Library text with facts between its lines, of so many tokens together."""
-    room -= sum(map(count, facts))
+def bury(
+    rng: random.Random,
+    facts: list[Fact],
+    questions: list[tuple[str, str]],
+    tokens: int,
+    split: str,
+    count: Count,
+) -> list[tuple[str, bool]]:
+    """Library text up to `tokens`, the facts between its lines, the questions at the end, as
+    [(text, is_answer)]."""
+    room = tokens - sum(count(f.statement) for f in facts) - sum(count(q + a) for q, a in questions)
     body = passage(rng, "code" if rng.random() < 0.8 else "prose", split, budget(room, count))
     for fact in facts:
-        body.insert(rng.randint(0, len(body)), fact)
-    return "".join(body)
+        body.insert(rng.randint(0, len(body)), fact.statement)
+    return [(line, False) for line in body] + [
+        piece for q, a in questions for piece in ((q, False), (a, True))
+    ]
 
 
 # Each kind of generated source makes one prompt.
@@ -153,15 +179,15 @@ def _asked(source: str, rng: random.Random, tokens: int, split: str, count: Coun
     n = {"needle": 1, "needle_multikey": 4, "yesno": 4, "lookup": min(8, tokens // 12)}
     facts = invent_facts(rng, n.get(source, 0), split)
     if facts:
-        question, answer = ask(rng, facts, yesno=source == "yesno")
+        question, answer = ask(rng, rng.choice(facts), facts, yesno=source == "yesno")
     else:
         question, answer = remember(rng, source)
-    stated = [f"\nthe {key} {value}" for key, value in facts.items()]
     if source == "lookup":
-        text = "".join(stated)
+        text = "".join(f.statement for f in facts) + question
     else:
-        text = bury(rng, stated, tokens - count(answer) - count(question), split, count)
-    return Prompt(source, text + question, answer)
+        pieces = bury(rng, facts, [(question, "")], tokens - count(answer), split, count)
+        text = "".join(piece for piece, _ in pieces)
+    return Prompt(source, text, answer)
 
 
 def _solved(source: str, rng: random.Random, tokens: int, split: str, count: Count) -> Prompt:

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moelab.base.progress import progress
-from moelab.evaluation import intervals
 from moelab.evaluation.intervals import Interval
+
+from .ratios import median
 
 #: folders of the code that benches of tokens measure: their results are older once it changes
 ENGINE = tuple(
@@ -41,7 +42,7 @@ def seconds(function: Callable[..., Any], *arguments: Any) -> float:
 def gain(samples: Samples, name: str, base: str) -> Interval:
     """How many times faster `name` is than `base`: median over the rounds that both ran in, with a
     95 % interval."""
-    return intervals.median([b / a for a, b in zip(samples[name], samples[base])])
+    return median([b / a for a, b in zip(samples[name], samples[base])])
 
 
 def speed_up(samples: Samples, name: str, base: str) -> float:
