@@ -10,6 +10,7 @@ from moelab.experts.executor import gate_of
 from moelab.kernels.gates import SILU, Gate
 from tests.experts import toy
 from tests.experts.banks import FEW, PLAIN, make, naive
+from tests.depth import depth
 from tests.gpus import compiled
 
 GPT_OSS = Gate(True, 1.702, 7.0, 1.0)
@@ -160,16 +161,10 @@ for kind in KINDS:
 """
 
 
-@pytest.mark.parametrize(
-    "kinds, capability",
-    [
-        (("int4",), 89),
-        pytest.param((*PLAIN, "bf12", *FEW), 80, marks=pytest.mark.stress),
-        pytest.param((*PLAIN, "bf12", *FEW), 90, marks=pytest.mark.stress),
-    ],
-    ids=["int4", "all-80", "all-90"],
-)
-def test_kernels_compile_for_a_gpu(kinds, capability, tmp_path):
+@pytest.mark.stress
+@pytest.mark.parametrize("capability", depth([89], [80, 89, 90]))
+def test_kernels_compile_for_a_gpu(capability, tmp_path):
+    kinds = depth(("int4",), (*PLAIN, "bf12", *FEW))
     made = compiled(COMPILED.replace("KINDS", repr(kinds)), tmp_path, capability)
     assert {"_multiply_kernel", "_grouped_kernel", "_combine_kernel", "_unpack_kernel"} <= {*made}
     assert "ld.global.v4.b32" in made["_multiply_kernel"]  # 16 bytes a lane
