@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from moelab.experts import gemv
 from moelab.experts.executor import gate_of
 from moelab.kernels.gates import SILU, Gate
+from tests.depth import depth
 from tests.experts import toy
 from tests.experts.banks import FEW, PLAIN, make, naive
-from tests.depth import depth
 from tests.gpus import compiled
 
 GPT_OSS = Gate(True, 1.702, 7.0, 1.0)
