@@ -247,7 +247,7 @@ def engines(of: Subject, share: float) -> Records:
     uploads hide behind that; --n-cpu-moe has all experts of some layers on the GPU."""
     held, E, L = round(share * of.experts), of.texts.E, of.texts.L
     nbytes, disk = of.spec.expert_bytes, MachineRates.of(load_device(PHONE))
-    fast, host = MachineRates.of(load_device(GPU)), MachineRates.of(_with_disk(HOST))
+    fast, host = MachineRates.of(load_device(GPU), reached=0), MachineRates.of(_with_disk(HOST))
     first, then = of.texts.ids[0][: 2 * TIMED], of.texts.ids[-1][: 2 * TIMED]
     hot = popular([first], E, held)
     on_phone = Costs(of.dense / disk.memory, *[nbytes / disk.memory] * 2, 1 / disk.read)
@@ -333,7 +333,7 @@ def prefetching(of: Subject, share: float) -> Records:
     """What guesses of each precision gain in time, by the precision on experts that are absent."""
     found = {}
     for where, card in {"phone": PHONE, "GPU": GPU}.items():
-        machine = machine_of(of, MachineRates.of(load_device(card)))
+        machine = machine_of(of, MachineRates.of(load_device(card), reached=0))
         plain = ours_on(of, share, machine)
         for precision in PRECISIONS:
             run = ours_on(of, share, machine, precision)
