@@ -61,9 +61,16 @@ def pareto(advice: Advice) -> Figure:
         marker={"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}},
         hoverinfo="skip",
     )
-    figure.update_yaxes(type="log", tickvals=ROUND)
-    whose = "process" if advice.best.device == "cpu" else "GPU"
-    return finish(figure, f"memory of the {whose} ({small})", f"TPOT ({fast}, log)", height=440)
+    near = max(way.tpot for way in every) < 10 * min(way.tpot for way in every)
+    between = [digit * power for power in ROUND[::3] for digit in (1.5, 3, 4, 7)] if near else []
+    figure.update_yaxes(type="log", tickvals=sorted(ROUND + between))
+    return finish(
+        figure, f"memory of the {_whose(advice)} ({small})", f"TPOT ({fast}, log)", height=440
+    )
+
+
+def _whose(advice: Advice) -> str:
+    return "process" if advice.best.device == "cpu" else "GPU"
 
 
 def draw(advice: Advice) -> None:
@@ -74,8 +81,8 @@ def draw(advice: Advice) -> None:
     name, best = advice.model.spec.name, advice.best
     show(
         pareto(advice),
-        f"{name} on {advice.asked.device.name}: time of a token and memory of the process, of every "
-        "way that was tried. The line is the fastest lossless one in so much memory, the "
+        f"{name} on {advice.asked.device.name}: time of a token and memory of the {_whose(advice)}, of "
+        "every way that was tried. The line is the fastest lossless one in so much memory, the "
         "ring what is advised.",
         f"Points: {len(advice.ways) + len(advice.elsewhere)} ways of running {name}; the advised "
         f"one, {best.name}, takes {duration(best.tpot)} a token in {size(best.memory)}",

@@ -31,6 +31,7 @@ KINDS = {
     "read E": (theme.BLUE, "", "white", "read exponents (E)"),
     "read SM": (theme.SKY, "/", "black", "read signs, mantissas (SM)"),
     "read": (theme.BLUE, "-", "white"),
+    "send": (theme.SKY, "-", "black", "send what was read"),
     AHEAD: (theme.SKY, "/", "black"),
     "read weights": (theme.BLUE, "", "white"),
     "read activations": (theme.SKY, "/", "black"),
