@@ -80,7 +80,7 @@ class OnGpu(Question):
         return replace(way, device="cuda", pinned=pinned, hybrid=hybrid, ttft=ttft)
 
     def found(self, share: float, expert: int) -> tuple[float, float, float]:
-        """Where the CPU computes some of what misses, less of it comes."""
+        """As of `Question`; what the CPU computes is not brought to the GPU, so fewer experts are found there."""
         if not self.alone:
             return super().found(share, expert)
         rates = MachineRates.of(self.device)

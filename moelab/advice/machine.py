@@ -71,7 +71,7 @@ def here(folder: str | Path | None = None) -> DeviceSpec:
 
 
 def kept_card(key: str, what: str, measure: Callable[[], DeviceSpec]) -> DeviceSpec:
-    """A card of a part of this machine, from a quiet time or measured now."""
+    """A card of a part of this machine: one kept from a quiet time, or measured now."""
     kept = quietest(f"{machine()}, {key}", what, lambda: {"card": asdict(measure())})
     found = typed(kept["card"], DeviceSpec)
     found.figures["others_cores"] = figure(kept["others"], "cores", "what others used meanwhile")
@@ -120,7 +120,7 @@ def figure(value: float, unit: str, how: str) -> Figure:
 
 
 def seconds(act: Callable[[], object]) -> list[float]:
-    """Seconds of one try after another, after a first one that meets new memory."""
+    """Seconds of repeated calls; a first one, which touches new memory, does not count."""
     found = []
     act()
     end = time.perf_counter() + SECONDS

@@ -110,8 +110,8 @@ class Question:
         return self.assumed.found(share)
 
     def _rates(self, faster: float) -> list[MachineRates]:
-        """The machine's if all is reached that is published, as it is, and at its slowest: with a
-        busy disk, or if twice as much is lacking."""
+        """The machine's rates: as published, as expected, and at their slowest, with a busy disk or twice
+        the expected shortfall from what is published."""
         found = [MachineRates.of(self.device, reached) for reached in range(3)]
         if busy := self.device.figures.get("storage_busy_gbs"):
             found[2] = replace(found[2], read=1e9 * busy.value)
@@ -158,7 +158,7 @@ class Question:
         return advised([ids], spec.E, way.budget / way.experts, costs)
 
     def refusal(self) -> ValueError:
-        """The error where nothing that fits is known to lose no more than is allowed: what would."""
+        """The error if no way both fits and loses no more than is allowed; it says what would fit."""
         spec = self.model.spec
         forms = [of for of in self.model.forms() if of in LOSSLESS or self.loss] or [AS_IS]
         least = min(forms, key=self.model.expert_bytes)

@@ -87,7 +87,7 @@ class Way:
 
     @property
     def _place(self) -> Record:
-        """Where it computes, as options; nothing on the CPU."""
+        """The options that say where to compute; none for the CPU."""
         if self.device == "cpu":
             return {}
         shared = {"hybrid": self.hybrid} if self.hybrid else {}

@@ -271,8 +271,8 @@ class Residency:
         self._prompts[layer % len(self._prompts)].update(counts)
 
     def fill(self, order: Iterable[ExpertKey] = ()) -> list[ExpertKey]:
-        """Mark as FULL what an engine opens with: every expert if there is room for all of them, else
-        of an order, the most wanted first, those that there is room for. Returns them."""
+        """Mark as FULL what an engine opens with: every expert if all fit, else as many of `order`, the
+        most wanted first, as fit. Returns them."""
         found = []
         for key in chain(*self._keys) if self.holds_all else order:
             pool = self._pools[key.layer].get(State.FULL)

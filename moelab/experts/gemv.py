@@ -99,7 +99,7 @@ class GEMV(Sorted):
         yield self._kept(experts, dtype), self.count_layers
 
     def _kept(self, experts: list[Any], dtype: torch.dtype) -> Any:
-        """Their `banks`, found anew only where the modules' weights are others."""
+        """Their `banks`, kept as long as the modules' weights stay the same."""
         parameters = [(of, w) for of in experts for w in compat.parameters_of(of.module).values()]
         state = dtype, [(id(of), id(of.source), w.data_ptr(), w.dtype) for of, w in parameters]
         known = self._banks.setdefault(experts[0], {})

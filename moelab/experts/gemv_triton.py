@@ -76,8 +76,8 @@ def matrix(table, e, E):
 
 @triton.jit
 def _inputs(x, k, c, there, glu, C: tl.constexpr, INPUT: tl.constexpr):
-    """fp32 inputs c of expert k: the token's ("x"), its own, of [K, C] ("own"), or gated ones, of
-    [K, 2C], as `moelab.kernels.gates.Gate` says; NaN stays."""
+    """fp32 inputs c of expert k: the token's x [C] ("x"), row k of [K, C] ("own"), or the gate
+    (`moelab.kernels.gates.Gate`) of row k of [K, 2C]; NaN stays NaN."""
     if INPUT == "x":
         found = tl.load(x + c, mask=there, other=0.0).to(tl.float32)
     elif INPUT == "own":
@@ -223,7 +223,7 @@ def feed_forward(
 
 def combine(y: Tensor, ids: Tensor, w: Tensor, E: int, dtype: torch.dtype) -> Tensor:
     """[T, H]: for each token, the sum of its choices' rows of y fp32 [T · K, H] times their weights w
-    [T, K], in order; what ids [T, K] are refused is told by `check`."""
+    [T, K], in order. Wrong ids [T, K] are reported by `check`."""
     T, K = ids.shape
     H = y.shape[1]
     out = torch.empty(T, H, dtype=dtype, device=y.device)
@@ -234,9 +234,9 @@ def combine(y: Tensor, ids: Tensor, w: Tensor, E: int, dtype: torch.dtype) -> Te
 
 
 def check(device: torch.device) -> None:
-    """ValueError if a token of this device had an expert's id that there is not, as far as its
-    kernels have come: the GPU writes that to pinned memory, so nothing waits. Such a token's result
-    is NaN, and the next call says why."""
+    """Raise ValueError if a kernel that has run on this device met an id that is no expert's. The GPU
+    writes that to pinned memory, so nothing waits for it: that token's result is NaN, and the next
+    call raises."""
     flag = _refused(device)
     if flag[0]:
         flag.zero_()

@@ -100,8 +100,8 @@ class OneTokenLayer(FusedModule):
         return "experts" in compat.children_of(self.module.mlp)
 
     def alike(self) -> tuple | None:
-        """What layers of a stretch have in common; None for one that can be in none: its block, of
-        experts or dense, and these must be transformers' own, and its router, if any, one of ours."""
+        """What all layers of a stretch have in common; None for a layer that can be in no stretch: one whose
+        block or experts have another forward than transformers', or whose router has none of ours."""
         block = self.module.mlp
         plain = forward(block) is None
         if plain and self.is_sparse():
@@ -136,8 +136,7 @@ class DecodeLayer(OneTokenLayer):
         return ours if ours.agrees() else None
 
     def alike(self) -> tuple | None:
-        """Only a block that does nothing but route, to experts as many of which are chosen from as
-        many."""
+        """Also the numbers of experts and of those chosen; None unless the block does nothing but route."""
         alike = super().alike()
         if alike is None or type(self.module.mlp).__name__ not in BARE:
             return None

@@ -228,7 +228,7 @@ def released(address, value):
 
 @emitted()
 def pause(address):
-    """What a processor wants to be told by a thread that looks at an address again and again."""
+    """The processor's hint that this thread is spinning on an address."""
     name, args = _PAUSES.get(platform.machine(), ("", []))
     if name:
         kind = ir.FunctionType(VOID, [arg.type for arg in args])

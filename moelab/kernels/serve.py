@@ -86,7 +86,7 @@ def serve(plan, experts, box, number, found, timer, team):
 
 @kernel
 def _next(posted, stop, over, last, number, timer):
-    """The ticket that is posted after the last one; this, if nothing more will be."""
+    """Wait for the next ticket and return it; the last one again if the token is over or stopped."""
     clock, which, usleep = timer
     begun = now(clock, which)
     while True:

@@ -10,7 +10,7 @@
     slots, link     the memory; copies to a GPU's
     prompts         several tokens on a GPU: many experts in a call; what chunks of a prompt cost
     hybrid, host    which experts are computed where they lie instead of being sent; what computes them
-    device          whole tokens that a GPU runs alone: its tables of where experts are (`device_triton`: its kernels)
+    gpu_token       whole tokens that a GPU runs alone: its tables of where experts are (`gpu_token_triton`: its kernels)
     mailbox         how a GPU asks the host within a token, and gets its answer (`mailbox_triton`: the GPU's side)
     prefetch_gate   in which tokens predictions are followed
     drafts          how many tokens are guessed ahead and verified in one pass

@@ -32,7 +32,7 @@ from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
 from moelab.models.experts import SeamExperts, assignments, eager, execute
 from moelab.models.forward import ForwardInfo
-from moelab.offloading.device import DeviceTables
+from moelab.offloading.gpu_token import DeviceTables
 from moelab.offloading.host import Host
 from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
@@ -351,7 +351,7 @@ class Engine:
             self._banks[layers[0]] = state, banks
         return banks
 
-    # a whole token on a GPU, see `moelab.offloading.device`
+    # a whole token on a GPU, see `moelab.offloading.gpu_token`
 
     def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> DeviceTables | None:
         """The tables by which the GPU computes the token that begins, if it is to run `_alone`, or is

@@ -345,8 +345,7 @@ class Loader:
 
     @property
     def free_slots(self) -> list[int]:
-        """Those of the GPU that nobody has, nor has left with bytes that are nowhere else; the one that
-        has been free longest comes first."""
+        """Free slots of the GPU whose last expert has been copied back, the longest free first."""
         leaving = {*self.leaving.values()}
         return [slot for slot in self.queue.free["full"] if slot not in leaving]
 

@@ -2,7 +2,7 @@
 have are computed by the CPU where they lie, while the GPU computes the others.
 
 The memory is pinned and mapped, so both sides read and write it by the same addresses; without a GPU
-it is ordinary memory, and the protocol is the same. There is room for one letter, as of a token's
+it is ordinary memory, and the protocol is the same. There is room for one message, as of a token's
 layers one is computed at a time:
 
     GPU, stream order                            CPU, one thread (`moelab.kernels.serve`)

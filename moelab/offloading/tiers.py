@@ -142,7 +142,7 @@ class HostPool(Reader):
 
     @property
     def room(self) -> bool:
-        """Whether a slot can be had, if somebody leaves for the disk."""
+        """Whether there is a slot: a spare one, or one whose expert may go to the disk."""
         return bool(self.spare or Candidates(self.slots, self.busy))
 
     def take(self) -> int | None:
@@ -186,7 +186,7 @@ class HostPool(Reader):
     ) -> Any:
         """Copy an expert, uint8 on the GPU, to a spare slot, or that of one who leaves for the disk
         and is not `needed`, when the event `after` has come. Returns the event of its end; None if
-        there is no slot, or it is here: its bytes on the GPU are nobody's loss."""
+        there is no slot, or the expert is here already: then its bytes on the GPU may be overwritten."""
         if key in self.slots or (slot := self._free(needed)) is None:
             return None
         length = run(self.store.entries(*key), "both")[1]

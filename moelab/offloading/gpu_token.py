@@ -1,17 +1,19 @@
-"""Residency on a GPU: tables that say where each expert lies, so that a whole token is computed without
-asking the host.
+"""A whole token on a GPU that does not ask the host: tables say where each expert lies.
 
-Source: issue 52; the rule is `Residency`'s with `spare` slots. Before a token the host uploads its tables
-in one small copy. While the GPU computes, `moelab.offloading.device_triton` reads them, layer by layer:
-hits are multiplied where they lie; of what misses some experts are fetched by the GPU itself, over the
-link, into free slots, where they stay, or into scratch slots, and the others are computed by the host,
-where they lie (`moelab.offloading.mailbox`). After the token the host reads which experts were chosen
-and where they were put, and takes that over. Until it has, its own tables are the truth: a token that
-was interrupted leaves nothing behind, as what it has fetched lies in slots that are free.
+The GPU follows a rule that the host can follow after it, `Residency`'s with `spare` slots. A token:
 
-    table, home   int64 [L, E], addresses in the GPU's slots, and of what is fetched; 0 where an expert is not
+    before    the host uploads its tables in one small copy
+    each      hits are multiplied where they lie. Of the experts that are missing, the GPU fetches some over
+    layer     the link, into free slots, where they stay, or into scratch slots; the host computes the others
+              in its own memory (`moelab.offloading.mailbox`). The kernels are in `gpu_token_triton`.
+    after     the host reads which experts were chosen and where they were put, and updates its tables
 
-What left a slot lies there until it has been taken back to pinned memory: it is fetched from there."""
+Until the host has updated its tables, they are the truth. So an interrupted token needs no cleaning up:
+what it has fetched lies in slots that are free.
+
+    table   int64 [L, E], address of an expert's slot in GPU memory; 0 if it has none
+    home    int64 [L, E], address that it is fetched from: pinned memory or, until it has been copied back
+            there, the slot that it has left; 0 if it is only on disk"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ STAMPS = 3  # of a layer: before fetching, before computing, after it
 
 
 class Fields(NamedTuple):
-    """What is uploaded for a token, see `device_triton.Tables`."""
+    """What is uploaded for a token, see `gpu_token_triton.Tables`."""
 
     table: Any
     home: Any
@@ -55,7 +57,8 @@ class Fields(NamedTuple):
 class Layer(NamedTuple):
     """What a GPU did in one layer of a token.
 
-    experts, addresses : [K], chosen ones, and where they were computed; 0 elsewhere.
+    experts, addresses : [K], ids that were chosen, and the slots they were computed from; 0 for one that
+        the host computed.
     times : seconds of the host's clock: fetching began, computing began and ended.
     """
 
@@ -75,9 +78,9 @@ class DeviceTables:
     """
 
     def __init__(self, loader: Loader, where: Lying, box: Mailbox, worker: Worker | None) -> None:
-        from moelab.offloading import device_triton, mailbox_triton
+        from moelab.offloading import gpu_token_triton, mailbox_triton
 
-        self.kernels, self.mail = device_triton, mailbox_triton
+        self.kernels, self.mail = gpu_token_triton, mailbox_triton
         self.loader, self.where, self.box, self.worker = loader, where, box, worker
         self.K = K = box.K
         self._first, self._slot = loader.slots.full(0).data_ptr(), loader.slots.sizes.full
@@ -97,7 +100,7 @@ class DeviceTables:
         self.nbytes = np.array(nbytes).reshape(L, E)
         self._given = [
             torch.from_numpy(of).to(device)
-            for of in (where.rows, where.moves, -(-self.nbytes // device_triton.BLOCK))
+            for of in (where.rows, where.moves, -(-self.nbytes // gpu_token_triton.BLOCK))
         ]
         self._rows, self._jobs, self._away = (
             torch.zeros(of, dtype=torch.int64, device=device) for of in ((2, K, 4), (3, K), (K,))

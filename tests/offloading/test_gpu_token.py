@@ -168,7 +168,7 @@ def test_who_a_cpu_computes_comes_beside_the_next_token(device, forms, opened, m
 @given(st.data())
 def test_a_gpu_decides_as_the_residency(data):
     """Random ids in a few layers, tokens one after the other, through the kernel and the rule."""
-    device_triton = pytest.importorskip("moelab.offloading.device_triton")
+    gpu_token_triton = pytest.importorskip("moelab.offloading.gpu_token_triton")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     L, E, K = 2, 6, 3
     slots = data.draw(st.integers(2, 8))
@@ -190,7 +190,7 @@ def test_a_gpu_decides_as_the_residency(data):
         homes = 100 + torch.arange(E, device=device)
         for layer in range(L):
             ids = data.draw(st.permutations(range(E + 1)))[:K]  # E: no expert
-            of = device_triton.Tables(
+            of = gpu_token_triton.Tables(
                 table=table[layer],
                 home=homes,
                 share=torch.tensor(share[layer], device=device),
@@ -206,7 +206,7 @@ def test_a_gpu_decides_as_the_residency(data):
                 away=zeros(K),
             )
             before = table[layer].tolist()
-            device_triton.assign(torch.tensor(ids, device=device), of)
+            gpu_token_triton.assign(torch.tensor(ids, device=device), of)
             missing = sorted(e for e in ids if e < E and not before[e])
             near = share[layer][len(missing)]
             step = residency.begin(layer, {e: 1 for e in ids if e < E}, {*missing[near:]})
@@ -239,8 +239,8 @@ def test_a_gpu_decides_as_the_residency(data):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bytes_are_fetched_to_where_they_shall_be(device):
-    device_triton = pytest.importorskip("moelab.offloading.device_triton")
-    block = device_triton.BLOCK
+    gpu_token_triton = pytest.importorskip("moelab.offloading.gpu_token_triton")
+    block = gpu_token_triton.BLOCK
     source = torch.randint(0, 256, (4 * block,), dtype=torch.uint8, device=device)
     out = torch.zeros(5 * block, dtype=torch.uint8, device=device)
     jobs = torch.tensor(
@@ -251,7 +251,7 @@ def test_bytes_are_fetched_to_where_they_shall_be(device):
         ],
         device=device,
     )
-    device_triton.fetch(jobs)
+    gpu_token_triton.fetch(jobs)
     assert torch.equal(out[:block], source[3 * block :])
     assert torch.equal(out[block : 4 * block], source[: 3 * block])
     assert not out[4 * block :].any()
@@ -342,7 +342,7 @@ def test_without_a_graph_of_the_whole_it_says_so(forms, wanted, opened, monkeypa
 def test_kernels_compile_for_a_gpu(tmp_path):
     """The experts are copied by wide loads, without a mask."""
     code = """
-from moelab.offloading.device_triton import Tables, assign, stamp, fetch, _fetch_kernel, _stamp_kernel
+from moelab.offloading.gpu_token_triton import Tables, assign, stamp, fetch, _fetch_kernel, _stamp_kernel
 of = [torch.zeros(n, 4, dtype=torch.int64) for n in (8,) * 12]
 of[0] = torch.zeros(8, dtype=torch.int64)
 assign(torch.zeros(4, dtype=torch.int64), Tables(*of, torch.zeros(4, dtype=torch.int64)))
