@@ -24,7 +24,7 @@ from moelab.base.schema import blamed
 from moelab.models import compat
 from moelab.models.experts import banks, shapes
 from moelab.models.seam import MoELayer, discover
-from moelab.store.headers import DTYPES, Header, Tensors
+from moelab.store.headers import DTYPES, Header, Tensors, on_meta
 from moelab.store.layout import ExpertStore
 
 #: safetensors' names of the types of plain weights
@@ -136,7 +136,7 @@ class _Checked:
         given = f"of {_described(self.tensors, rare_first)}; check config.json"
         stored: dict[str, Any] = {}
         for pattern, keys in plan.sources.items():
-            stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
+            stored[pattern] = [on_meta(self.tensors[key]) for key in keys]
             if len({tensor.shape for tensor in stored[pattern]}) > 1:
                 raise ValueError(f"{self.folder}: {plan.target} cannot be made {given}")
         if plan.converter is None:
@@ -153,7 +153,7 @@ class _Checked:
                     f"{self.folder}: {name} is {wanted} in {self.twin.config.model_type} with this "
                     f"config, and {found} is made {given}"
                 )
-        kinds = {DTYPES[self.tensors[key].dtype].is_floating_point for key in plan.keys}
+        kinds = {on_meta(self.tensors[key]).is_floating_point() for key in plan.keys}
         coded = self.quantizer and len(plan.sources) > 1  # what codes mean, the quantiser knows
         wanted = self.parameters[plan.target].dtype
         if kinds != {wanted.is_floating_point} and not coded:
