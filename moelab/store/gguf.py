@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import mmap
 import re
-import struct
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from moelab.store.ggml import GGML
 from moelab.store.headers import DTYPES, Header, Stored, block_of, nbytes
 
 #: kinds of values → numpy's types; texts and arrays
-SCALARS = dict(zip((*range(8), 10, 11, 12), "u1 i1 <u2 <i2 <u4 <i4 <f4 ? <u8 <i8 <f8".split()))
+SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
 TEXT, ARRAY = 8, 9
 #: bytes before the tensors, fields, tensors, files of a model at most
 HEAD, FIELDS, TENSORS, SHARDS = 64 << 20, 1 << 16, 1 << 18, 10_000
