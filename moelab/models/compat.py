@@ -334,6 +334,15 @@ def loading_plan(
     return plans, foreign
 
 
+def checkpoint_tensors(config: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of a model, by key, on the meta device, as transformers would
+    save them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    twin = meta_twin(config)
+    return revert_weight_conversion(twin, twin.state_dict())
+
+
 def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[str]:
     """A pattern's keys in the order of their numbers; ValueError unless these are 0, 1, …, each once.
     How many there must be, the parameter's shape says."""
