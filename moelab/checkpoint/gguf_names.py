@@ -312,7 +312,11 @@ def config_of(values: Record, header: Header) -> Any:
     for token in ("bos", "eos", "pad"):
         key = f"tokenizer.ggml.{token.replace('pad', 'padding')}_token_id"
         facts[f"{token}_token_id"] = values.get(key)
-    always = ("tie_word_embeddings", "vocab_size", *(f"{t}_token_id" for t in ("bos", "eos", "pad")))
+    always = (
+        "tie_word_embeddings",
+        "vocab_size",
+        *(f"{t}_token_id" for t in ("bos", "eos", "pad")),
+    )
     facts = {name: value for name, value in facts.items() if name in there or name in always}
     return AutoConfig.for_model(model_type, **facts)
 
