@@ -68,89 +68,74 @@ class Made(NamedTuple):
 # configs
 
 
-class Metadata:
-    """The metadata of an architecture, and which tensors there are; it notes what was asked for."""
+class Metadata(dict[str, Any]):
+    """What a file says of its architecture, keys without their prefix: of lists the largest, of floats
+    of 32 bits the numbers that were meant. Beside it, the tensors by name and all their names without
+    "blk.N."."""
 
     def __init__(self, values: Record, header: Header) -> None:
-        self.values, self.header = values, header
-        self.asked: set[str] = set()
         self.arch = values.get("general.architecture")
+        for name, value in values.items():
+            if name.startswith(f"{self.arch}."):
+                value = max(value, default=0) if isinstance(value, list) else value
+                value = float(str(np.float32(value))) if isinstance(value, float) else value
+                self[name.removeprefix(f"{self.arch}.")] = value
+        self.header = header
         self.names = {re.sub(r"^blk\.\d+\.", "", name) for name in header}
 
-    def __call__(self, key: str, default: Any = ...) -> Any:
-        """The value of a key without its prefix; of a list, the largest; of a float of 32 bits,
-        the number that was meant."""
-        self.asked.add(key)
-        value = self.values.get(f"{self.arch}.{key}", default)
-        if value is ...:
-            raise ValueError(
-                f"the file does not say {self.arch}.{key}, without which no model of experts can be "
-                f"made; convert it again"
-            )
-        if isinstance(value, list):
-            return max(value, default=0)
-        return float(str(np.float32(value))) if isinstance(value, float) else value
-
-    @property
-    def layers(self) -> int:
-        """Layers, without those that predict further tokens, which transformers has not."""
-        return self("block_count") - self("nextn_predict_layers", 0)
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(
+            f"the file does not say {self.arch}.{key}, without which no model of experts can be made; "
+            f"convert it again"
+        )
 
     def kinds(self, name: str, there: str, absent: str) -> list[str]:
-        """Of each layer, a word for whether it has a tensor."""
-        layers = range(self.layers)
+        """Of each layer, a word for whether it has a tensor; not of layers that predict further
+        tokens, which transformers has not."""
+        layers = range(self["block_count"] - self.get("nextn_predict_layers", 0))
         return [there if f"blk.{i}.{name}" in self.header else absent for i in layers]
-
-
-class Architecture(NamedTuple):
-    """transformers' model type; fields of its config that llama.cpp's code takes for granted or the
-    metadata say in other terms; how experts' scores are made (1 softmax, 2 sigmoid, 3 softmax of the
-    chosen). The first two may be functions of the metadata."""
-
-    model_type: str | Callable[[Metadata], str]
-    fields: Record | Callable[[Metadata], Record] = {}
-    gating: int = 1
 
 
 def _rope(m: Metadata, head_dim: int) -> Record:
     """Rotary positions, as transformers' `rope_parameters`."""
-    kind = m("rope.scaling.type", "none")
+    kind = m.get("rope.scaling.type", "none")
     if "rope_factors_long.weight" in m.header:
         kind = "longrope"
-    rope = {"rope_type": kind, "rope_theta": m("rope.freq_base", 1e4)}
-    if (dims := m("rope.dimension_count", head_dim)) != head_dim:
+    rope = {"rope_type": kind, "rope_theta": m.get("rope.freq_base", 1e4)}
+    if (dims := m.get("rope.dimension_count", head_dim)) != head_dim:
         rope["partial_rotary_factor"] = dims / head_dim
-    factor = m("rope.scaling.factor", None)
-    original = m("rope.scaling.original_context_length", None)
+    factor = m.get("rope.scaling.factor")
+    original = m.get("rope.scaling.original_context_length")
     if kind == "none":
         return rope | {"rope_type": "default"}
     if kind == "yarn":
         rope["truncate"] = m.arch != "gpt-oss"
-        rope["beta_fast"] = m("rope.scaling.yarn_beta_fast", 32.0)
-        rope["beta_slow"] = m("rope.scaling.yarn_beta_slow", 1.0)
-        if log := m("rope.scaling.yarn_log_multiplier", 0):
+        rope["beta_fast"] = m.get("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = m.get("rope.scaling.yarn_beta_slow", 1.0)
+        if log := m.get("rope.scaling.yarn_log_multiplier", 0):
             rope["mscale"] = rope["mscale_all_dim"] = round(10 * log, 6)
     if kind == "longrope":
-        factor = m("context_length") / original
+        factor = m["context_length"] / original
+        scale = m.pop("rope.scaling.attn_factor", 1.0)
         for length in ("short", "long"):
             stored = m.header[f"rope_factors_{length}.weight"]
             rope[f"{length}_factor"] = stored.read(0, stored.nbytes).view(np.float32).tolist()
-            rope[f"{length}_mscale"] = m("rope.scaling.attn_factor", 1.0)
+            rope[f"{length}_mscale"] = scale
     return rope | {"factor": factor, "original_max_position_embeddings": original}
 
 
 def _latent(m: Metadata) -> Record:
     """DeepSeek's latent attention; files of before 2025 have whole heads."""
-    rotary = m("rope.dimension_count")
-    key, value = (m(f"attention.{of}_length", None) for of in ("key", "value"))
-    grouped = m("expert_group_count", 1) > 1
+    rotary = m["rope.dimension_count"]
+    key, value = (m.get(f"attention.{of}_length") for of in ("key", "value"))
+    grouped = m.get("expert_group_count", 1) > 1
     return {
-        "num_key_value_heads": m("attention.head_count"),
-        "kv_lora_rank": m("attention.kv_lora_rank"),
-        "q_lora_rank": m("attention.q_lora_rank", None),
+        "num_key_value_heads": m["attention.head_count"],
+        "kv_lora_rank": m["attention.kv_lora_rank"],
+        "q_lora_rank": m.get("attention.q_lora_rank"),
         "qk_rope_head_dim": rotary,
-        "qk_nope_head_dim": m("attention.key_length_mla", key) - rotary,
-        "v_head_dim": m("attention.value_length_mla", value),
+        "qk_nope_head_dim": m.get("attention.key_length_mla", key) - rotary,
+        "v_head_dim": m.get("attention.value_length_mla", value),
         "head_dim": rotary,
         "topk_method": "group_limited_greedy" if grouped else "greedy",
         "rope_interleave": True,
@@ -159,14 +144,13 @@ def _latent(m: Metadata) -> Record:
 
 
 def _linear_attention(m: Metadata) -> Record:
-    values = m("ssm.time_step_rank")
+    values = m["ssm.time_step_rank"]
     return {
-        "norm_topk_prob": True,
-        "linear_conv_kernel_dim": m("ssm.conv_kernel"),
-        "linear_key_head_dim": m("ssm.state_size"),
-        "linear_num_key_heads": m("ssm.group_count"),
+        "linear_conv_kernel_dim": m["ssm.conv_kernel"],
+        "linear_key_head_dim": m["ssm.state_size"],
+        "linear_num_key_heads": m["ssm.group_count"],
         "linear_num_value_heads": values,
-        "linear_value_head_dim": m("ssm.inner_size") // values,
+        "linear_value_head_dim": m["ssm.inner_size"] // values,
         "layer_types": m.kinds("ssm_a", "linear_attention", "full_attention"),
     }
 
@@ -176,32 +160,34 @@ def _convolutions(m: Metadata) -> Record:
     return {"norm_topk_prob": True, "layer_types": kinds}
 
 
-#: llama.cpp's name of an architecture → what its files do not say
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("mixtral"),
-    "qwen2moe": Architecture("qwen2_moe"),
-    "qwen3moe": Architecture("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen3vlmoe": Architecture("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen3next": Architecture("qwen3_next", _linear_attention),
-    "qwen35moe": Architecture("qwen3_5_moe_text", _linear_attention),
-    "olmoe": Architecture("olmoe"),
-    "phimoe": Architecture("phimoe"),
-    "granitemoe": Architecture(
-        lambda m: "granitemoe" + "shared" * ("ffn_gate_shexp.weight" in m.names)
-    ),
-    "gpt-oss": Architecture("gpt_oss", gating=3),
-    "deepseek": Architecture("deepseek"),
-    "deepseek2": Architecture(
-        lambda m: "deepseek_v3" if "exp_probs_b.bias" in m.names else "deepseek_v2", _latent
-    ),
-    "glm4moe": Architecture("glm4_moe", gating=2),
-    "ernie4_5-moe": Architecture("ernie4_5_moe"),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe"),
-    "lfm2moe": Architecture("lfm2_moe", _convolutions, gating=2),
-    "minimax-m2": Architecture("minimax_m2", gating=2),
-    "dots1": Architecture("dots1", {"sliding_window": None}, gating=2),
-    "afmoe": Architecture("afmoe", {"mup_enabled": True}, gating=2),
-    "exaone-moe": Architecture("exaone_moe", gating=2),
+#: llama.cpp's name of an architecture → transformers' model type; how experts' scores are made (1
+#: softmax, 2 sigmoid, 3 softmax of the chosen); fields of the config that llama.cpp's code takes for
+#: granted or the metadata say in other terms. The last may be a function of the metadata
+ARCHITECTURES: dict[str, tuple[str, int, Any]] = {
+    "llama": ("mixtral", 1, {}),
+    "qwen2moe": ("qwen2_moe", 1, {}),
+    "qwen3moe": ("qwen3_moe", 1, {"norm_topk_prob": True}),
+    "qwen3vlmoe": ("qwen3_moe", 1, {"norm_topk_prob": True}),
+    "qwen35moe": ("qwen3_5_moe_text", 1, _linear_attention),
+    "olmoe": ("olmoe", 1, {}),
+    "phimoe": ("phimoe", 1, {}),
+    "granitemoe": ("granitemoe", 1, {}),
+    "gpt-oss": ("gpt_oss", 3, {}),
+    "deepseek": ("deepseek", 1, {}),
+    "deepseek2": ("deepseek_v2", 1, _latent),
+    "glm4moe": ("glm4_moe", 2, {}),
+    "ernie4_5-moe": ("ernie4_5_moe", 1, {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", 1, {}),
+    "lfm2moe": ("lfm2_moe", 2, _convolutions),
+    "minimax-m2": ("minimax_m2", 2, {}),
+    "dots1": ("dots1", 2, {"sliding_window": None}),
+    "afmoe": ("afmoe", 2, {"mup_enabled": True}),
+    "exaone-moe": ("exaone_moe", 2, {}),
+}
+#: an architecture → a tensor that makes it another one
+OTHERS = {
+    "granitemoe": ("ffn_gate_shexp.weight", "granitemoeshared", 1),
+    "deepseek2": ("exp_probs_b.bias", "deepseek_v3", 2),
 }
 
 #: key of the metadata → fields that may state it; the first that a config has is given its value
@@ -261,7 +247,8 @@ SEEN = {
 }
 #: keys that change what is computed, so that one without a word for it must not be ignored
 CHANGES = re.compile(
-    r"scal|softcap|clamp|temperature|window|norm$|group|gating|rope\.(?!.*sections)"
+    r"(?!rope\.(dim|freq_base$|scaling\.(type|factor|orig|fine|yarn_(beta|log)))|ssm\.)"
+    r".*(scal|softcap|clamp|temperature|window|norm$|group|rope\.)"
 )
 #: values of such keys that change nothing
 NEUTRAL = (None, False, 1, "none")
@@ -285,26 +272,26 @@ def config_of(values: Record, header: Header) -> Any:
             f"the architecture of the file is {str(m.arch)[:100]!r}, and of GGUF files are read "
             f"{', '.join(ARCHITECTURES)}"
         )
-    model_type, further, gating = (
-        said(m) if callable(said) else said for said in ARCHITECTURES[m.arch]
-    )
+    model_type, gating, further = ARCHITECTURES[m.arch]
+    if m.arch in OTHERS and OTHERS[m.arch][0] in m.names:
+        _, model_type, gating = OTHERS[m.arch]
     there = CONFIG_MAPPING[model_type].__dataclass_fields__
-    facts = _facts_of_tensors(m)
+    facts = _facts_of_tensors(m, values)
+    told = {"attention.sliding_window_pattern"}
     for key, fields in FIELDS.items():
         if field := next((name for name in fields.split() if name in there), None):
-            value = m(key, ... if key in NEEDED else DEFAULTS.get(key, there))
+            value = m[key] if key in NEEDED else m.get(key, DEFAULTS.get(key, there))
+            told.add(key)
             if value is not there:
                 facts[field] = value or None if "window" in key else value
-    head_dim = m("attention.key_length", 0) or m("embedding_length") // m("attention.head_count")
-    facts |= {"rope_parameters": _rope(m, head_dim)} | further
-    known = {"expert_gating_func": 2 if model_type == "deepseek_v3" else gating}
-    known |= dict.fromkeys(m.asked, ...)
-    for name, value in sorted(values.items()):
-        key = name.removeprefix(f"{m.arch}.")
-        told = key == name or value in NEUTRAL or known.get(key) in (value, ...)
-        if not told and CHANGES.search(key):
+    head_dim = m.get("attention.key_length") or m["embedding_length"] // m["attention.head_count"]
+    facts["rope_parameters"] = _rope(m, head_dim)
+    facts |= further(m) if callable(further) else further
+    for key in sorted(m.keys() - told):
+        wrong = CHANGES.match(key) and m[key] not in NEUTRAL
+        if wrong or key == "expert_gating_func" and m[key] not in (0, gating):
             raise ValueError(
-                f"the file says {name} = {str(value)[:100]}, and this is not read of {m.arch}"
+                f"the file says {m.arch}.{key} = {str(m[key])[:100]}, and this is not read of {m.arch}"
             )
     always = {"tie_word_embeddings", "vocab_size", *(f"{of}_token_id" for of in TOKENS)}
     return AutoConfig.for_model(
@@ -312,14 +299,14 @@ def config_of(values: Record, header: Header) -> Any:
     )
 
 
-def _facts_of_tensors(m: Metadata) -> Record:
+def _facts_of_tensors(m: Metadata, values: Record) -> Record:
     """What a config says and one sees from the tensors that there are, and special tokens."""
     for name in ("token_embd.weight", "ffn_gate_inp.weight"):
         if name not in m.names:
             raise ValueError(f"the file has no tensor {name}, so it holds no model of experts")
     kinds = m.kinds("ffn_gate_inp.weight", "sparse", "dense")
     facts = {field: name in m.names for field, name in SEEN.items()} | {
-        "num_hidden_layers": m.layers,
+        "num_hidden_layers": len(kinds),
         "vocab_size": m.header["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in m.names,
         "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind == "dense"],
@@ -329,12 +316,11 @@ def _facts_of_tensors(m: Metadata) -> Record:
     for field in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
         facts[field] = kinds.index("sparse")
     for token, name in TOKENS.items():
-        facts[f"{token}_token_id"] = m.values.get(f"tokenizer.ggml.{name}_token_id")
-    windows = m.values.get(f"{m.arch}.attention.sliding_window_pattern")
+        facts[f"{token}_token_id"] = values.get(f"tokenizer.ggml.{name}_token_id")
+    windows = values.get(f"{m.arch}.attention.sliding_window_pattern")
     if isinstance(windows, list):
-        m.asked.add("attention.sliding_window_pattern")
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
-        facts["layer_types"] = kinds[: m.layers]
+        facts["layer_types"] = kinds[: len(facts["mlp_layer_types"])]
     return facts
 
 
@@ -373,15 +359,6 @@ def _latent_heads(config: Any, of: Tensor) -> Parts:
     return [heads[:, :nope].mT, heads[:, nope:]]
 
 
-def _apart(config: Any, of: Tensor) -> Parts:
-    """q, k, v and z, which a checkpoint has of one key head after the other."""
-    keys = config.linear_num_key_heads
-    k = config.linear_key_head_dim
-    v = config.linear_num_value_heads * config.linear_value_head_dim // keys
-    q, k, v, z = (p.flatten(0, 1) for p in of.unflatten(0, (keys, -1)).split([k, k, v, v], 1))
-    return [torch.cat([q, k, v]), z]
-
-
 def _tiled(config: Any, of: Tensor) -> Parts:
     """Value heads, the last rows, which a checkpoint has by their key head, and llama.cpp one of each
     in turn."""
@@ -401,7 +378,7 @@ COLUMNS = lambda config, of: [_tiled(config, of.mT)[0].mT]  # noqa: E731
 DECAY = (lambda of: -of.exp(), lambda of: (-of).log())
 SHIFT = (lambda of: of + 1, lambda of: of - 1)
 PLAIN = Rule("")
-NEXT, NEWER, GRANITE, OSS = ("qwen3next",), ("qwen35moe",), ("granitemoe",), ("gpt-oss",)
+NEWER, GRANITE, OSS = ("qwen35moe",), ("granitemoe",), ("gpt-oss",)
 RULES = (
     Rule(r"self_attn\.[qk]_proj\.\w+", ("llama", "granitemoe", "deepseek"), (), _in_pairs),
     Rule(r"block_sparse_moe\.input_linear\.weight", GRANITE, GATE_UP, HALVES),
@@ -417,12 +394,10 @@ RULES = (
         _latent_heads,
         rows=False,
     ),
-    Rule(r"in_proj_qkvz\.weight", NEXT, ("attn_qkv.weight", "attn_gate.weight"), _apart),
     Rule(r"in_proj_(qkv|z|a|b)\.weight|conv1d\.weight|dt_bias", NEWER, (), _tiled),
     Rule(r"linear_attn\.out_proj\.weight", NEWER, (), COLUMNS, rows=False),
     Rule(r"A_log", NEWER, ("ssm_a",), _tiled, rows=False, change=DECAY),
-    Rule(r"A_log", NEXT, ("ssm_a",), rows=False, change=DECAY),
-    Rule(r"(?<!attn\.)norm\.weight", NEXT + NEWER, rows=False, change=SHIFT),
+    Rule(r"(?<!attn\.)norm\.weight", NEWER, rows=False, change=SHIFT),
 )
 #: what gguf-py's tables call otherwise than transformers: pattern → replacement
 RENAMED = {
@@ -435,18 +410,11 @@ RENAMED = {
 EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
 
 
-class Place(NamedTuple):
-    """Where a tensor of a checkpoint lies in a GGUF file: the names of its parts, the rule, and
-    which expert it is of those that are stacked."""
-
-    names: tuple[str, ...]
-    rule: Rule
-    expert: int | None
-
-
-def places(arch: str, config: Any, keys: Iterable[str]) -> Iterator[tuple[str, Place]]:
-    """(key, its place) of a checkpoint's tensors that a GGUF file of an architecture has a name
-    for."""
+def places(
+    arch: str, config: Any, keys: Iterable[str]
+) -> Iterator[tuple[str, list[str], Rule, int | None]]:
+    """(key, names of its parts in a GGUF file, the rule, which expert it is of those that are
+    stacked) of a checkpoint's tensors that a file of an architecture has a name for."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
@@ -462,7 +430,7 @@ def places(arch: str, config: Any, keys: Iterable[str]) -> Iterator[tuple[str, P
         found = [f"blk.{layer[1]}.{part}" for part in rule.names]
         found = found or [names.get_name(name, (".weight", ".bias"))]
         if None not in found:
-            yield key, Place(tuple(found), rule, int(expert[1]) if expert else None)
+            yield key, found, rule, int(expert[1]) if expert else None
 
 
 def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored | Made]:
@@ -474,10 +442,9 @@ def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored |
     twin = compat.as_saved(model, model.state_dict())
     found: dict[str, Stored | Made] = {}
     used = {"rope_factors_long.weight", "rope_factors_short.weight"}
-    for key, place in places(values["general.architecture"], config, twin):
-        names, rule, expert = place
+    for key, names, rule, expert in places(values["general.architecture"], config, twin):
         if names[0] not in header and ".attn_k_b" in names[0]:  # a file of before 2025
-            names, rule = (names[0].replace("k_b", "kv_b"),), PLAIN
+            names, rule = [names[0].replace("k_b", "kv_b")], PLAIN
         parts = [_part(header, name, expert) for name in names]
         if None not in parts:
             used |= {part.key for part in parts}
