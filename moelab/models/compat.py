@@ -377,13 +377,11 @@ def loading_plan(
     return plans, foreign
 
 
-def checkpoint_tensors(config: Any) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of a model, by key, on the meta device, as transformers would
-    save them."""
+def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model by the keys of a checkpoint, as transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    twin = meta_twin(config)
-    return revert_weight_conversion(twin, twin.state_dict())
+    return revert_weight_conversion(model, tensors)
 
 
 def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[str]:
