@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -28,6 +28,16 @@ from moelab.models import compat
 from moelab.models.experts import SeamExperts
 
 GPUS = ("cuda",)
+
+
+class Choices(NamedTuple):
+    """Of a step, sorted by expert, as `moelab.kernels.feed_forward.arrange` makes them."""
+
+    bounds: np.ndarray  # [M + 1], where those of each expert that is hit begin
+    x: Tensor  # [T, H]
+    tokens: np.ndarray  # [n]
+    rows: np.ndarray  # [T, K], −1 for none
+    weights: Tensor  # [T, K]
 
 
 class GEMV(Sorted):
@@ -57,11 +67,14 @@ class GEMV(Sorted):
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
+        return self.compute(*found, Choices(bounds, x, tokens, rows, weights), experts)
+
+    def compute(self, up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:
+        """What matrices of the experts that are hit make of a step's choices, [T, H]."""
         if gate := gate_of(experts):
-            return feed_forward(*found, bounds, x, tokens, rows, weights, gate)
-        up, down = found
-        y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
-        return combine(y, rows, weights, x.dtype)
+            return feed_forward(up, down, *of, gate)
+        y = multiply(down, of.bounds, experts.activate(multiply(up, *of[:3])))
+        return combine(y, of.rows, of.weights, of.x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A few launches; None where weights do not lie as kernels read them. Where the module holds

@@ -25,7 +25,7 @@ from moelab.kernels.tiles import beside, span, step, weight, write
 from moelab.kernels.vectors import Kind, joined
 
 ROWS = 32  # that a thread widens at a time
-PANEL = 1 << 22  # weights that are widened before they are multiplied
+PANEL = 1 << 20  # weights that are widened before they are multiplied
 _PLAIN = {kind: dtype for dtype, kind in KINDS.items()}
 
 
