@@ -294,11 +294,6 @@ def hooks_on_all() -> bool:
     return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
 
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor was edited in place, as autograd counts it."""
-    return tensor._version
-
-
 def copy_each(into: list[Tensor], given: list[Tensor]) -> None:
     """Copy tensors in one launch."""
     torch._foreach_copy_(into, given)
