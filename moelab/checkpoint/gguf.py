@@ -7,11 +7,11 @@ in the cache, by the file's path, size and time: what is read later and differs 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
 from moelab.store.ggml import GGML
 from moelab.store.gguf import SHARD, read_shards
-from moelab.store.headers import DTYPES, Header, Stored
+from moelab.store.headers import DTYPES, Header, Shape, Stored
 from moelab.store.layout import StoreError
 
 #: fields that are counts, and what no model has
@@ -133,6 +133,18 @@ def weights_of(entry: Stored | Made, read: list[torch.Tensor]) -> torch.Tensor:
 def rows_of(entry: Stored | Made, read: list[torch.Tensor]) -> torch.Tensor:
     """An entry's rows as they lie, uint8 [..., R, bytes], of what was read of its parts."""
     return entry.join(read) if isinstance(entry, Made) else read[0]
+
+
+class Decoded(NamedTuple):
+    """An entry as a tensor to be written, decoded when it is: attributes as of `Stored`."""
+
+    dtype: str
+    shape: Shape
+    weights: Callable[[], torch.Tensor]
+
+    def pieces(self, most: int) -> Iterator[np.ndarray]:
+        data = as_bytes(self.weights().to(DTYPES[self.dtype]).contiguous())
+        yield from (data[at : at + most] for at in range(0, len(data), most))
 
 
 # ------------------------------------------------------------------------------------------ checksums

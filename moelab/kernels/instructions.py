@@ -19,19 +19,16 @@ from typing import Any
 
 from llvmlite import ir
 
-from moelab.kernels.emit import F32, I8, I16, I32, TAGS, Value
+from moelab.kernels.emit import F32, I16, I32, TAGS, Value
 from moelab.kernels.ggml import GGML, Blocks
 from moelab.kernels.vectors import (
     BF12,
     BFLOAT16,
     BLOCK,
-    FLOATS,
     FP8,
     GROUP,
-    HAS_BYTE_SUMS,
     HAS_PAIRS,
     INT4,
-    INT8,
     MXFP4,
     PROCESSOR,
     WIDTH,
