@@ -25,7 +25,7 @@ from torch import Tensor
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, kept, pointer, take, together
 from moelab.kernels.ggml import GGML
-from moelab.kernels.instructions import INSTRUCTIONS, Pairs
+from moelab.kernels.instructions import Pairs, instruction
 from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
     ROWS,
@@ -352,7 +352,7 @@ def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
 @cache
 def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
     """Of `multiply_into`, for weights of a kind and inputs x."""
-    in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
+    in_pairs = x is BFLOAT16 and isinstance(instruction(kind), Pairs)
     tag = kind.tag
     x_tag = x.tag if in_pairs else F32
 

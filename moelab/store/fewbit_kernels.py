@@ -105,13 +105,12 @@ def widening(kind: Kind, to: Kind) -> int:
 
 @emitted()
 def _widen_row(kind: Kind, to: Kind, w, other, n, out):
-    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to`
-    at `out`."""
-    order = kind.order
-    with n.steps(BLOCK) as i:
+    """Write n weights of a few-bit kind, whole steps, as numbers of the plain kind `to` at `out`."""
+    places = [kind.order.index(number) for number in range(BLOCK)]
+    with n.steps(kind.step) as i:
         found = kind.vectors(w + kind.span(i), other + kind.beside(i), None)
-        (out + to.span(i)).store(
-            joined([to.rounded(part) for part in found]).shuffled(
-                [order.index(number) for number in range(BLOCK)]
-            )
-        )
+        count = BLOCK // found[0].type.count
+        for block in range(kind.step // BLOCK):
+            parts = found[block * count : (block + 1) * count]
+            values = joined([to.rounded(part) for part in parts])
+            (out + to.span(i + block * BLOCK)).store(values.shuffled(places))
