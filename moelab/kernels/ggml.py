@@ -25,7 +25,6 @@ from moelab.kernels.vectors import (
     from_e2m1,
     halved_e8m0,
     halves,
-    in_turn,
     joined,
 )
 
@@ -46,7 +45,7 @@ class Blocks(FewBits):
 
     def codes(self, weights, other):
         for block in (weights, weights + self.size):
-            yield in_turn(self.whole(halves(block + self.first), block))
+            yield self.in_turn(self.whole(halves(block + self.first), block))
 
     def whole(self, codes: Value, block: Value) -> Value:
         """The codes of a block, bytes, from their lower four bits."""
@@ -98,14 +97,14 @@ class Q5Min(Q5, Q4Min):
 
 class Mxfp4(Blocks):
     size = 17
-    offset = 12
+    shift = "ashr"
     first = 1
 
     def scales(self, weights, other):
         return halved_e8m0(self._both(weights, I8))
 
     def whole(self, codes, block):
-        return from_e2m1(codes, self.offset)
+        return from_e2m1(codes)
 
 
 class Q4K(FewBits):
@@ -132,7 +131,9 @@ class Q4K(FewBits):
     def codes(self, weights, other):
         for group in range(8):
             words = (weights + (self.size - 128 + group // 2 * 32)).load(WORDS)
-            yield in_turn(self.whole(words >> group % 2 * 4 & 0x0F0F, weights, group).to(BYTES))
+            yield self.in_turn(
+                self.whole(words >> group % 2 * 4 & 0x0F0F, weights, group).to(BYTES)
+            )
 
     def whole(self, codes: Value, block: Value, group: int) -> Value:
         """The codes of a group, from their lower four bits."""
@@ -163,7 +164,7 @@ class Q6K(FewBits):
             half, part = group // 4, group % 4
             low = (weights + (64 * half + 32 * (part % 2))).load(WORDS) >> part // 2 * 4
             high = _moved((weights + (128 + 32 * half)).load(WORDS), 4 - 2 * part)
-            yield in_turn((low & 0x0F0F | high & 0x3030).to(BYTES))
+            yield self.in_turn((low & 0x0F0F | high & 0x3030).to(BYTES))
 
 
 def _moved(words: Value, up: int) -> Value:

@@ -171,7 +171,7 @@ class FewBits(Kind):
     """Codes, whole numbers less an offset, times scales, of some plus minima.
 
     group : weights that share a scale. offset : by how much codes are larger than what scales
-        multiply. order : which of 64 weights comes when in `codes`.
+        multiply. shift : "ashr" for bytes with signs. order : which of 64 weights comes when in `codes`.
     """
 
     size = 32
@@ -179,6 +179,7 @@ class FewBits(Kind):
     step = BLOCK
     group = GROUP
     offset = 0
+    shift = "lshr"
     order = list(range(BLOCK))
 
     def scales(self, weights: Value, other: Value) -> Value:
@@ -192,6 +193,11 @@ class FewBits(Kind):
     def codes(self, weights: Value, other: Value) -> Iterator[list[Value]]:
         """For each 32 weights two vectors of 16 whole numbers of 16 bits."""
         raise NotImplementedError
+
+    def in_turn(self, codes: Value) -> list[Value]:
+        """32 bytes as 16 bits: the even ones, the odd ones."""
+        words = codes.to(ir.VectorType(I16, 16))
+        return [(words << 8).made(self.shift, 8), words.made(self.shift, 8)]
 
     def group_of(self, place: int) -> int:
         """Of the code that comes in this place of a step."""
@@ -238,10 +244,10 @@ class FourBits(FewBits):
 
     def codes(self, weights, other):
         for begin in range(0, BLOCK // 2, GROUP // 2):
-            yield in_turn(self.whole(halves(weights + begin)))
+            yield self.in_turn(self.whole(halves(weights + begin)))
 
     def whole(self, codes: Value) -> Value:
-        """Values plus `offset` of codes, bytes."""
+        """Bytes from codes of four bits."""
         return codes
 
     def pairs(self, weights, other, table):
@@ -261,18 +267,18 @@ class Mxfp4(FourBits):
     """Twice e2m1 times half of e8m0, a byte for each 32 weights."""
 
     other = 2
-    offset = 12
+    shift = "ashr"
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
     def scales(self, weights, other):
         return halved_e8m0(other.load(ir.VectorType(I8, 2)))
 
     def whole(self, codes):
-        return from_e2m1(codes, self.offset)
+        return from_e2m1(codes)
 
     def vectors(self, weights, other, table):
         """With the sign of −0, which whole numbers do not have."""
-        codes = (code for at in (0, 16) for code in in_turn(halves(weights + at)))
+        codes = (code for at in (0, 16) for code in self.in_turn(halves(weights + at)))
         return [
             ((code & 8).to(I32, "zext") << 28 | value.to(I32)).to(F32)
             for code, value in zip(codes, super().vectors(weights, other, table))
@@ -328,16 +334,10 @@ def halves(address: Value) -> Value:
     return (twice >> [0] * 4 + [4] * 4 & 0x0F0F0F0F).to(ir.VectorType(I8, 32))
 
 
-def in_turn(codes: Value) -> list[Value]:
-    """32 bytes without signs as 16 bits: the even ones, the odd ones."""
-    words = codes.to(ir.VectorType(I16, 16))
-    return [words & 0xFF, words >> 8]
-
-
-def from_e2m1(codes: Value, offset: int) -> Value:
-    """Twice the values of codes, plus an offset: bytes."""
-    values = [int(value) + offset for value in Mxfp4.values]
-    return looked_up(codes.of(values, ir.VectorType(I8, 16)), codes)
+def from_e2m1(codes: Value) -> Value:
+    """Twice the values of codes: bytes."""
+    table = codes.of([*map(int, Mxfp4.values)], ir.VectorType(I8, 16))
+    return looked_up(table, codes)
 
 
 def halved_e8m0(codes: Value) -> Value:
