@@ -171,7 +171,7 @@ def spread(kind: Kind, order: Kind, x, n, out):
 
 @emitted(types.float32)
 def weight(kind: Kind, w, i):
-    """The i-th weight at an address, as fp32; a packed matrix has biases of bf16."""
+    """The i-th number of a plain kind at an address, as fp32."""
     if kind is FLOAT32:
         return w.load(F32, i)
     if kind is FLOAT16:
