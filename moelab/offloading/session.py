@@ -33,6 +33,7 @@ from moelab.offloading.loading import clock
 from moelab.offloading.metrics import Forward, Metrics, process
 from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.store.layout import ExpertStore
+from moelab.store.packed import Packed, unpacked
 
 #: forward passes of a resident model that are kept, at most
 LONGEST = 4096
@@ -75,6 +76,9 @@ class OpenedModel(InTurn):
                 "this model's experts are not in memory, so they would not be saved: copy its folder, "
                 "restore its store (moelab.restore), or open it without memory="
             )
+        state = self.state_dict()
+        if any(isinstance(weight, Packed) for weight in state.values()):
+            kwargs.setdefault("state_dict", {name: unpacked(of) for name, of in state.items()})
         return super().save_pretrained(*args, **kwargs)
 
 

@@ -5,6 +5,7 @@
     bits               bf16 weights ↔ exponents and sign-mantissa bytes
     bf12, huffman      lossless codecs: twelve bits in place; a code of variable length, decoded first
     fewbit, packings   few bits a weight: int8, fp8, mxfp4, int4; those of compressed-tensors, GPTQ, AWQ
+    packed             a tensor that looks like the weight, over a blob
     codecs             the lossless codecs by name; byte planes and shards; a tensor ↔ its planes
     layout             a store's files and index; `ExpertStore`, and `ExpertFiles`, what a reader needs
     reader             an expert's chunks from the disk, and its tensors from them, at once or in two steps

@@ -35,6 +35,13 @@ def packed_tensor(
     return Packed(codec, blob, tuple(shape), dtype, origin)
 
 
+def unpacked(weight: Tensor) -> Tensor:
+    """What was packed, or what that decodes to; any other weight as it is."""
+    if not isinstance(weight, Packed):
+        return weight
+    return weight.dense() if weight.origin is None else weight.origin
+
+
 class Packed(Tensor):
     """A weight as a blob.
 

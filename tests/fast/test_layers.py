@@ -112,3 +112,19 @@ def test_an_engine_with_too_little_memory_goes_layer_by_layer(tmp_path, calls):
     with open_model(folder, memory=1.0, executor="fast", prefetch="router") as lm:
         decode(lm, steps=3)
     assert calls  # nothing can be prefetched, so nothing lies on the layers
+
+
+def test_one_call_for_layers_of_several_kinds(tmp_path, calls):
+    """As in Q4_K_M, where some layers have another kind of `down` than others."""
+    pytest.importorskip("gguf")
+    from tests.gguf_files import qwen3moe
+
+    qwen3moe(tmp_path / "m.gguf", "Q4_K", down="Q6_K", layers=3)
+    found = []
+    for hook in (True, False):
+        assert not calls
+        with open_model(tmp_path / "m.gguf", memory=1.0, executor="fast") as lm:
+            found.append(decode(lm, hook, steps=4))
+            assert "Packed" in {type(weight).__name__ for weight in lm.parameters()}
+    (wanted, before), (got, after) = found
+    assert torch.equal(got, wanted) and after == before and 3 in calls
