@@ -259,6 +259,23 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
     )
 
 
+def pre_tokenizer(tokenizer: Any) -> str | None:
+    """llama.cpp's name of the way in which a byte-level tokenizer splits text; None where it has none
+    that is known."""
+    import json
+
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if tokenizer is None or not tokenizer.is_fast:
+        return None
+    first = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+    first = first.get("pretokenizers", [first])[0]
+    if first.get("type") == "ByteLevel" and first["use_regex"]:
+        return "gpt-2"
+    split = first.get("pattern", {}).get("Regex")
+    return next((name for name, of in GGUF_PRE_TOKENIZER_SPLITS.items() if of == split), None)
+
+
 # --------------------------------------------------------------------------------------------------
 # torch: what its public ways copy or walk through, which takes too long for each token
 
