@@ -248,9 +248,6 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
         chat_template=fields.get("tokenizer.chat_template"),
         add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
-        model_max_length=int(
-            fields.get(f"{fields['general.architecture']}.context_length", 1 << 30)
-        ),
         **{
             f"{name}_token": tokens[i]
             for name, i in ids.items()
