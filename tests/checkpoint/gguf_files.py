@@ -173,7 +173,7 @@ def laid(
         blk = f"blk.{layer[1]}." if layer else ""
         expert = re.search(r"\.experts\.(\d+)\.", key)
         if expert:
-            part = re.search(r"(gate|up|down)_proj|w[123]", key)[0][:4].rstrip("_")
+            part = re.search(r"(gate|up|down)(?=_proj)|w[123]", key)[0]
             part = {"w1": "gate", "w3": "up", "w2": "down"}.get(part, part)
             if experts == "apart":
                 found[f"{blk}ffn_{part}.{expert[1]}.weight"] = "F16", _decoded(kind, w)
