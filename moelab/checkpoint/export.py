@@ -54,6 +54,8 @@ def export(
     shapes: dict[str, tuple[int, ...]] = {}
     for name, part, expert in _lying(arch, twin, twin.state_dict()):
         shapes[name] = (*part.shape,) if expert is None else (expert + 1, *part.shape)
+        if name.endswith("ffn_gate_shexp.weight"):
+            said["expert_shared_feed_forward_length"] = part.shape[0]
     dense = {name: part for name, part, _ in _lying(arch, twin, model.state_dict())}
     with atomic(destination) as file:
         writer = GGUFWriter(file, arch)
@@ -89,13 +91,17 @@ def _lying(
 def _experts(arch: str, checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
     """The tensors of one name of a layer's experts, one after another."""
     experts = CheckpointExperts(checkpoint)
-    block = f".{name.split('.')[1]}."
-    layer = next(of for of in checkpoint.plan.layers if block in f"{of.name}.")
+    layer = next(of for of in checkpoint.plan.layers if _block(of.name) == _block(name))
     for expert in range(layer.E):
         own = experts(layer.index, expert).items()
         own = {f"{layer.name}.experts.{key}": tensor[None] for key, tensor in own}
         lying = _lying(arch, checkpoint.plan.twin, own)
         yield next(part for found, part, _ in lying if found == name)
+
+
+def _block(name: str) -> int:
+    """The number of a layer, in the name of something of it."""
+    return int(re.search(r"\.(\d+)\.", name)[1])
 
 
 def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> Record:
@@ -120,17 +126,17 @@ def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> 
 def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
     """llama.cpp's name of a model's architecture, and what its config says by llama.cpp's keys."""
     config = checkpoint.config
-    kinds = {of: arch for arch, (of, _, more) in ARCHITECTURES.items() if not callable(more)}
-    kinds |= {
-        of: arch for arch, (_, of, _) in OTHERS.items() if not callable(ARCHITECTURES[arch][2])
-    }
+    fixed = {arch: more for arch, (*_, more) in ARCHITECTURES.items() if not callable(more)}
+    kinds = {ARCHITECTURES[arch][0]: arch for arch in reversed(fixed)}
+    kinds |= {OTHERS[arch][1]: arch for arch in fixed.keys() & OTHERS.keys()}
     arch = kinds.get(config.model_type)
     rope = getattr(config, "rope_parameters", {})
-    if arch is None or rope["rope_type"] != "default":
+    taken = {} if arch is None else {**fixed[arch], "hidden_act": "silu"}
+    wrong = [name for name, value in taken.items() if getattr(config, name, value) != value]
+    if arch is None or wrong or rope["rope_type"] != "default":
         raise ValueError(
-            f"{checkpoint.folder} is {config.model_type}, and those written as GGUF are "
-            f"{', '.join(kinds)}, unless positions are scaled; convert_hf_to_gguf.py of llama.cpp may "
-            f"know it"
+            f"{checkpoint.folder} is {config.model_type}, and written as GGUF are {', '.join(kinds)}, "
+            f"as llama.cpp runs them (here differs {wrong}), without scaled positions"
         )
     said = {"block_count": config.num_hidden_layers, "vocab_size": config.vocab_size}
     for key, fields in FIELDS.items():
@@ -142,7 +148,7 @@ def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(size * rope.get("partial_rotary_factor", 1)),
         "expert_gating_func": ARCHITECTURES[arch][1],
-        "leading_dense_block_count": checkpoint.plan.layers[0].index,
+        "leading_dense_block_count": _block(checkpoint.plan.layers[0].name),
     }
     return arch, said
 
