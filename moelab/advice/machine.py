@@ -62,8 +62,10 @@ def told(others: float) -> list[str]:
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
-    """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
-    the system's temporary folder."""
+    """A card of this machine, from a quiet time or measured now; the disk where `folder`, or a file,
+    is, or else the system's temporary folder."""
+    if folder and os.path.isfile(folder):
+        folder = Path(folder).absolute().parent
     disk = os.stat(folder or tempfile.gettempdir()).st_dev
     found = kept_card(f"disk {disk}, {FORMAT}", "machine", lambda: measured(folder))
     found.figures["memory_gb"] = free(available())

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,10 @@ class Made(NamedTuple):
     shape: Shape
     dtype: str
     transposed: bool = False
+
+    @property
+    def file(self) -> Path:
+        return self.stored[0].file
 
     def slice(self, i: int, rows: int = 1) -> Made:
         """The i-th of its parts of so many experts, where these are stacked."""
@@ -77,7 +82,7 @@ class Metadata(dict[str, Any]):
         self.arch = values.get("general.architecture")
         for name, value in values.items():
             if name.startswith(f"{self.arch}."):
-                value = max(value, default=0) if isinstance(value, list) else value
+                value = int(np.max(value, initial=0)) if np.ndim(value) else value
                 value = float(str(np.float32(value))) if isinstance(value, float) else value
                 self[name.removeprefix(f"{self.arch}.")] = value
         self.header = header
@@ -318,7 +323,7 @@ def _facts_of_tensors(m: Metadata, values: Record) -> Record:
     for token, name in TOKENS.items():
         facts[f"{token}_token_id"] = values.get(f"tokenizer.ggml.{name}_token_id")
     windows = values.get(f"{m.arch}.attention.sliding_window_pattern")
-    if isinstance(windows, list):
+    if np.ndim(windows):
         kinds = ["sliding_attention" if window else "full_attention" for window in windows]
         facts["layer_types"] = kinds[: len(facts["mlp_layer_types"])]
     return facts

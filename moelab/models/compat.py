@@ -248,15 +248,29 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
         chat_template=fields.get("tokenizer.chat_template"),
         add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
-        model_max_length=int(
-            fields.get(f"{fields['general.architecture']}.context_length", 1 << 30)
-        ),
         **{
             f"{name}_token": tokens[i]
             for name, i in ids.items()
             if i is not None and i < len(tokens)
         },
     )
+
+
+def pre_tokenizer(tokenizer: Any) -> str | None:
+    """llama.cpp's name of the way in which a byte-level tokenizer splits text; None where it has none
+    that is known."""
+    import json
+
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if tokenizer is None or not tokenizer.is_fast:
+        return None
+    first = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+    first = first.get("pretokenizers", [first])[0]
+    if first.get("type") == "ByteLevel" and first["use_regex"]:
+        return "gpt-2"
+    split = first.get("pattern", {}).get("Regex")
+    return next((name for name, of in GGUF_PRE_TOKENIZER_SPLITS.items() if of == split), None)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -28,8 +28,8 @@ from moelab.store.headers import DTYPES, Header, Stored, block_of, nbytes
 #: kinds of values → numpy's types; texts and arrays
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
 TEXT, ARRAY = 8, 9
-#: bytes before the tensors, entries of arrays there, fields, tensors, files of a model at most
-HEAD, ENTRIES, FIELDS, TENSORS, SHARDS = 64 << 20, 1 << 21, 1 << 16, 1 << 18, 10_000
+#: bytes before the tensors, entries of arrays there, fields, tensors at most
+HEAD, ENTRIES, FIELDS, TENSORS = 64 << 20, 1 << 21, 1 << 16, 1 << 18
 #: the name of one of several files of a model
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -166,7 +166,7 @@ def read_shards(file: Path) -> tuple[list[Path], Record, Header]:
     if count in (0, 1):
         return [file], fields, tensors
     name = SHARD.fullmatch(file.name)
-    if not name or int(name[3]) != count or count > SHARDS:
+    if not name or int(name[3]) != count:
         raise ValueError(
             f"{file} is one of {count} files, which are named NAME-00001-of-{count:05}.gguf; give them "
             f"their names back"
