@@ -106,7 +106,7 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool, p
     folder = checkpoint.folder
     left_out = plan.ignored | (plan.expert_keys if without_experts else set())
     keys = checkpoint.tensors.keys() - left_out
-    kept = _packed(checkpoint, keys, dtype) if packed else {}
+    kept = _packed(checkpoint, keys, dtype) if packed and checkpoint.gguf else {}
     tensors = _read(checkpoint, keys - kept.keys())
     for key, weight in kept.items():  # in its place
         tensors[key] = torch.zeros((), dtype=dtype).expand(weight.shape)

@@ -231,9 +231,8 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    plain = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in fields.items()}
     of = GGUF_TOKENIZER_MAPPING["tokenizer"].items()
-    said = {ours: plain[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in plain}
+    said = {ours: fields[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in fields}
     kind, split = said["tokenizer_type"], said.get("pre_tokenizer_type", "default")
     split = SPLITS.get(split, split)
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:

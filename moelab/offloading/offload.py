@@ -144,6 +144,16 @@ class Offloading:
     def on(self) -> torch.device:
         return torch.device(self.device or "cpu")
 
+    @property
+    def packed(self) -> bool:
+        """Whether what is not experts is computed with as it lies in a GGUF file."""
+        return self.on.type == "cpu" and self.executor in AS_THEY_LIE
+
+    def experts_of(self, checkpoint: Checkpoint) -> CheckpointStore:
+        """A checkpoint's experts; on GPUs, which have no kernels for GGML's types, decoded ones."""
+        dtype = checkpoint.dtype(self.dtype)
+        return CheckpointStore(checkpoint, dtype, self.on.type == "cpu", self.verify)
+
     def require_possible(self) -> None:
         """ValueError for options that exclude each other, or that nothing can do."""
         if self.workers < 1:
@@ -188,13 +198,10 @@ def offload(
     how = how or Offloading(**options)
     checkpoint = Checkpoint.at(source)
     how.require_possible()
-    on_cpu = how.on.type == "cpu"  # GPUs have no kernels for GGML's types
-    dtype = checkpoint.dtype(how.dtype)
-    store = checkpoint.store or CheckpointStore(checkpoint, dtype, on_cpu, how.verify)
+    store = checkpoint.store or how.experts_of(checkpoint)
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
-    packed = checkpoint.gguf is not None and on_cpu and how.executor in AS_THEY_LIE
-    build = partial(opening.build, checkpoint, how.dtype, external=True, packed=packed)
+    build = partial(opening.build, checkpoint, how.dtype, external=True, packed=how.packed)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
         beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))
