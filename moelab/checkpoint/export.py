@@ -140,8 +140,9 @@ def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
         )
     said = {"block_count": config.num_hidden_layers, "vocab_size": config.vocab_size}
     for key, fields in FIELDS.items():
-        values = [getattr(config, field, None) for field in fields.split()]
-        said |= {key: value for value in values[::-1] if value is not None}
+        values = (getattr(config, field, None) for field in fields.split())
+        if (value := next((of for of in values if of is not None), None)) is not None:
+            said[key] = value
     size = said.setdefault("attention.key_length", config.hidden_size // config.num_attention_heads)
     said |= {
         "attention.value_length": size,
