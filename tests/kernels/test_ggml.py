@@ -55,7 +55,7 @@ def tolerance(form, x, blob, shape):
     counts=st.lists(st.integers(0, 9), min_size=1, max_size=3),
     rows=st.integers(1, 70),
     steps=st.integers(1, 4),
-    dtype=st.sampled_from(list(KINDS)),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     biased=st.booleans(),
     seed=st.integers(0, 999),
 )
