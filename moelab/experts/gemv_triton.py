@@ -59,8 +59,8 @@ def bank(of: Matrices, table: Tensor, gate: Gate | None = SILU) -> Bank:
 
 
 def multiplies(of: Matrices) -> bool:
-    """Whether matrices are multiplied here: of any kind, but few bits in rows."""
-    return not (of.transposed and of.kind.scaled)
+    """Whether matrices are multiplied here: of any kind but GGML's, but few bits in rows."""
+    return of.kind in NAMES and not (of.transposed and hasattr(of.kind, "scales"))
 
 
 @triton.jit

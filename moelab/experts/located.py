@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from moelab.experts.executor import names, plain
+from moelab.kernels.ggml import GGML
 from moelab.kernels.products import KINDS, PACKED, Matrices, multiply
 from moelab.models import compat
 
@@ -29,6 +30,8 @@ def locate(
         if getattr(getattr(experts.source, "device", None), "type", "cpu") != device:
             return None
         if (found := find(experts.layer, chosen.tolist(), dtype)) is not None:
+            if device != "cpu" and any(codec in GGML for codec, _ in found.values()):
+                return None  # no kernel of GPUs reads these
             return _matrices(experts, found, experts.shapes, dtype, found)
     parts = parts_of(experts)
     whole = [banks(experts, part) for part in parts]

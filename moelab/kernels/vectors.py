@@ -20,11 +20,19 @@ from typing import Any
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba import typeof
+from numba import config, typeof
 
 from moelab.kernels.emit import F16, F32, I8, I16, I32, TAGS, Value
 
-_FEATURES = llvm.get_host_cpu_features()
+
+def _features() -> dict[str, bool]:
+    """Of the processor that numba compiles for: this one, or that of NUMBA_CPU_FEATURES."""
+    if config.CPU_FEATURES is None:
+        return llvm.get_host_cpu_features()
+    return {one[1:]: one[0] == "+" for one in config.CPU_FEATURES.split(",") if one}
+
+
+_FEATURES = _features()
 #: fp32 numbers in a vector register
 WIDTH = 16 if _FEATURES.get("avx512bw") else 8 if _FEATURES.get("avx2") else 4
 STEP = 2 * WIDTH  # weights that a loop takes at a time of plain kinds
