@@ -42,7 +42,7 @@ stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
 
 lab: $(INSTALLED)
-	@$(PYTHON) -m jupyter lab --allow-root --ServerApp.root_dir=. \
+	@$(PYTHON) -m jupyterlab --allow-root --ServerApp.root_dir=. \
 	  --LabApp.default_url=/lab/tree/notebooks/00_start.ipynb \
 	  --FileContentsManager.post_save_hook=notebooks.strip.after_saving
 
