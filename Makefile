@@ -42,9 +42,9 @@ stress: $(INSTALLED)
 	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
 
 lab: $(INSTALLED)
-	@$(PYTHON) -m jupyter lab --allow-root --ServerApp.root_dir=. \
+	@$(PYTHON) -m jupyterlab --allow-root --ServerApp.root_dir=. \
 	  --LabApp.default_url=/lab/tree/notebooks/00_start.ipynb \
-	  --FileContentsManager.post_save_hook=moelab.lab.strip.after_saving
+	  --FileContentsManager.post_save_hook=notebooks.strip.after_saving
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .hypothesis
@@ -74,6 +74,6 @@ $(INSTALLED): pyproject.toml constraints.txt
 	if [ -t 1 ]; then quiet=; else quiet=--quiet; fi; \
 	$(PYTHON) -m pip install $$quiet --disable-pip-version-check -c constraints.txt -e '.[lab,ane,test,docs]' || exit 1; \
 	if git rev-parse --git-dir >/dev/null 2>&1; then \
-	  git config filter.nbstripout.clean '"$(PYTHON)" -m moelab.lab.strip'; \
+	  git config filter.nbstripout.clean '"$(PYTHON)" -m notebooks.strip'; \
 	fi; \
 	touch $@

@@ -1,8 +1,8 @@
 """The command line: `moelab COMMAND`, or `python -m moelab COMMAND` where the package is not
 installed.
 
-A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one line in
-COMMANDS."""
+A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one entry in
+`__main__.toml`."""
 
 from __future__ import annotations
 
@@ -15,116 +15,11 @@ import sys
 
 from moelab import __version__
 from moelab.base.arguments import Parser
-from moelab.base.files import absolute
+from moelab.base.files import absolute, beside
 from moelab.base.table import filled
 
 #: name → (module, what it does, an example of its arguments)
-COMMANDS = {
-    "reproduce": (
-        "moelab.lab.reproduce",
-        "run the notebooks, one after the other",
-        "-p smoke=true",
-    ),
-    "run": ("moelab.lab.runner", "run one notebook, with parameters", "01 -p smoke=true -p seed=3"),
-    "list": ("moelab.lab.runs", "list the notebooks and their finished runs", ""),
-    "compare": ("moelab.lab.compare", "put the metrics of two runs side by side", "01"),
-    "check": ("moelab.lab.check", "compare the newest runs with results/baseline", "01 02"),
-    "claims": (
-        "moelab.claims",
-        "judge the claims of the five sources by what was found here",
-        "--source zipmoe",
-    ),
-    "sweep": (
-        "moelab.lab.sweep",
-        "run a notebook or a bench at every point of a grid, here or on a cluster",
-        "03 --grid disk_mbs=10,20,40 seed=0,1,2",
-    ),
-    "advise": (
-        "moelab.advice.advise",
-        "say what to do with a model in so much memory, and what it will give",
-        "Qwen3-30B-A3B --memory 16GB",
-    ),
-    "doctor": (
-        "moelab.advice.doctor",
-        "say what this machine can do, what will run and what not",
-        "",
-    ),
-    "neuron": (
-        "moelab.advice.neuron_command",
-        "plan a model on AWS Neuron: degrees, blocks, memory a core, settings for NxD",
-        "plan DeepSeek-V3 --cores 64 --batch 32",
-    ),
-    "generate": (
-        "moelab.generate",
-        "generate text: in memory, within a memory budget, or on several processes",
-        "Qwen/Qwen3-30B-A3B --memory 8GB --executor fast --prefetch quasi",
-    ),
-    "convert": (
-        "moelab.checkpoint.convert",
-        "turn a checkpoint into a compressed expert store",
-        "Qwen/Qwen3-30B-A3B qwen.store",
-    ),
-    "restore": (
-        "moelab.checkpoint.restore",
-        "turn a store back into the checkpoint that it was made from",
-        "qwen.store checkpoint",
-    ),
-    "export": (
-        "moelab.checkpoint.export",
-        "write a model as a GGUF file, which llama.cpp opens",
-        "Qwen/Qwen3-30B-A3B qwen.gguf --kind Q8_0",
-    ),
-    "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
-    "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
-    "synthesize": (
-        "moelab.bench.synthesize",
-        "write a synthetic checkpoint or store of a card's geometry",
-        "folder --model Mixtral-8x7B --scale 0.1",
-    ),
-    "profile": (
-        "moelab.bench.profile",
-        "measure what reading, decoding and computing experts costs here",
-        "qwen.store",
-    ),
-    "calibrate": (
-        "moelab.evaluation.calibrate",
-        "count which experts a model's tokens visit, and keep the counts",
-        "Qwen/Qwen3-30B-A3B qwen.safetensors",
-    ),
-    "train": (
-        "moelab.evaluation.train",
-        "train a predictor of experts, or measure its default vectors, and keep it",
-        "estimator Qwen/Qwen3-30B-A3B qwen.estimator.safetensors",
-    ),
-    "trace": (
-        "moelab.evaluation.traces",
-        "read routing traces of any program, and say what caches would find in them",
-        "show route.csv --model Qwen3-30B-A3B",
-    ),
-    "evaluate": (
-        "moelab.evaluation.evaluate",
-        "score a model's answers and language loss, mode by mode",
-        "--modes speculative:quasi,executor:fast",
-    ),
-    "ane": (
-        "moelab.ane.commands",
-        "plan, convert, lint and check models for the Apple Neural Engine",
-        "plan Qwen3-30B-A3B --chunk 256",
-    ),
-    "ndp": (
-        "moelab.advice.ndp",
-        "model a GPU beside memory that computes: the systems of GPU-NDP on a model of your own",
-        "Qwen3-30B-A3B --modules 4",
-    ),
-    "view": (
-        "moelab.viz.views.command",
-        "draw one of the interactive views without Jupyter, as a page or a table",
-        "budget qwen.store -p share=37 --output budget.html",
-    ),
-    "bench": ("moelab.bench", "measure on this machine", "engine --rounds 1"),
-}
-
-
+COMMANDS = beside(__file__)
 #: commands that read or write the folder of results
 OF_RESULTS = ("reproduce", "run", "list", "compare", "check", "claims", "sweep")
 #: what goes wrong for reasons that lie outside of moelab; any other error is a mistake in it

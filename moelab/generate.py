@@ -38,7 +38,7 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation.questions import prompts
 from moelab.models.greedy import greedy, not_followed
-from moelab.offloading.metrics import summary_line
+from moelab.offloading.metrics import Metrics, summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread, variant_of
@@ -52,10 +52,9 @@ GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
 NOT_OFFERED = ("belady",)
 
 
-@dataclass(frozen=True)
-class Generation:
-    """What was generated, and what it took; ttft to read_bytes_per_token as in
-    `moelab.offloading.metrics.Metrics`."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Generation(Metrics):
+    """What was generated, and what it took."""
 
     prompt: str
     tokens: list[int]  # the new ones
@@ -63,14 +62,6 @@ class Generation:
     parallel: str | None  # how the experts were spread; None in one process
     ranks: int
     seconds: float  # of prefill and decoding, without opening the model
-    ttft: float | None
-    tpot: float | None
-    hit_rate: float | None
-    read_bytes_per_token: float | None
-    ttft_split: dict[str, float] | None  # these four as in `Metrics`, too
-    launches: int | None
-    cpu_seconds: float | None
-    energy: dict[str, float] | None
     ane: str | None  # what ran the prompt's graphs
     drop_rate: float | None  # share of a prompt's choices of experts that these had no room for
     expert_bytes: list[int]  # of routed experts, held by each rank; empty in one process
@@ -291,19 +282,12 @@ def _generate(
     held = spread(network) if parallel else dict(ranks=1, expert_bytes=[], other_bytes=[], sent={})
     planned = network.moelab.planned
     return Generation(
-        prompt,
-        tokens,
-        network.tokenizer.decode(tokens, skip_special_tokens=True),
-        parallel,
+        **vars(found),
+        prompt=prompt,
+        tokens=tokens,
+        text=network.tokenizer.decode(tokens, skip_special_tokens=True),
+        parallel=parallel,
         seconds=seconds,
-        ttft=found.ttft,
-        tpot=found.tpot,
-        hit_rate=found.hit_rate,
-        read_bytes_per_token=found.read_bytes_per_token,
-        ttft_split=found.ttft_split,
-        launches=found.launches,
-        cpu_seconds=found.cpu_seconds,
-        energy=found.energy,
         ane=None if planned is None else planned.backend.name,
         drop_rate=None if planned is None else planned.total.drop_rate,
         **held,

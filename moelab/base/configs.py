@@ -9,56 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
+from moelab.base.files import beside
 from moelab.base.records import Record
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 
 #: where a multimodal config keeps its language model
 NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 
+#: what `configs.toml` says
+_KNOWN = beside(__file__)
 #: fact → attributes that may state it; the first one present wins
-NAMES: dict[str, tuple[str, ...]] = {
-    "num_layers": ("num_hidden_layers", "num_layers"),
-    "E": ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts"),
-    "K": (
-        "num_experts_per_tok",
-        "num_experts_per_token",
-        "moe_topk",
-        "moe_k",
-        "moe_top_k",
-        "top_k_experts",
-    ),
-    "H": (
-        "moe_latent_size",
-        "moe_hidden_size",
-        "hidden_size",
-        "d_model",
-    ),  # the width that the experts read
-    "I": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size", "d_ff"),
-    "shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
-    "shared_I": (
-        "shared_expert_intermediate_size",
-        "moe_shared_expert_intermediate_size",
-        "shared_intermediate_size",
-    ),
-    "dense_I": (
-        "intermediate_size_mlp",
-        "dense_intermediate_size",
-        "prefix_dense_intermediate_size",
-        "intermediate_size",
-        "d_ff",
-    ),
-    "vocab": ("vocab_size",),
-    "heads": ("num_attention_heads", "num_heads"),
-    "kv_heads": ("num_key_value_heads",),
-    "head_dim": (
-        "v_head_dim",
-        "head_dim",
-        "d_kv",
-    ),  # MLA: the value head's; its `head_dim` is the RoPE part
-    "dtype": ("dtype", "torch_dtype"),
-}
+NAMES: dict[str, list[str]] = _KNOWN["names"]
 
 #: attribute → is layer i MoE?; the first attribute present decides, and without any every layer is
 MOE_LAYERS: dict[str, Callable[[Any, int], bool]] = {
@@ -81,83 +45,27 @@ MOE_LAYERS: dict[str, Callable[[Any, int], bool]] = {
 
 #: model_type → what its code does and its config does not say; a callable reads it from the config
 EXCEPTIONS: dict[str, Record] = {
-    "switch_transformers": {
-        "K": 1,
-        "gated": False,
-        "router": "top1",
-        "num_layers": lambda c: c.num_layers + c.num_decoder_layers,
-        "moe_layers": lambda c: _switch_layers(c),
-    },
-    "llama4_text": {"router": "sigmoid", "shared_I": lambda c: c.intermediate_size},
-    "gpt_oss": {"router": "topk-softmax", "bias": True},
-    "phimoe": {"router": "sparsemixer"},
-    # a layer is two attentions with a dense FFN each, and one MoE beside them
-    "longcat_flash": {
-        "num_layers": lambda c: c.num_layers,
-        "shared_I": lambda c: 2 * c.ffn_hidden_size,
-    },
-    "dbrx": {
-        "E": lambda c: c.ffn_config.moe_num_experts,
-        "K": lambda c: c.ffn_config.moe_top_k,
-        "I": lambda c: c.ffn_config.ffn_hidden_size,
-    },
-    "deepseek": {"router": "softmax"},
-    "deepseek_v2": {
-        "router": lambda c: (
-            "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"
-        )
-    },
-    "hunyuan_v1_moe": {"shared_I": lambda c: c.intermediate_size},
-    "nemotron_h": {
-        "gated": False,
-        "dense_I": lambda c: c.intermediate_size if "mlp" in c.layers_block_type else 0,
-        "moe_layers": lambda c: [i for i, kind in enumerate(c.layers_block_type) if kind == "moe"],
-    },
-    **dict.fromkeys(
-        ("aria_text", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-        {"router": "topk-softmax"},
-    ),
-    **dict.fromkeys(
-        ("unlimited_ocr_text", "deepseek_ocr2_text", "mistral4", "mistral_large4_text"),
-        {"router": "softmax"},
-    ),
-    **dict.fromkeys(
-        (
-            "afmoe",
-            "axk2",
-            "flint",
-            "hy_v3",
-            "kolibri1",
-            "laguna",
-            "lfm2_moe",
-            "minimax_m2",
-            "minimax_m3_vl_text",
-        ),
-        {"router": "sigmoid"},
-    ),
+    name: {fact: attrgetter(of["of"]) if isinstance(of, dict) else of for fact, of in facts.items()}
+    for name, facts in _KNOWN["exceptions"].items()
+}
+EXCEPTIONS["switch_transformers"] |= {
+    "num_layers": lambda c: c.num_layers + c.num_decoder_layers,
+    "moe_layers": lambda c: _switch_layers(c),
+}
+EXCEPTIONS["longcat_flash"]["shared_I"] = lambda c: 2 * c.ffn_hidden_size
+EXCEPTIONS["deepseek_v2"] = {
+    "router": lambda c: "softmax-group" if c.topk_method == "group_limited_greedy" else "softmax"
+}
+EXCEPTIONS["nemotron_h"] |= {
+    "dense_I": lambda c: c.intermediate_size if "mlp" in c.layers_block_type else 0,
+    "moe_layers": lambda c: [i for i, kind in enumerate(c.layers_block_type) if kind == "moe"],
 }
 
 #: model_type → why the seam cannot run it, though it is a mixture of experts
-REFUSED = {
-    "jetmoe": "has experts in its attention as well, and runs both kinds on rows sorted by expert "
-    "(JetMoeParallelExperts), not as experts(hidden_states, ids, weights)",
-    "nllb-moe": "passes its experts a mask, of which transformers 5.20 to 5.23 itself runs experts 0 and 1 alone "
-    "(NllbMoeExperts takes the mask's zeros and ones for experts' numbers)",
-    "ernie4_5_vl_moe_text": "has two sets of experts a layer, of other sizes, for text and for vision",
-    "dots3_note": "has routed experts in its vision encoder as well; of its text model alone (dots3_note_text) a "
-    "checkpoint of its own is run",
-    "diffusion_gemma_text": "writes blocks of text by diffusion, its encoder and its decoder share their experts",
-}
+REFUSED: dict[str, str] = _KNOWN["refused"]
 
 #: where configs say how they are quantised: transformers', and what MLX writes
 QUANTISATION = ("quantization_config", "quantization")
-#: field of a quantization_config without a quant_method → the software that writes it so
-UNNAMED = {
-    "load_in_4bit": "bitsandbytes",
-    "load_in_8bit": "bitsandbytes",
-    "quant_algo": "modelopt",
-    "bits": "MLX",
-}
 
 
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
@@ -183,7 +91,7 @@ def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
         if not isinstance(value := find(fact), int):
             raise ValueError(
                 f"{name} ({model_type}): {fact} should be a whole number under one of {', '.join(NAMES[fact])}, but "
-                f"is {value!r}; set it in the config, or name the attribute in moelab.base.configs.NAMES"
+                f"is {value!r}; set it in the config, or name the attribute in moelab/base/configs.toml"
             )
         return value
 
@@ -281,7 +189,7 @@ def quantisation(config: Any) -> str | None:
     name; None for not at all."""
     if not (said := _quantised(config)):
         return None
-    unnamed = (name for key, name in UNNAMED.items() if said.get(key))
+    unnamed = (name for key, name in _KNOWN["unnamed"].items() if said.get(key))
     method = said.get("quant_method") or next(unnamed, "an unnamed method")
     return f"{getattr(method, 'value', method)} {said.get('quant_algo') or ''}".strip()
 

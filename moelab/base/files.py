@@ -13,6 +13,7 @@ import site
 import stat
 import sysconfig
 import tempfile
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,6 +44,11 @@ def shipped(name: str) -> Path:
     prefixes = (_ROOT, sysconfig.get_path("data"), site.getuserbase())
     places = [data, *(Path(prefix) / share for prefix in prefixes)]
     return next((place / name for place in places if (place / name).exists()), data / name)
+
+
+def beside(module: str) -> Any:
+    """The content of the TOML file that lies beside a module, `__file__`, under its name."""
+    return tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def small_model() -> Path:

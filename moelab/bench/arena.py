@@ -16,8 +16,7 @@ from typing import Any
 
 from moelab.base.library import token_count
 from moelab.base.progress import progress
-from moelab.bench.limits import belady_hits, request_count, steps
-from moelab.cache.policies import POLICIES
+from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.evaluation.questions import prompts
@@ -87,8 +86,7 @@ def arena(
         of = texts(of, tokens, each)
     ceiling = {}
     for text, trace in of.items():
-        asked = [step[1:] for step in steps(trace)]
-        ceiling[text] = 100 * belady_hits(asked, capacity(trace, share)) / request_count(asked)
+        ceiling[text] = play(trace, Belady(step[1:] for step in steps(trace)), share)
     others = {
         other: {
             # the trace is kept, too, or another one could be given its number
@@ -140,6 +138,18 @@ def texts(model: Any, tokens: int, each: int) -> dict[str, RoutingTrace]:
         )
         for source in TEXTS
     }
+
+
+def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
+    """(row of the trace, layer, {expert: 1}), token by token, prompt after prompt; no prefill."""
+    ids = trace.ids.tolist()
+    E = trace.spec.E
+    return [
+        (row, layer, dict.fromkeys((e for e in chosen if e != E), 1))
+        for row in trace.sequence.long().argsort(stable=True).tolist()
+        for layer, chosen in enumerate(ids[row])
+        if chosen[0] != E
+    ]
 
 
 def play(trace: RoutingTrace, policy: Any, share: float) -> float:

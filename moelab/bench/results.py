@@ -30,6 +30,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
+import numpy as np
+
 from moelab.base.files import CHECKOUT, read_json, results_root, write_text
 from moelab.base.records import Record, Value
 from moelab.base.schema import Count
@@ -105,8 +107,8 @@ def scatter() -> float:
         start = time.perf_counter()
         hashlib.sha256(block)
         seconds.append(time.perf_counter() - start)
-    tenths = statistics.quantiles(seconds, n=10)
-    return tenths[-1] / tenths[0]
+    low, high = tenths(seconds)
+    return high / low
 
 
 def others_seconds() -> float:
@@ -222,8 +224,8 @@ def records_of(sections: Sections, run: int, kind: str) -> Iterator[Record]:
 
 def tenths(values: list[float]) -> tuple[float, float]:
     """The 10 % and 90 % quantiles."""
-    found = statistics.quantiles(values, n=10, method="inclusive") if len(values) > 1 else values
-    return found[0], found[-1]
+    low, high = np.quantile(values, (0.1, 0.9)).tolist()
+    return low, high
 
 
 def unit_of(metric: str) -> str:
@@ -269,7 +271,10 @@ def rows(path: Path) -> list[Record]:
 
 
 def environment() -> Record:
-    """What a run ran on, and when: git commit, versions, device, processor, cores."""
+    """What a run ran on, and when: git commit, versions, device, processor by LLVM's name of its kind,
+    which says what instructions it has, cores."""
+    from llvmlite.binding import get_host_cpu_name
+
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -281,7 +286,7 @@ def environment() -> Record:
         "versions": versions,
         "device": _device(),
         "system": platform.platform(),
-        "cpu": _cpu(),
+        "cpu": get_host_cpu_name(),
         "cores": os.cpu_count(),
     }
 
@@ -306,19 +311,6 @@ def _device() -> str:
         if torch.backends.mps.is_available():
             return "Apple GPU (mps)"
     return "cpu"
-
-
-def _cpu() -> str:
-    words = {"darwin": ["sysctl", "-n", "machdep.cpu.brand_string"]}.get(sys.platform)
-    try:
-        if words:
-            return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except (OSError, subprocess.SubprocessError):
-        pass
-    return platform.processor() or platform.machine()
 
 
 def metrics_of(path: Path) -> dict[str, KeptMetric]:

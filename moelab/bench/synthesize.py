@@ -29,6 +29,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 
 from moelab.base import configs, registry
 from moelab.base.arguments import number, whole
@@ -51,6 +52,7 @@ from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
 from moelab.store.verify import verify
 from moelab.store.writer import StoreWriter
 
+SHARD = 4 * 10**9  # bytes of a file, or one tensor
 POOL, COLUMNS = 1 << 25, 2048  # weights in the pool at most, and a row of it
 #: the small model's tokenizer, the number of its ids; its id 0 ends a text and pads
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
@@ -281,27 +283,21 @@ def _write_experts(writer: StoreWriter, quantize: str | None, weights: Weights) 
 
 
 def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], weights: Weights) -> None:
-    """Safetensors files of at most 4 GB or one tensor, and their index, for tensors on the meta
+    """Safetensors files of at most `SHARD` bytes or one tensor, and their index, for tensors on the meta
     device."""
     for key, tensor in tensors.items():
         if tensor.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"{key} is {tensor.dtype}; only bf16 and fp32 weights are synthesized")
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    for key, tensor in tensors.items():
-        if shards[-1] and sum(t.nbytes for t in shards[-1].values()) + tensor.nbytes > 4e9:
-            shards.append({})
-        shards[-1][key] = tensor
-    weight_map = {}
-    for i, shard in enumerate(shards):
-        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        weight_map.update(dict.fromkeys(shard, file))
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=SHARD)
+    for file, names in split.filename_to_tensors.items():
         with open(folder / file, "wb") as f:
-            f.write(header_bytes({key: (NAMES[t.dtype], t.shape) for key, t in shard.items()}))
-            for key, t in progress(shard.items(), desc=file, unit="tensors"):
-                for piece in weights.pieces(key, t):
+            stored = {key: (NAMES[tensors[key].dtype], tensors[key].shape) for key in names}
+            f.write(header_bytes(stored))
+            for key in progress(names, desc=file, unit="tensors"):
+                for piece in weights.pieces(key, tensors[key]):
                     f.write(piece.reshape(-1).view(torch.uint8).numpy())
-    total = {"total_size": sum(t.nbytes for t in tensors.values())}
-    (folder / WEIGHT_MAP).write_text(json.dumps({"metadata": total, "weight_map": weight_map}))
+    about = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    (folder / WEIGHT_MAP).write_text(json.dumps(about))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -202,8 +202,8 @@ class Belady(_ByPriority):
     """Belady's optimum (1966): the expert whose next use is furthest away goes, the newcomer
     included.
 
-    Experts that a step uses are pinned, as for every policy; `moelab.bench.limits.belady_hits` is
-    the ceiling without that rule.
+    Experts that a step uses are pinned, as for every policy; `notebooks/studies/most_hits.py`
+    has the ceiling without that rule.
 
     steps : the steps that will be asked for, in order: (layer, {expert: tokens}).
     """

@@ -12,7 +12,7 @@ What is unusual, and the table that says it:
     how the block calls its experts            `BLOCKS`
     how an expert computes, or is summed       `moelab.models.experts.KINDS`
     what the block calls its router            `moelab.models.seam.ROUTERS`
-    where the config says E, K, H, …           `moelab.base.configs.NAMES` and `EXCEPTIONS`
+    where the config says E, K, H, …           `moelab/base/configs.toml`
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ block gets of it.
 
     s = norm(r)      v = κ Σ_k g_k e_k(s) + rest      r' = r + post(v)      r of the next MoE layer = r' + …
 
-`AROUND` says by decoder layer where norm, post and κ are. Another layer is refused: it may add
+`AROUND`, out of `stream.toml`, says by decoder layer where norm, post and κ are. Another layer is refused: it may add
 something else to its stream (hyper-connections, scaled residuals, convolutions of the sum). That the
 relation holds for each that is listed, `tests/models/test_stream.py` checks.
 
@@ -13,12 +13,13 @@ the identity."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
 
+from moelab.base.files import beside
 from moelab.models.patches import Patches
 from moelab.models.seam import MoELayer, discover
 from moelab.models.unchanged import FusedModule, forward
@@ -28,61 +29,16 @@ from moelab.models.unchanged import FusedModule, forward
 class Around:
     """What a decoder layer does around its MoE block.
 
-    norm : makes the router's input of r; None where the router reads r itself.
-    post : what is done to v before it is added; None for nothing.
+    norm : makes the router's input of r; "" where the router reads r itself.
+    post : what is done to v before it is added; "" for nothing.
     beside : whether more than the block's output is added to r, or a multiple of it: v is then all
         of it, r' − r.
     scale : κ, of the decoder layer."""
 
-    norm: str | None = "post_attention_layernorm"
-    post: str | None = None
+    norm: str = "post_attention_layernorm"
+    post: str = ""
     beside: bool = False
     scale: Callable[[Any], float] = lambda _: 1.0
-
-
-#: plain pre-norm layers, by their classes' names without "DecoderLayer"
-PLAIN = (
-    "AXK2",
-    "AriaText",
-    "BailingHybrid",
-    "DeepseekOcr2Text",
-    "DeepseekV2",
-    "DeepseekV3",
-    "DeepseekV32",
-    "Dots1",
-    "Dots3NoteText",
-    "Ernie4_5_Moe",
-    "ExaoneMoe",
-    "Flint",
-    "Glm4Moe",
-    "Glm4MoeLite",
-    "Glm4vMoeText",
-    "GlmMoeDsa",
-    "GptOss",
-    "HYV3",
-    "HunYuanMoEV1",
-    "KimiLinear",
-    "Llama",
-    "Llama4Text",
-    "Mellum",
-    "MiMoV2Flash",
-    "MiniMaxM2",
-    "Mistral4",
-    "MistralLarge4Text",
-    "Mixtral",
-    "Olmoe",
-    "Phimoe",
-    "Qwen2Moe",
-    "Qwen3Moe",
-    "Qwen3Next",
-    "Qwen3OmniMoeThinkerText",
-    "Qwen3VLMoeText",
-    "Qwen3_5Moe",
-    "SolarOpen",
-    "UnlimitedOcrText",
-)
-_SCALED = Around(scale=attrgetter("mlp.routed_scaling_factor"))
-_GRANITE = Around(beside=True, scale=attrgetter("residual_multiplier"))
 
 
 def _cohere_scale(layer: Any) -> float:
@@ -91,28 +47,13 @@ def _cohere_scale(layer: Any) -> float:
     return 0.5 if averages else 1.0
 
 
+_LISTED = beside(__file__)
+PLAIN: list[str] = _LISTED["plain"]
 #: all layers that are known
-AROUND = dict.fromkeys(PLAIN, Around()) | {
-    "Afmoe": Around("pre_mlp_layernorm", "post_mlp_layernorm"),
-    "AXK1": Around(post="mlp.post_mlp_layernorm"),
-    "Cohere2Moe": Around("input_layernorm", beside=True, scale=_cohere_scale),
-    "DbrxBlock": Around("norm_attn_norm.norm_2"),
-    "FlexOlmo": Around(None, "post_feedforward_layernorm"),
-    "GraniteMoe": _GRANITE,
-    "GraniteMoeHybrid": _GRANITE,
-    "GraniteMoeShared": _GRANITE,
-    "GraniteMoeSWA": _GRANITE,
-    "JambaAttention": Around("pre_ff_layernorm"),
-    "JambaMamba": Around("pre_ff_layernorm"),
-    "Kolibri1": Around(post="post_mlp_layernorm"),
-    "Laguna": _SCALED,
-    "Lfm2Moe": Around("ffn_norm"),
-    "LongcatFlash": Around("post_attention_layernorm.0", beside=True),
-    "MiniMaxM3VL": _SCALED,
-    "NemotronHBlock": Around("norm"),
-    "Step3p7": _SCALED,
-    "SwitchTransformersLayerFF": Around("layer_norm"),
-}
+AROUND = dict.fromkeys(PLAIN, Around()) | {n: Around(**of) for n, of in _LISTED["others"].items()}
+for _name, _attribute in _LISTED["scales"].items():
+    AROUND[_name] = replace(AROUND[_name], scale=attrgetter(_attribute))
+AROUND["Cohere2Moe"] = replace(AROUND["Cohere2Moe"], scale=_cohere_scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,13 +125,12 @@ def _stream(model: nn.Module, layer: MoELayer) -> Stream:
     if around is None:
         raise ValueError(
             f"{layer.name}: a {name} is not among those that are known to add "
-            f"post(κ Σ g e(norm(r)) + rest) to their stream (AROUND in moelab/models/stream.py). "
+            f"post(κ Σ g e(norm(r)) + rest) to their stream (AROUND, moelab/models/stream.toml). "
             f"Residuals, and what is computed from them, are not to be had of this architecture; the "
             f"predictors that do without are router, frequency, static and previous"
         )
     inside = dict(holder.named_modules())
-    norm = inside.get(around.norm)
-    post = inside.get(around.post)
+    norm, post = (inside.get(of or None) for of in (around.norm, around.post))
     return Stream(layer, holder, norm, post, around.beside, around.scale(holder))
 
 

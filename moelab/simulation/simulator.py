@@ -332,5 +332,5 @@ def _beside(device: DeviceSpec, run: EngineRun) -> Rates:
 
 
 def flat(steps: Steps) -> list[tuple[int, dict[int, int]]]:
-    """The steps of all forwards as one list, which `Belady` and `moelab.bench.limits` take."""
+    """The steps of all forwards as one list, which `Belady` takes."""
     return [step for forward in steps for step in forward]

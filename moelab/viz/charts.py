@@ -12,6 +12,7 @@ from typing import Any
 from plotly.graph_objects import Figure
 from plotly.subplots import make_subplots
 
+from moelab.base.files import beside
 from moelab.base.records import Record
 from moelab.base.specs import Event
 from moelab.viz import theme
@@ -26,38 +27,10 @@ Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 Values = Mapping[str, float]
 AHEAD = "prefetch"
+_LOOKS = beside(__file__)
 #: kind of work → colour, pattern, colour of the number on it, its name in the legend
-KINDS = {
-    "read E": (theme.BLUE, "", "white", "read exponents (E)"),
-    "read SM": (theme.SKY, "/", "black", "read signs, mantissas (SM)"),
-    "read": (theme.BLUE, "-", "white"),
-    "send": (theme.SKY, "-", "black", "send what was read"),
-    AHEAD: (theme.SKY, "/", "black"),
-    "read weights": (theme.BLUE, "", "white"),
-    "read activations": (theme.SKY, "/", "black"),
-    "decompress": (theme.ORANGE, "", "black"),
-    "recover": (theme.PURPLE, "\\", "black"),
-    "decode": (theme.ORANGE, "-", "black"),
-    "attention": (theme.PURPLE, "", "white"),
-    "router": (theme.SKY, "", "black"),
-    "gather": (theme.SKY, "-", "black"),
-    "launch": (theme.ORANGE, "/", "black", "launch of a group of experts"),
-    "scatter": (theme.SKY, "\\", "black"),
-    "expert": (theme.GREEN, "", "white"),
-    "other": ("#8c8c8c", ".", "white"),
-    "wait": ("#eeeeee", "x", "#222"),
-}
-RESOURCES = (
-    "gpu",
-    "link",
-    "host",
-    "disk",
-    "copy",
-    "worker",
-    "ane",
-    "evaluator",
-    "compute",
-)  # from top to bottom
+KINDS: dict[str, list[str]] = _LOOKS["kinds"]
+RESOURCES: list[str] = _LOOKS["resources"]  # from top to bottom
 
 
 def line_look(i: int) -> Record:

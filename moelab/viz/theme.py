@@ -1,6 +1,6 @@
 """The look of every figure: a plotly template that is readable in grey and by the colour-blind.
 
-Colours are those of Okabe and Ito. Every figure carries a copy of the template, so it is small: 1
+It lies in `theme.toml`. Every figure carries a copy of the template, so it is small: 1
 KB."""
 
 from __future__ import annotations
@@ -12,67 +12,16 @@ from typing import Any
 import plotly.io as pio
 from PIL import Image
 
+from moelab.base.files import beside
 from moelab.base.records import Record
 
-BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#000000",
-    "#F0E442",
-)
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
-MARKERS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "triangle-down")
-PATTERNS = ("", "/", "x", ".", "\\", "-", "+", "|")
-#: cividis in nine steps: even in lightness, the same to every kind of colour vision
-SEQUENTIAL = (
-    "#00224e",
-    "#123570",
-    "#3b496c",
-    "#575d6d",
-    "#707173",
-    "#8a8678",
-    "#a59c74",
-    "#c3b369",
-    "#fee838",
-)
-SCALE = [[i / (len(SEQUENTIAL) - 1), colour] for i, colour in enumerate(SEQUENTIAL)]
+_LOOK = beside(__file__)
+TEMPLATE, CONFIG = _LOOK["template"], _LOOK["config"]
+DASHES, MARKERS, PATTERNS = _LOOK["dashes"], _LOOK["markers"], _LOOK["patterns"]
+PALETTE = TEMPLATE["layout"]["colorway"]
+BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY, BLACK, YELLOW = PALETTE
+SCALE = TEMPLATE["layout"]["colorscale"]["sequential"]
 PLOTLY = "application/vnd.plotly.v1+json"
-#: of plotly: what its bar of buttons does, which is there while the mouse is over a figure: few, so
-#: that it covers no legend
-CONFIG = {
-    "displaylogo": False,
-    "responsive": True,
-    "modeBarButtons": [["toImage", "resetScale2d"]],
-}
-
-
-AXIS = {
-    "showgrid": True,
-    "gridcolor": "#e5e5e5",
-    "linecolor": "#444",
-    "ticks": "outside",
-    "zeroline": False,
-    "title": {"standoff": 8},
-    "automargin": True,
-}
-LAYOUT = {
-    "colorway": PALETTE,
-    "font": {"family": "system-ui, Helvetica, Arial, sans-serif", "size": 14, "color": "#222"},
-    "title": {"font": {"size": 16}, "x": 0, "xref": "paper"},
-    "paper_bgcolor": "white",
-    "plot_bgcolor": "white",
-    "xaxis": AXIS,
-    "yaxis": AXIS | {"rangemode": "tozero"},
-    "colorscale": {"sequential": SCALE},
-    "hovermode": "closest",
-    "legend": {"bgcolor": "rgba(255,255,255,0.8)"},
-    "margin": {"l": 64, "r": 24, "t": 48, "b": 56},
-}
-TEMPLATE = {"layout": LAYOUT, "data": {"heatmap": [{"colorscale": SCALE}]}}
 
 
 def to_json(fig: Any) -> Record:

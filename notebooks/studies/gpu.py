@@ -34,11 +34,11 @@ from moelab.base.specs import DeviceSpec, MoESpec
 from moelab.bench.synthesize import scaled
 from moelab.cards import load_model
 from moelab.offloading.prefetch_gate import ungated
-from moelab.simulation.overlap import overlap
 
 from . import ratios
 from .external_engines import write_gguf
 from .grid import ROUTING, Experiment
+from .overlap import overlap
 from .peers import Accelerate, Transformers
 from .timing import ENGINE, turns, working
 

@@ -7,7 +7,7 @@ in the engine (`Residency` and its policies): one pool for all layers ("model"),
 ("layer"), empty at the start, one text after another, token by token; and once more with each
 prompt's prefill as a single step, as an engine takes it. "lru", "lfu" and "static" (the most
 popular experts of the trace itself, loaded before) are `moelab.trace.statistics`'; "belady" is the
-most hits of any policy, bypass allowed (`moelab.bench.limits`). Of a long trace every nth text is
+most hits of any policy, bypass allowed (`most_hits.py`). Of a long trace every nth text is
 taken, so that about `tokens` remain; 0 takes all.
 
 "gap closed" is what `next-use` gains over `lrfu`, as a share of what Belady gains, if anything.
@@ -33,13 +33,14 @@ from moelab.base.files import absolute
 from moelab.base.progress import progress
 from moelab.base.records import Numbers, Records
 from moelab.base.specs import ExpertKey
-from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import LRFU
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.trace import PREFILL, RoutingTrace, load
 from moelab.trace.reading import READERS
 from moelab.trace.statistics import hit_rates
+
+from .most_hits import belady_hits, request_count
 
 KIND = "exact"
 MEASURES = ("moelab/cache",)

@@ -36,13 +36,13 @@ from moelab.base.progress import progress
 from moelab.base.records import Record, Records
 from moelab.base.schema import Count, Size, naming, typed
 from moelab.base.specs import ExpertKey
-from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import LFU, Belady
 from moelab.cards import load_model
 from moelab.simulation.routing import families, routing_of
 from moelab.trace import load as load_trace
 
 from .engines import Costs, Replay, SizedCache, played
+from .most_hits import belady_hits, request_count
 
 
 class Folder:

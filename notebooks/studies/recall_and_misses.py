@@ -36,7 +36,7 @@ from moelab.base.progress import progress
 from moelab.base.records import Numbers, Record, Records
 from moelab.base.registry import make
 from moelab.base.specs import State
-from moelab.bench.limits import steps
+from moelab.bench.arena import steps
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency

@@ -340,7 +340,7 @@ def clone(tmp_path_factory):
     for path in folder.glob("notebooks/*.ipynb"):
         path.write_text(path.read_text().replace("smoke: bool = False", "smoke: bool = True"))
     git("init", "-q")
-    git("config", "filter.nbstripout.clean", f"{shlex.quote(sys.executable)} -m moelab.lab.strip")
+    git("config", "filter.nbstripout.clean", f"{shlex.quote(sys.executable)} -m notebooks.strip")
     git("add", ".")
     git("-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "-qm", "smoke")
     return folder, git

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from moelab.base.files import CHECKOUT
-from moelab.lab.strip import after_saving
+from notebooks.strip import after_saving
 
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbstripout")
@@ -16,7 +16,7 @@ NOTEBOOKS = sorted(CHECKOUT.glob("notebooks/*.ipynb"))
 
 
 def strip(text):
-    command = [sys.executable, "-m", "moelab.lab.strip"]
+    command = [sys.executable, "-m", "notebooks.strip"]
     how = {"capture_output": True, "text": True, "check": True, "cwd": CHECKOUT}
     return subprocess.run(command, input=text, timeout=60, **how).stdout
 
@@ -54,9 +54,7 @@ def repository(tmp_path):
         return subprocess.run(command, **how).stdout
 
     git("init", "-q")
-    command = shlex.join(
-        ["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-m", "moelab.lab.strip"]
-    )
+    command = shlex.join(["env", f"PYTHONPATH={CHECKOUT}", sys.executable, "-m", "notebooks.strip"])
     git("config", "filter.nbstripout.clean", command)
     (tmp_path / ".gitattributes").write_text((CHECKOUT / ".gitattributes").read_text())
     path = tmp_path / "a.ipynb"

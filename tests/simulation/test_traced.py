@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 import moelab
 from moelab.base.specs import MoESpec
-from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.residency import Residency
 from moelab.cards import load_model
 from moelab.simulation.simulator import flat
 from moelab.simulation.traced import GUESSES, forwards_of, guesses, kept, run_of
 from moelab.trace import DECODE, PREFILL, RoutingTrace
+from notebooks.studies.most_hits import belady_hits, request_count
 
 CARD = "OLMoE-1B-7B"
 

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from plotly.graph_objects import Figure
 
+from moelab.base.files import beside
 from moelab.base.records import Rows
 from moelab.base.specs import Event, State
 from moelab.offloading.metrics import Forward
-from moelab.viz import theme
 from moelab.viz.charts import EDGE, add_points, finish, whole_steps
 from moelab.viz.views import page
 from moelab.viz.views.base import View, slider
@@ -30,14 +30,7 @@ from moelab.viz.views.recorded import Recorded, recorded
 
 #: what an expert does in a forward pass: state → (what it is, colour, symbol); a number in
 #: `Scrub.states` is its place. The player knows the symbols by plotly's names.
-STATES = {
-    "absent": ("on disk", "#dddddd", ""),
-    "resident": ("in memory, not routed", "#b0b0b0", "square"),
-    "hit": ("routed, in memory", theme.GREEN, "circle"),
-    "ahead": ("routed, prefetched in time", theme.BLUE, "diamond"),
-    "unused": ("prefetched, unused", theme.ORANGE, "triangle-up-open"),
-    "missed": ("routed, missed", theme.VERMILLION, "x"),
-}
+STATES = beside(__file__)
 ABSENT, RESIDENT, HIT, AHEAD, UNUSED, MISSED = range(6)
 
 

@@ -4,8 +4,7 @@ import pytest
 
 from moelab.base.specs import DeviceSpec, Figure, MoESpec
 from moelab.cards import load_device
-from moelab.simulation.overlap import overlap
-from notebooks.studies import overlap as study
+from notebooks.studies.overlap import overlap, run
 
 SPEC = MoESpec(
     "s", "qwen3_moe", 3, (0, 1, 2), 8, 2, 64, 32, vocab=100, heads=4, kv_heads=2, head_dim=16
@@ -34,7 +33,7 @@ def test_it_is_the_sum_over_layers_of_what_is_shorter(context):
 
 
 def test_no_more_than_half_is_saved_and_longer_contexts_save_more_where_copying_is_slow():
-    for rows in study.run().values():
+    for rows in run().values():
         saved = [row["largest saving"] for row in rows.values()]
         assert saved == sorted(saved) and max(saved) <= 0.5
     even = overlap(SPEC, card(1.0, 1e9), 0)

@@ -1,7 +1,7 @@
 """The git filter of notebooks: what is committed is the source, whatever JupyterLab has saved
 beside it.
 
-    git config filter.nbstripout.clean ".venv/bin/python -m moelab.lab.strip"
+    git config filter.nbstripout.clean ".venv/bin/python -m notebooks.strip"
     (`make` does it)
 
 `make lab` has `after_saving` called too, or `git status` would list every notebook that was run:

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.base.specs import State
-from moelab.bench.limits import belady_hits, request_count
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.residency import Pools, Residency
+from notebooks.studies.most_hits import belady_hits, request_count
 
 
 @given(st.lists(st.lists(st.permutations(range(8)), min_size=3, max_size=3), max_size=12))
@@ -79,6 +79,20 @@ def test_no_policy_is_above(name, scope, steps, capacity, margin):
     compulsory = len({(layer, expert) for layer, tokens in steps for expert in tokens})
     hits = sum(residency.counters.hits.values())
     assert hits <= ceiling <= request_count(steps) - compulsory
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "belady"])
+@given(LARGER, st.integers(0, 8))
+@settings(max_examples=25, deadline=None)
+def test_of_policies_belady_has_the_most(name, steps, capacity):
+    """The arena's ceiling."""
+    found = []
+    for policy in (name, Belady(steps)):
+        residency = Residency(3, 6, Pools(F=capacity), policy)
+        for step in steps:
+            residency.begin(*step)
+        found.append(sum(residency.counters.hits.values()))
+    assert found[0] <= found[1]
 
 
 def test_a_capacity_is_not_negative():

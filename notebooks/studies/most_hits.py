@@ -13,21 +13,8 @@ import heapq
 from collections.abc import Mapping, Sequence
 
 from moelab.base.specs import ExpertKey
-from moelab.trace import RoutingTrace
 
 Steps = Sequence[tuple[int, Mapping[int, int]]]
-
-
-def steps(trace: RoutingTrace) -> list[tuple[int, int, dict[int, int]]]:
-    """(row of the trace, layer, {expert: 1}), token by token, prompt after prompt; no prefill."""
-    ids = trace.ids.tolist()
-    E = trace.spec.E
-    return [
-        (row, layer, dict.fromkeys((e for e in chosen if e != E), 1))
-        for row in trace.sequence.long().argsort(stable=True).tolist()
-        for layer, chosen in enumerate(ids[row])
-        if chosen[0] != E
-    ]
 
 
 def request_count(steps: Steps) -> int:
