@@ -31,7 +31,7 @@ from moelab.base.journal import Journal
 from moelab.base.progress import progress
 from moelab.base.records import Record, Records
 from moelab.base.specs import MoESpec
-from moelab.bench.implant import TOKENS_FILE, drawn, tokens_of
+from moelab.bench.implant import drawn, tokens_of
 from moelab.bench.memory_limit import drop_cached, in_process
 from moelab.bench.results import git
 
@@ -89,27 +89,25 @@ class Bench:
     missing: dict[str, str] = field(default_factory=dict)
 
     def prepare(self, kinds: Iterable[str], different: int) -> None:
-        """Write the files that are missing; the checkpoint from which they are is not kept."""
+        """Write the files that are missing: by llama.cpp's quantizer or, where that runs nothing, by
+        gguf's. Of the checkpoint from which they are, tokens are kept."""
         from moelab.bench.synthesize import synthesize
 
-        kept, whole = self.files / "tokens.json", self.file("BF16")
-        if not whole.exists():
-            model = self.files / "model"
+        model, base = self.files / "model", self.file("BF16")
+        if not base.exists():
             if not model.exists():
                 synthesize(model, self.spec, routing=drawn(self.spec, different)[0])
-            write_gguf(model, whole)
-            kept.write_text(json.dumps(tokens_of(model)))
-            for file in model.glob("*.safetensors"):
-                file.unlink()
-            (model / TOKENS_FILE).unlink()
-        self.tokens = json.loads(kept.read_text())
+            write_gguf(model, base)
         for kind in kinds:
             if not (file := self.file(kind)).exists():
-                if kind in FILE_TYPES and not self.here:
-                    words = "-c", QUANTIZE, str(whole), str(file), kind
-                    in_process(words, python=self.pythons["llama.cpp"])
+                if self.here:
+                    write_gguf(model, file, kind)
                 else:
-                    write_gguf(self.files / "model", file, kind)
+                    words = "-c", QUANTIZE, str(base), str(file), kind
+                    in_process(words, python=self.pythons["llama.cpp"])
+        for weights in () if self.here else model.glob("*.safetensors"):
+            weights.unlink()
+        self.tokens = tokens_of(model)
 
     def file(self, kind: str) -> Path:
         return self.files / f"{kind}.gguf"
