@@ -233,6 +233,9 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
         checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
+    if checkpoint.gguf and asked.memory is asked.ane is None and asked.experts == "resident":
+        # all of them, in the bits of the file
+        asked = replace(asked, memory=1.0, compact=asked.executor not in AS_THEY_LIE or None)
     if asked.ane is not None:
         backend = backend_for(ConvertedModel(asked.ane))
         model = open_beside(backend.converted, checkpoint, asked.memory, asked.completed())

@@ -31,6 +31,8 @@ from moelab.base.schema import blamed
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import load_card
 from moelab.checkpoint.config import load_config
+from moelab.checkpoint.gguf import GGUF, file_of, parts_of, weights_of
+from moelab.checkpoint.gguf_names import Made
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
@@ -55,11 +57,12 @@ NEEDED = re.compile(r"safetensors|^(generation_config|index)\.json$")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A folder with config.json and whole safetensors files.
+    """A folder with config.json and whole safetensors files, or a model in GGUF.
 
     name : what the model is called in print: "small", the folder's name, or the hub id.
+    folder : where it is; of GGUF the file.
     files : the files that hold weights; tensors : every tensor in them by its key.
-    store : the expert store that holds the experts, if the folder is one.
+    store : the expert store that holds the experts, if the folder is one.    gguf : if it is in GGUF.
     stamps : config.json and the files that hold weights, each with its `stamp` when it was found."""
 
     name: str
@@ -68,13 +71,14 @@ class Checkpoint:
     tensors: Header = field(repr=False)
     store: ExpertStore | None
     stamps: dict[Path, tuple[int, ...]] = field(repr=False)
+    gguf: GGUF | None = field(default=None, repr=False)
 
     @classmethod
     def at(cls, source: str | Path | ExpertStore | Checkpoint | None) -> Checkpoint:
         """Find and check the files of a model; reads headers only.
 
-        source : a hub id, the folder of a checkpoint or of an expert store, an `ExpertStore`, None
-            for the small model that is shipped; a `Checkpoint` is returned as it is.
+        source : a hub id, the folder of a checkpoint or of an expert store, an `ExpertStore`, a GGUF
+            file, of several any one, or a folder of one model in such, None for the small model that is shipped; a `Checkpoint` is returned as it is.
 
         Raises FileNotFoundError: no folder, config.json or safetensors files, or a shard that the
         index names is gone; a hub id that can be had neither from the cache nor the network.
@@ -85,6 +89,10 @@ class Checkpoint:
             return source
         store = source if isinstance(source, ExpertStore) else None
         name, folder = (store.folder.name, store.folder) if store else locate(source)
+        if file := file_of(folder):
+            gguf = GGUF(file)
+            stamps = {of: stamp(of) for of in gguf.files}
+            return cls(file.stem, file, tuple(gguf.files), gguf.tensors, None, stamps, gguf)
         _check_folder(folder)
         if (folder / INDEX).is_file() and any(folder.glob("experts-*.safetensors")):
             store = store or ExpertStore(folder)
@@ -92,10 +100,17 @@ class Checkpoint:
         stamps = {file: stamp(file) for file in (folder / "config.json", *files)}
         return cls(name, folder, tuple(files), tensors, store, stamps)
 
+    @property
+    def said(self) -> Path:
+        """The file that says its config."""
+        return self.folder if self.gguf else self.folder / "config.json"
+
     @cached_property
     def config(self) -> Any:
         """Its config. Tools that dequantise a checkpoint leave its quantization_config in
         config.json: where all weights are plain, that does not count."""
+        if self.gguf is not None:
+            return self.gguf.config
         config = load_config(self.folder)
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
         if self.store is not None:
@@ -108,7 +123,7 @@ class Checkpoint:
     @cached_property
     def spec(self) -> MoESpec:
         """Its geometry. Raises ValueError: a dense model, or one that is not run here."""
-        with blamed(self.folder / "config.json", "its values make no sense", passing=ValueError):
+        with blamed(self.said, "its values make no sense", passing=ValueError):
             return spec_from_config(self.config, name=self.name)
 
     @cached_property
@@ -116,8 +131,8 @@ class Checkpoint:
         """Which tensor feeds which parameter (`checkpoint.plan`). Raises ValueError unless the
         checkpoint is the whole model of its config."""
         spec = self.spec
-        with blamed(self.folder / "config.json", "no model can be made of it", passing=ValueError):
-            plan = make_plan(self.folder, self.tensors, self.store, self.config)
+        with blamed(self.said, "no model can be made of it", passing=ValueError):
+            plan = make_plan(self.folder, self.said, self.tensors, self.store, self.config)
         weights = sum(map(math.prod, shapes(plan.layers[0].experts).values()))
         found = len(plan.layers), plan.layers[0].E, weights
         if found != (said := (spec.L, spec.E, spec.expert_params)):
@@ -134,7 +149,7 @@ class Checkpoint:
         self.require_unchanged()  # else nothing tells which model it was
         if self.store is not None:
             return self.store.identity
-        return of_tensors(self.tensors, self.config)
+        return of_tensors(self.gguf.stored if self.gguf else self.tensors, self.config)
 
     @cached_property
     def content(self) -> str:
@@ -147,6 +162,9 @@ class Checkpoint:
     def small_files(self) -> Iterator[tuple[str, bytes]]:
         """(name in a store, content) of everything in the folder that is no weights; links, as far
         as they were found to stay inside."""
+        if self.gguf is not None:
+            yield from self.gguf.small_files()
+            return
         for path in sorted(self.folder.iterdir()):
             name = path.name
             foreign = path.is_symlink() and path.suffix not in SUFFIXES
@@ -189,7 +207,17 @@ class Checkpoint:
         self.require_unchanged(stored.file)
         tensor = stored.empty()
         as_bytes(tensor, writable=True)[:] = stored.read(0, stored.nbytes)
+        self.check(stored, tensor)
         return tensor
+
+    def check(self, stored: Stored, read: Any) -> None:
+        """StoreError if what was read of a file without checksums is not what it was before."""
+        if self.gguf is not None:
+            self.gguf.sums[stored.file].check(stored, read)
+
+    def weights(self, entry: Stored | Made) -> torch.Tensor:
+        """The weights of an entry of `tensors`: as stored, or fp32 where they are decoded."""
+        return weights_of(entry, [self.read(part) for part in parts_of(entry)])
 
 
 def locate(source: str | Path | None) -> tuple[str, Path]:

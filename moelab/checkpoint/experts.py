@@ -10,9 +10,11 @@ from, a request for each tensor. Otherwise they are read into new memory and con
 that reads. What is in few bits and unpacks bit for bit to what transformers makes of it, as one
 expert shows, stays in few bits, in the blob that a store would hold (`moelab.store.fewbit`).
 
-A checkpoint has no checksums, so what is read is not verified; its headers and that it is complete
-were checked before. A file that changes while it is open is noticed. A store adds compression and
-reads past the page cache."""
+Experts of a GGUF file stay in the bits of the file, where a parameter is rows of one GGML type.
+
+A checkpoint has no checksums, so what is read is not verified, but of GGUF (`gguf.Sums`); its
+headers and that it is complete were checked before. A file that changes while it is open is noticed.
+A store adds compression and reads past the page cache."""
 
 from __future__ import annotations
 
@@ -24,6 +26,8 @@ import numpy as np
 import torch
 
 from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.gguf import codec_of, is_in_order, parts_of, rows_of, weights_of
+from moelab.checkpoint.gguf_names import Made
 from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
 from moelab.models.experts import shapes
@@ -31,7 +35,7 @@ from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.headers import NAMES, Shape, Stored, Tensors
+from moelab.store.headers import NAMES, Shape, Stored, Tensors, nbytes
 from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
@@ -46,11 +50,11 @@ class ParameterSource:
 
     name: str
     plan: compat.ParameterPlan
-    stored: dict[str, Stored]
+    stored: dict[str, Stored | Made]
 
     @property
     def nbytes(self) -> int:
-        return sum(stored.nbytes for stored in self.stored.values())
+        return sum(part.nbytes for entry in self.stored.values() for part in parts_of(entry))
 
     @property
     def kind(self) -> tuple:
@@ -98,6 +102,8 @@ class CheckpointExperts:
         self.dtype = dtype
         self.device = device
         store = checkpoint.store
+        if checkpoint.gguf is not None:
+            store = CheckpointStore(checkpoint, dtype or checkpoint.dtype())
         self.stored = None if store is None else StoreExperts(store, mode="buffered")
 
     def __call__(self, layer: int, expert: int) -> Tensors:
@@ -121,7 +127,7 @@ class CheckpointExperts:
 
 
 def _read(checkpoint: Checkpoint, source: ParameterSource) -> Tensors:
-    return {pattern: checkpoint.read(stored) for pattern, stored in source.stored.items()}
+    return {pattern: checkpoint.weights(entry) for pattern, entry in source.stored.items()}
 
 
 def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
@@ -171,6 +177,8 @@ class CheckpointStore(ExpertFiles):
     and `restore`.
 
     dtype : that experts are given in, that of the model.
+    packed : whether what is in GGML's types stays so; otherwise it is decoded when it is read.
+    verify : whether what has been read before is compared with what it was, of GGUF.
     `scratch` is the memory in bytes that converting one expert takes for a moment.
 
     Reading raises StoreError if a file was changed since the checkpoint was found."""
@@ -179,23 +187,32 @@ class CheckpointStore(ExpertFiles):
     codec = "raw"
     checksum = None
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        packed: bool = True,
+        verify: bool = True,
+    ) -> None:
         self.checkpoint = checkpoint
         self.dtype = dtype
+        self.verify = verify
         self.spec = checkpoint.spec
         self.folder = checkpoint.folder
         plan = checkpoint.plan
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
-            forms = {} if plan.quantizer is None else self._few_bits(index)
+            few = packed if checkpoint.gguf else plan.quantizer is not None
+            forms = self._few_bits(index) if few else {}
             self.layers.append(self._layer(layer, forms))
+        decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
         self.scratch = max(
             (
-                source.nbytes + 2 * layer.experts[0][source.name].stored()
+                source.nbytes + decoded * nbytes(NAMES[dtype], layer.experts[0][source.name].shape)
                 for i, layer in enumerate(self.layers)
                 for source in expert_sources(self.checkpoint, i, 0)
-                if not self._plain(source)
+                if not self._straight(source, layer.experts[0][source.name].codec)
             ),
             default=0,
         )
@@ -231,14 +248,20 @@ class CheckpointStore(ExpertFiles):
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
         look alike."""
         plan = self.checkpoint.plan
+        if self.checkpoint.gguf is not None:
+            whole = compat.is_concatenation(source.plan, plan.quantizer)
+            return codec_of(source.stored.values()) if whole else RAW
         read = _read(self.checkpoint, source)
         made = source.make(plan, read).to(self.dtype)
         few = few_bits(plan, source.pieces(read), made)
         return few[0] if few and not (made.dim() == 2 and torch.equal(made, made.mT)) else RAW
 
-    def _plain(self, source: ParameterSource) -> bool:
-        """Whether a parameter is just the bytes of its tensors, one after another."""
-        same = all(stored.dtype == NAMES[self.dtype] for stored in source.stored.values())
+    def _straight(self, source: ParameterSource, codec: Codec) -> bool:
+        """Whether a parameter, as it is kept, is just the bytes of its tensors, one after another."""
+        entries = source.stored.values()
+        if codec.few_bits:
+            return self.checkpoint.gguf is not None and all(map(is_in_order, entries))
+        same = all(isinstance(of, Stored) and of.dtype == NAMES[self.dtype] for of in entries)
         return same and compat.is_concatenation(source.plan, self.checkpoint.plan.quantizer)
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
@@ -246,33 +269,49 @@ class CheckpointStore(ExpertFiles):
         return sum(source.nbytes for source in sources)
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
-        """As of `ExpertStore`: of each tensor; what is not plain is converted after the last of it
-        has been read."""
-        plan = self.checkpoint.plan
+        """As of `ExpertStore`: of each tensor; what is not as it is kept is converted after the last
+        of it has been read."""
         chunks = parts[0]
         for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
-            plane = chunks.plane(source.name, 0)
-            plain = self._plain(source)
-            target = plane.shards[0]
+            codec, (target,) = chunks.plane(source.name, 0)
+            straight = self._straight(source, codec)
             at = 0
-            read: Tensors = {}
-            for pattern, stored in source.stored.items():
-                self.checkpoint.require_unchanged(stored.file)
-                end = at + stored.nbytes
-                if not plain:
-                    read[pattern] = stored.empty()
-                memory = target[at:end] if plain else as_bytes(read[pattern], writable=True)
-                yield stored.file, stored.begin, [memoryview(memory)]
-                at = end
-            if plane.codec.few_bits:
-                target[:] = next(
-                    blob
-                    for codec, blob in _blobs(plan, source.pieces(read))
-                    if isinstance(codec, type(plane.codec))
-                )
-            elif not plain:
-                shape = chunks.entries[source.name].shape
-                torch.from_numpy(target).view(self.dtype).view(shape).copy_(source.make(plan, read))
+            read: dict[str, list[torch.Tensor]] = {}
+            for pattern, entry in source.stored.items():
+                read[pattern] = []
+                for stored in parts_of(entry):
+                    self.checkpoint.require_unchanged(stored.file)
+                    end = at + stored.nbytes
+                    into = torch.from_numpy(target[at:end]) if straight else stored.empty()
+                    memory = as_bytes(into, writable=True)
+                    yield stored.file, stored.begin, [memoryview(memory)]
+                    if self.verify:
+                        self.checkpoint.check(stored, memory)
+                    read[pattern].append(into)
+                    at = end
+            if not straight:
+                self._convert(source, codec, read, chunks.entries[source.name].shape, target)
+
+    def _convert(
+        self,
+        source: ParameterSource,
+        codec: Codec,
+        read: dict[str, list[torch.Tensor]],
+        shape: Shape,
+        target: np.ndarray,
+    ) -> None:
+        """Fill the memory of a parameter, of what was read of its tensors."""
+        plan = self.checkpoint.plan
+        if codec.few_bits and self.checkpoint.gguf is not None:
+            rows = [rows_of(entry, read[pattern]) for pattern, entry in source.stored.items()]
+            target[:] = fewbit.joined(*rows)
+            return
+        found = {pattern: weights_of(of, read[pattern]) for pattern, of in source.stored.items()}
+        if codec.few_bits:
+            blobs = _blobs(plan, source.pieces(found))
+            target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
+        else:
+            torch.from_numpy(target).view(self.dtype).view(shape).copy_(source.make(plan, found))
 
     @property
     def identity(self) -> str:
@@ -283,6 +322,7 @@ class CheckpointStore(ExpertFiles):
         plan = self.checkpoint.plan
         return sum(
             stored.nbytes
-            for key, stored in self.checkpoint.tensors.items()
+            for key, entry in self.checkpoint.tensors.items()
             if key not in plan.expert_keys and key not in plan.ignored
+            for stored in parts_of(entry)
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from moelab.base.schema import blamed
 from moelab.base.specs import MoESpec
 from moelab.checkpoint.checkpoint import Checkpoint, read_by_name, require_file
 from moelab.checkpoint.experts import CheckpointExperts
+from moelab.checkpoint.gguf import codec_of, parts_of, rows_of
 from moelab.models import compat
 from moelab.models.experts import banks
 from moelab.models.identity import vouch
 from moelab.models.seam import leave_out, plug
-from moelab.store.headers import read_json
+from moelab.store.headers import NAMES, read_json
 from moelab.store.layout import ExpertStore
+from moelab.store.packed import packed_tensor
 from moelab.store.verify import check_weights
 
 #: files of which one at least makes a tokenizer
@@ -72,7 +75,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
     stored = checkpoint.store is not None
     wanted = checkpoint.dtype(dtype)
     try:
-        tokenizer = load_tokenizer(checkpoint.folder)
+        tokenizer = load_tokenizer(checkpoint)
     except (ValueError, OSError) as error:  # token ids will do
         warnings.warn(f"the model is opened without a tokenizer: {error}", stacklevel=3)
         tokenizer = None
@@ -94,17 +97,21 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
 
 def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool) -> Any:
     """The model with the checkpoint's tensors, or all but its experts'."""
-    from safetensors import safe_open
-
     plan = checkpoint.plan
     folder = checkpoint.folder
     left_out = plan.ignored | (plan.expert_keys if without_experts else set())
-    files = {file: safe_open(file, "pt") for file in checkpoint.files}
-    tensors = {
-        key: files[entry.file].get_slice(key)
-        for key, entry in checkpoint.tensors.items()
-        if key not in left_out
-    }
+    keys = checkpoint.tensors.keys() - left_out
+    packed = {} if checkpoint.gguf is None else _packed(checkpoint, keys, dtype)
+    tensors = (
+        _unread(checkpoint, keys)
+        if checkpoint.gguf is None
+        else {
+            key: torch.zeros((), dtype=dtype).expand(checkpoint.tensors[key].shape)
+            if key in packed
+            else checkpoint.weights(checkpoint.tensors[key])
+            for key in keys
+        }
+    )
     same = plan.twin.config.dtype == dtype
     with blamed(folder, "no model can be made of its files"):
         model = deepcopy(plan.twin) if same else compat.meta_twin(plan.twin.config, dtype)
@@ -116,7 +123,41 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool) -
         if plan.quantizer is not None:
             compat.cast_as_computed(model, plan.twin, dtype)
         compat.describe(model, folder)
+    for key, weight in packed.items():
+        _replace(model, plan.same[key], weight)
     return model
+
+
+def _unread(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
+    """Slices of safetensors files, which transformers reads."""
+    from safetensors import safe_open
+
+    files = {file: safe_open(file, "pt") for file in checkpoint.files}
+    return {key: files[checkpoint.tensors[key].file].get_slice(key) for key in keys}
+
+
+def _packed(
+    checkpoint: Checkpoint, keys: Iterable[str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """The matrices of GGML types that kernels multiply as they lie, and that are parameters so."""
+    found = {}
+    for key in keys & checkpoint.plan.same.keys():
+        entry = checkpoint.tensors[key]
+        codec = codec_of([entry])
+        if len(entry.shape) == 2 and codec.kernel(NAMES[dtype], entry.shape) and codec.few_bits:
+            rows = rows_of(entry, [checkpoint.read(part) for part in parts_of(entry)])
+            found[key] = packed_tensor(codec, rows.view(-1), entry.shape, dtype)
+    return found
+
+
+def _replace(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
+    """Put a weight in the place of a parameter, wherever the model has that."""
+    old = model.get_parameter(name)
+    new = torch.nn.Parameter(weight, requires_grad=False)
+    for module in model.modules():
+        for own, parameter in compat.parameters_of(module).items():
+            if parameter is old:
+                compat.parameters_of(module)[own] = new
 
 
 def _take_in(model: Any, checkpoint: Checkpoint) -> None:
@@ -148,17 +189,34 @@ def spec_of(model: torch.nn.Module) -> MoESpec:
 def require_tokenizer(source: str | Path | Checkpoint | None) -> None:
     """Refuse a model whose prompts nothing here can read, before its weights are. Raises
     ValueError; as `Checkpoint.at`."""
-    folder = Checkpoint.at(source).folder
-    if load_tokenizer(folder) is None:
+    checkpoint = Checkpoint.at(source)
+    if load_tokenizer(checkpoint) is None:
         raise ValueError(
-            f"{folder} has no tokenizer, so no prompt can be given to it: put tokenizer.json and "
+            f"{checkpoint.folder} has no tokenizer, so no prompt can be given to it: put tokenizer.json and "
             f"tokenizer_config.json there"
         )
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(checkpoint: Checkpoint) -> Any:
     """The tokenizer of a checkpoint, None if it has none. Raises ValueError, saying why, if it
     cannot be read."""
+    with blamed(
+        checkpoint.folder, "its tokenizer cannot be read, so the model takes token ids only"
+    ):
+        tokenizer = (
+            checkpoint.gguf.tokenizer() if checkpoint.gguf else _of_folder(checkpoint.folder)
+        )
+        if tokenizer is not None and len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ValueError("it has no vocabulary, or a package that reads it is not installed")
+    if tokenizer is None:
+        return None
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"  # what batched generation with a decoder needs
+    return tokenizer
+
+
+def _of_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     if not any(os.path.lexists(folder / name) for name in TOKENIZERS):
@@ -169,14 +227,4 @@ def load_tokenizer(folder: Path) -> Any:
     said = read_json(settings) if settings.is_file() else {}
     if re.search(r"[/\\]", str(said.get("fast_tokenizer_files", ""))):
         raise ValueError(f"{settings} names files outside the folder: remove fast_tokenizer_files")
-    why = "its tokenizer cannot be read, so the model takes token ids only"
-    with blamed(folder, why):
-        tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-        if len(tokenizer) <= len(tokenizer.all_special_tokens):
-            raise ValueError("it has no vocabulary, or a package that reads it is not installed")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    tokenizer.padding_side = "left"  # what batched generation with a decoder needs
-    return tokenizer
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

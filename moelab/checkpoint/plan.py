@@ -24,7 +24,7 @@ from moelab.base.schema import blamed
 from moelab.models import compat
 from moelab.models.experts import banks, shapes
 from moelab.models.seam import MoELayer, discover
-from moelab.store.headers import DTYPES, Header, Tensors
+from moelab.store.headers import DTYPES, Header, Tensors, on_meta
 from moelab.store.layout import ExpertStore
 
 #: safetensors' names of the types of plain weights
@@ -43,7 +43,8 @@ class LoadingPlan:
     experts : for each MoE layer and expert, its parameters by name and how each is made; empty
         for a store.
     expert_keys, ignored : the checkpoint's keys that feed experts, and that the architecture
-        declares superfluous."""
+        declares superfluous.
+    same : key → name of the parameters that are a tensor of the checkpoint as it is."""
 
     twin: torch.nn.Module
     config: Any
@@ -53,10 +54,13 @@ class LoadingPlan:
     experts: list[list[dict[str, compat.ParameterPlan]]]
     expert_keys: set[str]
     ignored: set[str]
+    same: dict[str, str]
 
 
-def make_plan(folder: Path, tensors: Header, store: ExpertStore | None, config: Any) -> LoadingPlan:
-    """The plan of a checkpoint that holds exactly the model of its config.
+def make_plan(
+    folder: Path, said: Path, tensors: Header, store: ExpertStore | None, config: Any
+) -> LoadingPlan:
+    """The plan of a checkpoint that holds exactly the model of its config, which the file `said` says.
 
     Raises ValueError: it does not, naming what is missing, unexpected, of another shape, no
     floating-point number where the model has one, or a code without its scale; an architecture that
@@ -64,9 +68,7 @@ def make_plan(folder: Path, tensors: Header, store: ExpertStore | None, config: 
     from moelab.models import quantizers
 
     main = _first_type(folder, tensors)
-    with blamed(
-        folder / "config.json", f"no {config.model_type} model can be built of this config"
-    ):
+    with blamed(said, f"no {config.model_type} model can be built of this config"):
         if config.dtype is None:
             config = copy(config)
             config.dtype = main
@@ -89,7 +91,8 @@ def make_plan(folder: Path, tensors: Header, store: ExpertStore | None, config: 
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
     ignored = set(foreign.values())
-    return LoadingPlan(twin, readable, layers, quantizer, main, experts, expert_keys, ignored)
+    same = {plan.keys[0]: name for name, plan in plans.items() if plan.converter is None}
+    return LoadingPlan(twin, readable, layers, quantizer, main, experts, expert_keys, ignored, same)
 
 
 def _by_expert(
@@ -136,7 +139,7 @@ class _Checked:
         given = f"of {_described(self.tensors, rare_first)}; check config.json"
         stored: dict[str, Any] = {}
         for pattern, keys in plan.sources.items():
-            stored[pattern] = [self.tensors[key].empty("meta") for key in keys]
+            stored[pattern] = [on_meta(self.tensors[key]) for key in keys]
             if len({tensor.shape for tensor in stored[pattern]}) > 1:
                 raise ValueError(f"{self.folder}: {plan.target} cannot be made {given}")
         if plan.converter is None:
@@ -153,7 +156,7 @@ class _Checked:
                     f"{self.folder}: {name} is {wanted} in {self.twin.config.model_type} with this "
                     f"config, and {found} is made {given}"
                 )
-        kinds = {DTYPES[self.tensors[key].dtype].is_floating_point for key in plan.keys}
+        kinds = {on_meta(self.tensors[key]).is_floating_point() for key in plan.keys}
         coded = self.quantizer and len(plan.sources) > 1  # what codes mean, the quantiser knows
         wanted = self.parameters[plan.target].dtype
         if kinds != {wanted.is_floating_point} and not coded:

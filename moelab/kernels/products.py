@@ -24,6 +24,7 @@ from torch import Tensor
 
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, kept, pointer, take, together
+from moelab.kernels.ggml import GGML
 from moelab.kernels.instructions import INSTRUCTIONS, Pairs
 from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
@@ -44,7 +45,7 @@ from moelab.kernels.vectors import BF12, BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, 
 #: torch's types of weights → kinds
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 #: how weights are packed, see `moelab.store.bf12` and `fewbit` → kinds
-PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8}
+PACKED = {"bf12": BF12, "int8": INT8, "int4": INT4, "mxfp4": MXFP4, "fp8": FP8, **GGML}
 #: as kernels have them
 F32 = FLOAT32.tag
 BF16 = BFLOAT16.tag

@@ -61,14 +61,15 @@ def dots(
     matrix = [(w + first, other + second) for first, second in before]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
     # computes too much.
-    in_turn = tokens <= 2 and kind.size >= BLOCK
+    in_turn = tokens <= 2 and kind.size >= kind.block
     turns = [[r] for r in range(rows)] if in_turn else [list(range(rows))]
     chains = 4 if tokens * len(turns[0]) == 1 else 1
-    sums = [[_Sum(x.builder, chains) for _ in range(rows)] for _ in range(tokens)]
+    floats = INSTRUCTIONS[kind].floats
+    sums = [[_Sum(x.builder, floats, chains) for _ in range(rows)] for _ in range(tokens)]
     for turn in turns:
         with (n & -kind.step).steps(kind.step) as i:
-            places = range(0, kind.step, WIDTH)
-            values = [[(p + i * 4 + 4 * at).load(FLOATS) for at in places] for p in inputs]
+            places = range(0, kind.step, floats.count)
+            values = [[(p + i * 4 + 4 * at).load(floats) for at in places] for p in inputs]
             for r in turn:
                 here = matrix[r][0] + kind.span(i)
                 beside = matrix[r][1] + kind.beside(i)
@@ -82,9 +83,9 @@ def dots(
 class _Sum:
     """A vector of sums in a register, or in several, as one would wait for itself."""
 
-    def __init__(self, builder: ir.IRBuilder, chains: int) -> None:
+    def __init__(self, builder: ir.IRBuilder, of: ir.Type, chains: int) -> None:
         self.builder = builder
-        zeros = fill(FLOATS, 0.0)
+        zeros = fill(of, 0.0)
         self.chains = [cgutils.alloca_once_value(builder, zeros) for _ in range(chains)]
 
     def add(self, number: int, x: Value, weights: Value) -> None:
@@ -97,7 +98,7 @@ class _Sum:
 
 
 def _fetch_ahead(kind: Kind, here: Value, beside: Value, ahead: Value) -> None:
-    for line in range(0, kind.size * kind.step // BLOCK, 64):
+    for line in range(0, kind.size * kind.step // kind.block, 64):
         _fetch(here + ahead + line)
     if kind.other:
         _fetch(beside + ahead // (kind.size // kind.other))
@@ -108,7 +109,7 @@ def _add_products(kind: Kind, sums: list[_Sum], values: list[list[Value]], weigh
     part = 0
     for number, (scales, vectors) in enumerate(weights):
         for total, inputs in zip(sums, values):
-            terms = INSTRUCTIONS[kind].terms(inputs[part:], vectors, scales)
+            terms = INSTRUCTIONS[kind].terms(inputs, part, vectors, scales)
             for at, term in enumerate(terms, number):
                 total.add(at, *term)
         part += len(vectors)
@@ -119,7 +120,7 @@ def _store_sums(to: Value, found: list[Value]) -> None:
         to.store(_four_sums(*found))
         return
     for r, vector in enumerate(found):
-        name = f"vector.reduce.fadd.v{WIDTH}f32"
+        name = f"vector.reduce.fadd.v{vector.type.count}f32"
         zero = vector.of(0.0, F32)
         (to + 4 * r).store(zero.call(name, vector, fastmath=("reassoc",)))
 
@@ -165,7 +166,7 @@ def spread(kind: Kind, order: Kind, x, n, out):
             whole = joined(parts)
             parts = [whole.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
         for at, vector in enumerate(INSTRUCTIONS[order].prepared(parts)):
-            (out + i * 4 + 4 * WIDTH * at).store(vector)
+            (out + i * 4 + 4 * vector.type.count * at).store(vector)
 
 
 @emitted(types.float32)
@@ -249,15 +250,15 @@ def _from_bf16(address: Value, i: Value) -> Value:
 def _four_sums(a: Value, b: Value, c: Value, d: Value) -> Value:
     """The sums of four vectors, as a vector of four: transposed by halves, with an addition for
     each half."""
-    lanes = range(0, WIDTH, 4)
-    ones = [i for lane in lanes for i in (lane, lane + WIDTH, lane + 1, lane + 1 + WIDTH)]
-    twos = [i for lane in lanes for i in (lane, lane + 1, lane + WIDTH, lane + 1 + WIDTH)]
+    width = a.type.count
+    lanes = range(0, width, 4)
+    ones = [i for lane in lanes for i in (lane, lane + width, lane + 1, lane + 1 + width)]
+    twos = [i for lane in lanes for i in (lane, lane + 1, lane + width, lane + 1 + width)]
 
     def folded(u: Value, v: Value, order: list[int]) -> Value:
         return u.shuffled(order, v) + u.shuffled([i + 2 for i in order], v)
 
     total = folded(folded(a, b, ones), folded(c, d, ones), twos)  # of each four lanes: a b c d
-    width = WIDTH
     while width > 4:
         width //= 2
         total = total.shuffled(list(range(width))) + total.shuffled(list(range(width, 2 * width)))

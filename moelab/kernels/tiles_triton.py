@@ -24,11 +24,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from moelab.kernels.ggml import GGML
 from moelab.kernels.products import KINDS, PACKED
 from moelab.kernels.vectors import BLOCK, Kind
 
 #: kind → its name in kernels
-NAMES: dict[Kind, str] = {kind: name for name, kind in PACKED.items()}
+NAMES: dict[Kind, str] = {kind: name for name, kind in PACKED.items() if name not in GGML}
 NAMES |= {kind: str(dtype).removeprefix("torch.") for dtype, kind in KINDS.items()}
 #: name → weights that a lane loads at a time, 16 bytes
 WIDTHS = {name: 16 * BLOCK // kind.size for kind, name in NAMES.items()}

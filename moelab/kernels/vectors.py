@@ -14,11 +14,12 @@ from __future__ import annotations
 import platform
 from math import nan
 from struct import pack, unpack
+from typing import Any
 
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
-from numba.np.numpy_support import from_dtype
+from numba import typeof
 
 from moelab.kernels.emit import F16, F32, I8, I16, I32, TAGS, Value
 
@@ -42,7 +43,7 @@ _LOOK_UPS = {
     ("x86_64", 16): "x86.ssse3.pshuf.b.128",
     ("aarch64", 16): "aarch64.neon.tbl1.v16i8",
 }
-_PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
+PROCESSOR = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
 
 #: the order of a block of bytes that `_unpacked` has made words of
@@ -59,8 +60,8 @@ UNPACKED = [
 class Kind:
     """How weights are stored.
 
-    tag : 0 of the numpy type that stands for this kind in kernels' signatures.
-    size, other : bytes of 64 weights at their first address and at the other one.
+    tag : a value of the type that stands for this kind in kernels' signatures.
+    size, other : bytes of `block` weights at their first address and at the other one.
     step : weights that a loop takes at a time. order : which of them is where in what
         `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
     scaled : whether weights are codes times scales.
@@ -72,21 +73,22 @@ class Kind:
 
     size = 128
     other = 0
+    block = BLOCK
     scaled = False
     step = STEP
     order = list(range(STEP))
 
-    def __init__(self, tag: type) -> None:
-        self.tag = tag(0)
-        TAGS[from_dtype(np.dtype(tag))] = self
+    def __init__(self, tag: Any) -> None:
+        self.tag = tag
+        TAGS[typeof(tag)] = self
 
     def span(self, count: Value) -> Value:
         """Bytes of so many weights at their first address."""
-        return _portion(count, self.size)
+        return self._portion(count, self.size)
 
     def beside(self, count: Value) -> Value:
         """Bytes at the other address of so many weights of a row."""
-        return _portion(count, self.other)
+        return self._portion(count, self.other)
 
     def beside_rows(self, rows: Value, n: Value) -> Value:
         """Bytes at the other address of so many rows of n weights."""
@@ -96,9 +98,9 @@ class Kind:
         """What all weights of a matrix are looked up in, from its address."""
         return None
 
-
-def _portion(count: Value, size: int) -> Value:
-    return count * (size // BLOCK) if size % BLOCK == 0 else count * size >> 6
+    def _portion(self, count: Value, size: int) -> Value:
+        whole = size % self.block == 0
+        return count * (size // self.block) if whole else count * size // self.block
 
 
 class Float32(Kind):
@@ -355,9 +357,12 @@ def _widened(words: Value) -> list[Value]:
 def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
+    if (PROCESSOR, n) not in _LOOK_UPS:
+        halves = (codes.shuffled(list(range(at, at + n // 2))) for at in (0, n // 2))
+        return joined([looked_up(table, half) for half in halves])
     table = table.shuffled([i % 16 for i in range(n)])
     ignores_others = LOOKS_UP_BYTES and n == 64
-    return table.call(_LOOK_UPS[_PROCESSOR, n], codes if ignores_others else codes & 15)
+    return table.call(_LOOK_UPS[PROCESSOR, n], codes if ignores_others else codes & 15)
 
 
 def joined(parts: list[Value]) -> Value:
@@ -373,11 +378,11 @@ def _in_bf16(value: float) -> int:
     return unpack("<I", pack("<f", value))[0] >> 16
 
 
-FLOAT32 = Float32(np.float32)
-FLOAT16 = Float16(np.int16)
-BFLOAT16 = BFloat16(np.uint16)
-BF12 = Bf12(np.int8)
-INT8 = Int8(np.uint8)
-INT4 = Int4(np.uint32)
-MXFP4 = Mxfp4(np.int32)
-FP8 = Fp8(np.uint64)
+FLOAT32 = Float32(np.float32(0))
+FLOAT16 = Float16(np.int16(0))
+BFLOAT16 = BFloat16(np.uint16(0))
+BF12 = Bf12(np.int8(0))
+INT8 = Int8(np.uint8(0))
+INT4 = Int4(np.uint32(0))
+MXFP4 = Mxfp4(np.int32(0))
+FP8 = Fp8(np.uint64(0))

@@ -199,6 +199,14 @@ def is_sdpa(config: Any) -> bool:
 CANDIDATES = "_get_candidate_generator"
 
 
+#: ways of splitting text, by llama.cpp's name, that are the same as another
+SPLITS = {
+    **dict.fromkeys(("olmo", "mpt", "gpt2", "default"), "gpt-2"),
+    **dict.fromkeys(("glm4", "chatglm-bpe"), "llama-bpe"),
+    "hunyuan": "qwen2",
+}
+
+
 def is_stateful(model: nn.Module) -> bool:
     """Whether a model keeps what cannot be cut back to a part of the text."""
     return model._is_stateful
@@ -206,14 +214,50 @@ def is_stateful(model: nn.Module) -> bool:
 
 def describe(model: nn.Module, folder: Path) -> None:
     """Say where a model is from, which its config has no public setter for, and how it generates: by
-    its checkpoint's generation_config.json, or else by what config.json says."""
+    its checkpoint's generation_config.json, or else by what its config says."""
     from transformers import GenerationConfig
 
     model.name_or_path = model.config._name_or_path = str(folder)
-    own = (folder / "generation_config.json").is_file()
-    options = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
-    model.generation_config = GenerationConfig.from_pretrained(
-        folder, local_files_only=True, **options
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    else:
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+
+
+def gguf_tokenizer(fields: dict[str, Any]) -> Any:
+    """The tokenizer that the fields of a GGUF file describe. Raises ValueError for one that splits
+    text in a way that is not known."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    of = GGUF_TOKENIZER_MAPPING["tokenizer"]
+    said = {
+        ours: fields[f"tokenizer.{key}"] for key, ours in of.items() if f"tokenizer.{key}" in fields
+    }
+    kind, split = said["tokenizer_type"], said.get("pre_tokenizer_type", "default")
+    split = SPLITS.get(split, split)
+    if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
+        raise ValueError(f"it splits text as {split!r} does, which is not known here")
+    backend, _ = convert_gguf_tokenizer(
+        fields["general.architecture"], said | {"pre_tokenizer_type": split}
+    )
+    tokens = said["tokens"]
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {ours: fields.get(f"tokenizer.ggml.{name}_token_id") for ours, name in names.items()}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        chat_template=fields.get("tokenizer.chat_template"),
+        add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),
+        add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
+        model_max_length=int(
+            fields.get(f"{fields['general.architecture']}.context_length", 1 << 30)
+        ),
+        **{
+            f"{name}_token": tokens[i]
+            for name, i in ids.items()
+            if i is not None and i < len(tokens)
+        },
     )
 
 
@@ -332,6 +376,15 @@ def loading_plan(
             if pattern in plan.sources
         }
     return plans, foreign
+
+
+def checkpoint_tensors(config: Any) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of a model, by key, on the meta device, as transformers would
+    save them."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    twin = meta_twin(config)
+    return revert_weight_conversion(twin, twin.state_dict())
 
 
 def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[str]:

@@ -112,15 +112,18 @@ class Unchanged:
     def _state(self) -> list[list]:
         weights = self.weights
         ids = chain.from_iterable(map(dict.values, self.held))
-        return [
-            list(map(type, self.modules)),
-            [cls.forward for cls in self.classes],
-            list(map(id, ids)),
-            list(map(Tensor.data_ptr, weights)),
-            list(map(Tensor.is_contiguous, weights)),
-            [w.dtype for w in weights],
-            [compat.version(w) for w in weights if not w.is_inference()] if self.copied else [],
-        ]
+        with (
+            torch._C.DisableTorchFunctionSubclass()
+        ):  # of packed weights, which would answer slowly
+            return [
+                list(map(type, self.modules)),
+                [cls.forward for cls in self.classes],
+                list(map(id, ids)),
+                list(map(Tensor.data_ptr, weights)),
+                list(map(Tensor.is_contiguous, weights)),
+                [w.dtype for w in weights],
+                [compat.version(w) for w in weights if not w.is_inference()] if self.copied else [],
+            ]
 
     def listeners(self) -> list[tuple[int, Callable[..., None]]] | None:
         """(which of `heard`, `Listener.heard`) of each hook there. None if anything was changed, or

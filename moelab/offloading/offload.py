@@ -187,7 +187,9 @@ def offload(
     how = how or Offloading(**options)
     checkpoint = Checkpoint.at(source)
     how.require_possible()
-    store = checkpoint.store or CheckpointStore(checkpoint, checkpoint.dtype(how.dtype))
+    store = checkpoint.store or CheckpointStore(
+        checkpoint, checkpoint.dtype(how.dtype), how.on.type == "cpu", how.verify
+    )
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
     build = partial(opening.build, checkpoint, how.dtype, external=True)

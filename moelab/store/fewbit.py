@@ -37,13 +37,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from moelab.base.registry import Entry, require
-from moelab.kernels.products import KINDS, PACKED
-from moelab.kernels.threads import TEAM, in_threads
+from moelab.kernels.linear import widened
+from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.kernels.vectors import BLOCK as PART
 from moelab.kernels.vectors import WIDTH
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
-from moelab.store.fewbit_kernels import round_groups, widening
+from moelab.store.fewbit_kernels import round_groups
 from moelab.store.headers import DTYPES, Shape, Tensors
 
 GROUP = 32
@@ -271,12 +271,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _widen(form: Format, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
     """Write the weights into a contiguous tensor on the CPU, which is returned."""
-    n = out.shape[-1]
-    rows = out.numel() // n
-    job = np.array([0, codes.data_ptr(), scales.data_ptr(), rows, n, out.data_ptr()])
-    work = widening(PACKED[form.kind], KINDS[out.dtype])
-    in_threads(TEAM, work, torch.get_num_threads(), job)
-    return out
+    row = np.array([[codes.data_ptr(), scales.data_ptr(), 0, 0]])
+    return widened(Matrices(PACKED[form.kind], row, len(out)), 0, 0, out)
 
 
 def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> bool:

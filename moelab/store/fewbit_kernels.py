@@ -1,5 +1,5 @@
-"""Rounding fp32 weights to few-bit kinds of `moelab.kernels.vectors` and back: what
-`moelab.store.fewbit` says.
+"""Rounding fp32 weights to few-bit kinds of `moelab.kernels.vectors`: what `moelab.store.fewbit`
+says.
 
 A group of 32 weights is one vector, which LLVM cuts into what the processor has. int8 and int4 add
 1.5 · 2²³, which leaves the nearest integer in the last bits; the exponents of MXFP4 are fp32's own,
@@ -7,16 +7,12 @@ its codes counts of the midpoints that a weight is above."""
 
 from __future__ import annotations
 
-from functools import cache
-
 from llvmlite import ir
 
-from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.emit import F32, I8, I32, Value, emitted, read, take
-from moelab.kernels.tiles import beside, span
-from moelab.kernels.vectors import BFLOAT16, BLOCK, GROUP, INT4, INT8, MXFP4, Kind, joined
+from moelab.kernels.compile import kernel
+from moelab.kernels.emit import F32, I8, I32, Value, emitted
+from moelab.kernels.vectors import BFLOAT16, GROUP, INT4, INT8, MXFP4, Kind
 
-ROWS = 32  # that a thread widens at a time
 #: between the values of e2m1; at every other one a tie goes up, to an even code
 _MIDDLE = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -70,48 +66,3 @@ def _integers(kind: Kind, group: Value, widest: Value) -> tuple[Value, Value]:
     for relation, bound in (("<", group.of(low)), (">", group.of(high))):
         scaled = scaled.is_(relation, bound).made("select", bound, scaled)
     return bits, (scaled + (1.5 * 2**23 + zero)).to(I32)
-
-
-@cache
-def widening(kind: Kind, to: Kind) -> int:
-    """The address of what a thread does to widen rows of such weights: some rows at a time until
-    none is left."""
-
-    tag = kind.tag
-    to_tag = to.tag
-
-    def work(job):
-        codes = read(job, 1)
-        scales = read(job, 2)
-        R = read(job, 3)
-        n = read(job, 4)
-        out = read(job, 5)
-        while True:
-            begin = take(job) * ROWS
-            if begin >= R:
-                return
-            for r in range(begin, min(begin + ROWS, R)):
-                _widen_row(
-                    tag,
-                    to_tag,
-                    codes + span(tag, r * n),
-                    scales + beside(tag, r, n),
-                    n,
-                    out + span(to_tag, r * n),
-                )
-
-    return c_function(work)
-
-
-@emitted()
-def _widen_row(kind: Kind, to: Kind, w, other, n, out):
-    """Write n weights of a few-bit kind, a multiple of `BLOCK`, as numbers of the plain kind `to`
-    at `out`."""
-    order = kind.order
-    with n.steps(BLOCK) as i:
-        found = kind.vectors(w + kind.span(i), other + kind.beside(i), None)
-        (out + to.span(i)).store(
-            joined([to.rounded(part) for part in found]).shuffled(
-                [order.index(number) for number in range(BLOCK)]
-            )
-        )

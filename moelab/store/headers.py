@@ -1,4 +1,4 @@
-"""Headers of safetensors files, checked when they are read, and written.
+"""Tensors in files; headers of safetensors files, checked when they are read, and written.
 
 A file is the size of the header (8 bytes, little-endian), the header (JSON: key → dtype, shape,
 data_offsets) and the tensors, without gaps."""
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -58,13 +59,25 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@cache
+def block_of(dtype: str) -> tuple[int, int]:
+    """(weights, bytes) of what a tensor's rows are made of: one weight, or a block of a GGML type.
+    KeyError for an unknown type."""
+    if dtype in DTYPES:
+        return 1, DTYPES[dtype].itemsize
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[dtype]]
+
+
 def nbytes(dtype: str, shape: Iterable[int]) -> int:
-    """Bytes of a tensor; `dtype` by safetensors' name."""
-    return prod(shape) * DTYPES[dtype].itemsize
+    """Bytes of a tensor, rows of whole blocks; `dtype` by safetensors' name, or GGML's."""
+    block, size = block_of(dtype)
+    return prod(shape) // block * size
 
 
 class Stored(NamedTuple):
-    """A tensor in a safetensors file, or a part of one: its type by safetensors' name, where in the
+    """A tensor in a file, or a part of one: its type by safetensors' name, or GGML's, where in the
     file its bytes begin, its key there, and which of the tensor's weights is its first."""
 
     file: Path
@@ -78,9 +91,12 @@ class Stored(NamedTuple):
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)
 
-    def empty(self, device: str = "cpu") -> torch.Tensor:
-        """A new tensor to read it into."""
-        return torch.empty(self.shape, dtype=DTYPES[self.dtype], device=device)
+    def empty(self) -> torch.Tensor:
+        """A new tensor to read it into; of a GGML type the bytes of its rows, uint8."""
+        if self.dtype in DTYPES:
+            return torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        row = nbytes(self.dtype, self.shape[-1:])
+        return torch.empty((*self.shape[:-1], row), dtype=torch.uint8)
 
     def read(self, begin: int, size: int) -> np.ndarray:
         """So many of its bytes from `begin` on, uint8, read and not mapped: mapped pages count as
@@ -95,6 +111,12 @@ class Stored(NamedTuple):
         shape = (rows, *self.shape[1:])
         begin = self.begin + i * nbytes(self.dtype, shape)
         return Stored(self.file, self.dtype, shape, begin, self.key, i * prod(shape))
+
+
+def on_meta(entry: Stored) -> torch.Tensor:
+    """A tensor like the one that is stored, without memory; of a GGML type in bf16."""
+    dtype = DTYPES.get(entry.dtype, torch.bfloat16)
+    return torch.empty(entry.shape, dtype=dtype, device="meta")
 
 
 #: the tensors of files by key

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import csv
 import re
-import struct
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from moelab.base.specs import MoESpec
+from moelab.store.gguf import read_gguf
 from moelab.trace.foreign import MOST, bounded, unknown
 
-#: GGUF's number types → struct's
-SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
-TEXT, ARRAY = 8, 9
-F32 = 0
 HEADS = (["layer", "expert"], ["layer", "expert", "count"])
 
 
@@ -38,9 +33,7 @@ def has_counts(path: Path) -> bool:
 def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, int, MoESpec, str]:
     """(routings int64 [L, E], tokens, geometry, identity), of a model as `foreign.model_of` knows
     it. Raises ValueError."""
-    cells, tokens = (
-        _imatrix(bounded(path).read_bytes()) if path.suffix.lower() == ".gguf" else _rows(path)
-    )
+    cells, tokens = _imatrix(bounded(path)) if path.suffix.lower() == ".gguf" else _rows(path)
     number, expert, count = cells.T
     if not count.any() or cells.min() < 0:
         raise ValueError("it counts nothing, or less")
@@ -70,10 +63,13 @@ def _rows(path: Path) -> tuple[np.ndarray, int]:
     return np.array(rows, np.int64).reshape(-1, 3), 0
 
 
-def _imatrix(data: bytes) -> tuple[np.ndarray, int]:
+def _imatrix(path: Path) -> tuple[np.ndarray, int]:
     """(layer, expert, count [n, 3]; tokens that a layer's router saw, 0 if it does not say)."""
     counts, tokens = {}, 0
-    for name, values in _tensors(data):
+    for name, stored in read_gguf(path)[1].items():
+        if not name.endswith(".counts") or stored.dtype != "F32":
+            continue
+        values = stored.read(0, stored.nbytes).view(np.float32)
         experts = r"blk\.(\d+)\.ffn_(?:down|up|gate|gate_up)_exps\.weight\.counts"
         if found := re.fullmatch(experts, name):
             if len(values) > MOST or (values != values.round()).any():
@@ -85,37 +81,3 @@ def _imatrix(data: bytes) -> tuple[np.ndarray, int]:
             tokens = int(values.max())
     cells = [(layer, e, count) for layer, of in counts.items() for e, count in enumerate(of)]
     return np.array(cells, np.int64).reshape(-1, 3), tokens
-
-
-def _tensors(data: bytes) -> list[tuple[str, np.ndarray]]:
-    """Name and flat values of each tensor of 32-bit floats of a GGUF file."""
-    at = 0
-
-    def take(form: str) -> Any:
-        nonlocal at
-        (value,) = struct.unpack_from("<" + form, data, at)
-        at += struct.calcsize("<" + form)
-        return value
-
-    def take_value(kind: int) -> Any:
-        if kind == TEXT:
-            return take(f"{take('Q')}s").decode()
-        if kind == ARRAY:
-            inner = take("I")
-            return [take_value(inner) for _ in range(take("Q"))]
-        return take(SCALARS[kind])
-
-    if take("4s") != b"GGUF" or take("I") not in (2, 3):
-        raise ValueError("it is no GGUF file of version 2 or 3")
-    tensors, fields = take("Q"), take("Q")
-    about = {take_value(TEXT): take_value(take("I")) for _ in range(fields)}
-    found = []
-    for _ in range(tensors):
-        name = take_value(TEXT)
-        n = np.prod([take("Q") for _ in range(take("I"))], dtype=object)
-        kind, offset = take("I"), take("Q")
-        if kind == F32:
-            found.append((name, int(n), offset))
-    alignment = about.get("general.alignment", 32)
-    begin = -(-at // alignment) * alignment
-    return [(name, np.frombuffer(data, "<f4", n, begin + offset)) for name, n, offset in found]

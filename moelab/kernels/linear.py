@@ -1,0 +1,155 @@
+"""Products of any number of rows with weights of any kind, y = x Wᵀ.
+
+Few rows: `moelab.kernels.products`, weights as they lie. Many: a panel of weights after the other is
+widened, to fp32 where torch's products in the inputs' own dtype are slow, as those in bf16 are on
+processors without instructions for it; then torch multiplies. What is faster is measured, once for
+each kind."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from functools import cache
+from math import prod
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moelab.kernels.compile import c_function
+from moelab.kernels.emit import emitted, read, take
+from moelab.kernels.products import KINDS, Matrices, crossover, multiply
+from moelab.kernels.threads import TEAM, in_threads
+from moelab.kernels.tiles import beside, span, step, weight, write
+from moelab.kernels.vectors import Kind, joined
+
+ROWS = 32  # that a thread widens at a time
+PANEL = 1 << 22  # weights that are widened before they are multiplied
+_PLAIN = {kind: dtype for dtype, kind in KINDS.items()}
+
+
+def linear(x: Tensor, of: Matrices, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of x [..., n] with one matrix, summed in fp32; `bias` in place of one in `of`."""
+    rows = x.reshape(-1, x.shape[-1])
+    dtype = x.dtype if bias is None else torch.float32
+    few = len(rows) == 1 or len(rows) <= _few(x.dtype, of, x.shape[-1])
+    y = multiply(of, np.array([0, len(rows)]), rows, dtype=dtype) if few else product(of, 0, rows)
+    y = y if bias is None else y + bias
+    return y.to(x.dtype).view(*x.shape[:-1], of.R)
+
+
+@torch.inference_mode()
+def _few(dtype: torch.dtype, of: Matrices, n: int) -> float:
+    """Up to how many rows are multiplied with weights as they lie."""
+    return crossover(
+        ("linear", dtype, of.kind, torch.get_num_threads()),
+        lambda rows: multiply(of, np.array([0, rows]), torch.ones(rows, n, dtype=dtype)),
+        lambda rows: product(of, 0, torch.ones(rows, n, dtype=dtype)),
+    )
+
+
+def product(of: Matrices, m: int, x: Tensor) -> Tensor:
+    """The m-th matrix times many rows x [T, n], and its bias: [T, R] of `wide(x.dtype)`."""
+    dtype = wide(x.dtype)
+    x = x.to(dtype)
+    n = x.shape[1]
+    lines, width = (n, of.R) if of.transposed else (of.R, n)
+    size = lines if of.transposed else min(lines, max(1, PANEL // n))
+    y = x.new_empty(len(x), of.R)
+    panel = x.new_empty(0 if of.kind is KINDS[dtype] else size, width)
+    for begin in range(0, lines, size):
+        end = min(begin + size, lines)
+        if of.kind is KINDS[dtype]:
+            at = int(of.rows[m, 0]) + begin * width * dtype.itemsize
+            w = memory(at, (end - begin, width), dtype)
+        else:
+            w = widened(of, m, begin, panel[: end - begin])
+        if of.transposed:
+            torch.mm(x, w, out=y)
+        else:
+            y[:, begin:end] = F.linear(x, w)
+    if (bias := int(of.rows[m, 2])) != 0:
+        y += memory(bias, (of.R,), _PLAIN.get(of.kind, torch.bfloat16))
+    return y
+
+
+@cache
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In what torch multiplies matrices of a dtype fastest on this machine: that, or fp32."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        ones = torch.ones(256, 256, dtype=dtype)
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            ones @ ones
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return dtype if seconds(dtype) < seconds(torch.float32) else torch.float32
+
+
+def memory(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor of what lies at an address, as long as that is valid."""
+    raw = (ctypes.c_uint8 * (prod(shape) * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype).view(shape)
+
+
+def widened(of: Matrices, m: int, begin: int, out: Tensor) -> Tensor:
+    """Write rows of the m-th matrix, as they lie, into a contiguous tensor [rows, n] of a dtype in
+    `KINDS`, which is returned."""
+    n = out.shape[-1]
+    rows = out.numel() // n
+    w, other, _, count = of.rows[m].tolist()
+    job = np.array([0, w, other, begin, rows, n, out.data_ptr()])
+    work = _widening(of.kind, KINDS[out.dtype])
+    in_threads(TEAM, work, min(-(-rows // ROWS), torch.get_num_threads()), job)
+    if count:  # bf12's escapes, behind its low bytes and half as many bytes of codes
+        at = other + (other - w) // 2
+        found = memory(at, (count,), torch.uint32).numpy()
+        first, last = np.searchsorted(found, [begin * n, (begin + rows) * n])
+        values = memory(at + 4 * count, (count,), torch.bfloat16)[first:last]
+        places = torch.from_numpy(found[first:last].astype(np.int64) - begin * n)
+        out.view(-1)[places] = values.to(out.dtype)
+    return out
+
+
+@cache
+def _widening(kind: Kind, to: Kind) -> int:
+    """The address of what a thread does to widen rows: some at a time until none is left."""
+    tag = kind.tag
+    to_tag = to.tag
+
+    def work(job):
+        w = read(job, 1)
+        other = read(job, 2)
+        begin = read(job, 3)
+        R = read(job, 4)
+        n = read(job, 5)
+        out = read(job, 6)
+        while True:
+            first = take(job) * ROWS
+            if first >= R:
+                return
+            for r in range(first, min(first + ROWS, R)):
+                at = w + span(tag, (begin + r) * n)
+                second = other + beside(tag, begin + r, n)
+                to_row = out + span(to_tag, r * n)
+                whole = n - n % step(tag)
+                _widen(tag, to_tag, at, second, w - 16, whole, to_row)
+                for i in range(whole, n):
+                    write(to_tag, to_row, i, weight(tag, at, i))
+
+    return c_function(work)
+
+
+@emitted()
+def _widen(kind: Kind, to: Kind, w, other, table, n, out):
+    """Write n weights of a kind, a multiple of `step`, as numbers of the plain kind `to` at `out`."""
+    table = kind.table(table)
+    places = [kind.order.index(number) for number in range(kind.step)]
+    with n.steps(kind.step) as i:
+        found = kind.vectors(w + kind.span(i), other + kind.beside(i), table)
+        numbers = joined([to.rounded(part) for part in found])
+        (out + to.span(i)).store(numbers.shuffled(places))

@@ -1,0 +1,85 @@
+"""GGML's quantised types: the blocks of weights of GGUF files, as they lie there.
+
+A row of n weights is n / block blocks, each with its codes and scales inside; a blob is rows one
+after another, so blobs of matrices with equally long rows, one after another, are the blob of the
+matrices one below the other. What the bytes of a block mean is in gguf-py's `quants`, which decodes
+the types that no kernel knows, and rounds weights to those that it can write.
+
+Source: ggml, `ggml-common.h` and `ggml-quants.c`; gguf-py, `gguf.quants`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moelab.store.fewbit import FewBits
+from moelab.store.headers import Shape
+
+
+@dataclass(frozen=True)
+class GGMLFormat(FewBits):
+    """One of GGML's types: `size` bytes for each `block` weights of a row."""
+
+    block: int
+    size: int
+
+    def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
+        """Of the "blocks", all there is."""
+        if not shape or shape[-1] % self.block:
+            raise ValueError(
+                f"a tensor {list(shape)} cannot be {self.name}: its rows are no multiple of "
+                f"{self.block}"
+            )
+        return {"blocks": (torch.uint8, (*shape[:-1], shape[-1] // self.block * self.size), 1)}
+
+    def compress(self, data: Tensor) -> np.ndarray | None:
+        """The blob of a tensor, uint8, as gguf-py rounds; None for one that stays as it is, and of
+        types that gguf-py does not write."""
+        from gguf import GGMLQuantizationType, quants
+
+        fits = data.dim() > 1 and data.numel() and data.shape[-1] % self.block == 0
+        if not fits or not data.is_floating_point() or not data.abs().max().isfinite():
+            return None
+        rows = data.detach().float().contiguous().numpy()
+        try:
+            return quants.quantize(rows, GGMLQuantizationType[self.name]).reshape(-1)
+        except NotImplementedError:
+            return None
+
+    def decompress(self, blob: Any, out: Tensor) -> None:
+        """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
+        out.copy_(self.dequantize(blob, tuple(out.shape)))
+
+    def dequantize(self, blob: Any, shape: Shape) -> Tensor:
+        """The weights of a blob in fp32, bit for bit as gguf-py has them."""
+        from gguf import GGMLQuantizationType, quants
+
+        blocks = self.split(blob, shape)["blocks"].numpy()
+        with np.errstate(all="ignore"):  # a scale may be any number of fp16
+            found = quants.dequantize(blocks, GGMLQuantizationType[self.name])
+        return torch.from_numpy(found).view(shape)
+
+
+#: GGML's name of a type → its format
+GGML: dict[str, GGMLFormat] = {
+    name: GGMLFormat(name, block, size)
+    for name, block, size in (
+        ("Q8_0", 32, 34),
+        ("Q4_0", 32, 18),
+        ("Q4_1", 32, 20),
+        ("Q5_0", 32, 22),
+        ("Q5_1", 32, 24),
+        ("MXFP4", 32, 17),
+        ("IQ4_NL", 32, 18),
+        ("Q2_K", 256, 84),
+        ("Q3_K", 256, 110),
+        ("Q4_K", 256, 144),
+        ("Q5_K", 256, 176),
+        ("Q6_K", 256, 210),
+        ("IQ4_XS", 256, 136),
+    )
+}
