@@ -1,10 +1,10 @@
 """GGUF files in transformers' words: the config that their metadata say, and their tensors under the
 keys that a checkpoint of that model has.
 
-Which of gguf-py's names is which key of a checkpoint, gguf-py's own tables know; here is what they
+Which of llama.cpp's names is which key of a checkpoint, gguf-py's own tables know; here is what they
 leave out: what llama.cpp's code of an architecture takes for granted (`ARCHITECTURES`), and what
-its converter changes in a tensor (`RULES`), each of which is read here and written by
-`moelab.checkpoint.export`. What a table has no word for is refused by name, never guessed.
+its converter changes in a tensor (`RULES`, which `moelab.checkpoint.export` follows, and which are
+undone here). What no table has a word for is refused by name, never guessed.
 
 Source: gguf-py's `constants` and `tensor_mapping`; the conventions of llama.cpp's
 `convert_hf_to_gguf.py`; the hyperparameters that its loaders read."""
@@ -12,7 +12,8 @@ Source: gguf-py's `constants` and `tensor_mapping`; the conventions of llama.cpp
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,12 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.base.configs import NAMES
 from moelab.base.records import Record
 from moelab.models import compat
 from moelab.store.headers import DTYPES, Header, Shape, Stored
 
-Tensors = list[Tensor]
+Parts = list[Tensor]
 
 
 class Made(NamedTuple):
@@ -38,8 +38,8 @@ class Made(NamedTuple):
     transposed : whether its last two dimensions are exchanged then."""
 
     stored: tuple[Stored, ...]
-    rows: np.ndarray | None
-    make: Callable[[Tensors], Tensor] | None
+    rows: Tensor | None
+    make: Callable[[Parts], Tensor] | None
     shape: Shape
     dtype: str
     transposed: bool = False
@@ -50,18 +50,15 @@ class Made(NamedTuple):
         return self._replace(stored=parts, shape=(rows, *self.shape[1:]))
 
     def empty(self, device: str = "cpu") -> Tensor:
-        """A new tensor of its shape; fp32 where it is decoded."""
-        dtype = DTYPES.get(self.dtype, torch.float32)
-        return torch.empty(self.shape, dtype=dtype, device=device)
+        """A new tensor of its shape, fp32, as its parts are decoded."""
+        return torch.empty(self.shape, device=device)
 
-    def join(self, parts: Tensors) -> Tensor:
+    def join(self, parts: Parts) -> Tensor:
         """Its rows, of the parts' decoded values or of their packed rows (uint8)."""
-        joined = torch.cat(parts, -2 if parts[0].dim() > 1 else 0)
-        if self.rows is None:
-            return joined
-        return joined.index_select(-2 if joined.dim() > 1 else 0, torch.from_numpy(self.rows))
+        joined = torch.cat(parts, -2)
+        return joined if self.rows is None else joined.index_select(-2, self.rows)
 
-    def values(self, parts: Tensors) -> Tensor:
+    def values(self, parts: Parts) -> Tensor:
         """The tensor, of the parts' decoded values."""
         made = self.make(parts) if self.make else self.join(parts)
         return (made.mT if self.transposed else made).reshape(self.shape)
@@ -71,193 +68,157 @@ class Made(NamedTuple):
 # configs
 
 
-class Architecture(NamedTuple):
-    """transformers' model type (or which one, by the metadata), fields of its config that
-    llama.cpp's code takes for granted, further ones by the metadata, and how experts' scores are
-    made (1 softmax, 2 sigmoid, 3 softmax of the chosen)."""
-
-    model_type: str | Callable[[Metadata], str]
-    fixed: Record = {}
-    further: Callable[[Metadata], Record] = lambda m: {}
-    gating: int = 1
-
-
-class Metadata:
-    """The metadata of an architecture, and which tensors there are; it notes what was asked for."""
+class Metadata(dict[str, Any]):
+    """What a file says of its architecture, keys without their prefix: of lists the largest, of floats
+    of 32 bits the numbers that were meant. Beside it, the tensors by name and all their names without
+    "blk.N."."""
 
     def __init__(self, values: Record, header: Header) -> None:
-        self.values, self.header, self.asked = values, header, set()
         self.arch = values.get("general.architecture")
+        for name, value in values.items():
+            if name.startswith(f"{self.arch}."):
+                value = max(value, default=0) if isinstance(value, list) else value
+                value = float(str(np.float32(value))) if isinstance(value, float) else value
+                self[name.removeprefix(f"{self.arch}.")] = value
+        self.header = header
+        self.names = {re.sub(r"^blk\.\d+\.", "", name) for name in header}
 
-    def __call__(self, key: str, default: Any = None) -> Any:
-        """The value of a key without its prefix; of a list, the one that is not 0; of a float of 32
-        bits, the number that was meant."""
-        self.asked.add(key)
-        value = self.values.get(f"{self.arch}.{key}", default)
-        if isinstance(value, float):
-            return float(str(np.float32(value)))
-        if not isinstance(value, (list, tuple, np.ndarray)):
-            return value
-        if len(found := {v for v in map(int, value) if v}) > 1:
-            raise ValueError(f"{self.arch}.{key} differs from layer to layer, which is not read")
-        return found.pop() if found else 0
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(
+            f"the file does not say {self.arch}.{key}, without which no model of experts can be made; "
+            f"convert it again"
+        )
 
-    def need(self, key: str) -> Any:
-        value = self(key)
-        if value is None:
-            raise ValueError(
-                f"the file's metadata lack {self.arch}.{key}, without which no model of experts can "
-                f"be made; convert it again"
-            )
-        return value
-
-    def has(self, name: str, layer: int | None = None) -> bool:
-        """Whether a layer, or any, has a tensor."""
-        layers = range(self.layers) if layer is None else [layer]
-        return any(f"blk.{i}.{name}" in self.header for i in layers)
-
-    @property
-    def layers(self) -> int:
-        """Layers, without those that predict further tokens, which transformers has not."""
-        return self.need("block_count") - (self("nextn_predict_layers") or 0)
-
-    def kinds(self, name: str, there: str, else_: str) -> list[str]:
-        """Of each layer, a word for whether it has a tensor."""
-        return [there if self.has(name, i) else else_ for i in range(self.layers)]
+    def kinds(self, name: str, there: str, absent: str) -> list[str]:
+        """Of each layer, a word for whether it has a tensor; not of layers that predict further
+        tokens, which transformers has not."""
+        layers = range(self["block_count"] - self.get("nextn_predict_layers", 0))
+        return [there if f"blk.{i}.{name}" in self.header else absent for i in layers]
 
 
 def _rope(m: Metadata, head_dim: int) -> Record:
     """Rotary positions, as transformers' `rope_parameters`."""
-    kind = m("rope.scaling.type", "none")
-    rope = {"rope_type": "default" if kind == "none" else kind}
-    rope["rope_theta"] = m("rope.freq_base", 1e4)
-    if (dims := m("rope.dimension_count", head_dim)) != head_dim:
+    kind = m.get("rope.scaling.type", "none")
+    if "rope_factors_long.weight" in m.header:
+        kind = "longrope"
+    rope = {"rope_type": kind, "rope_theta": m.get("rope.freq_base", 1e4)}
+    if (dims := m.get("rope.dimension_count", head_dim)) != head_dim:
         rope["partial_rotary_factor"] = dims / head_dim
-    original = m("rope.scaling.original_context_length")
-    factor = m("rope.scaling.factor")
+    factor = m.get("rope.scaling.factor")
+    original = m.get("rope.scaling.original_context_length")
     if kind == "none":
-        return rope
-    rope |= {"factor": factor, "original_max_position_embeddings": original}
+        return rope | {"rope_type": "default"}
     if kind == "yarn":
-        rope["beta_fast"] = m("rope.scaling.yarn_beta_fast", 32.0)
-        rope["beta_slow"] = m("rope.scaling.yarn_beta_slow", 1.0)
-        if log := m("rope.scaling.yarn_log_multiplier"):
-            rope["mscale"] = rope["mscale_all_dim"] = 10 * log
+        rope["truncate"] = m.arch != "gpt-oss"
+        rope["beta_fast"] = m.get("rope.scaling.yarn_beta_fast", 32.0)
+        rope["beta_slow"] = m.get("rope.scaling.yarn_beta_slow", 1.0)
+        if log := m.get("rope.scaling.yarn_log_multiplier", 0):
+            rope["mscale"] = rope["mscale_all_dim"] = round(10 * log, 6)
     if kind == "longrope":
+        factor = m["context_length"] / original
+        scale = m.pop("rope.scaling.attn_factor", 1.0)
         for length in ("short", "long"):
             stored = m.header[f"rope_factors_{length}.weight"]
             rope[f"{length}_factor"] = stored.read(0, stored.nbytes).view(np.float32).tolist()
-            rope[f"{length}_mscale"] = m("rope.scaling.attn_factor", 1.0)
-    return rope
+            rope[f"{length}_mscale"] = scale
+    return rope | {"factor": factor, "original_max_position_embeddings": original}
 
 
 def _latent(m: Metadata) -> Record:
     """DeepSeek's latent attention; files of before 2025 have whole heads."""
-    rotary = m.need("rope.dimension_count")
-    whole = m("attention.key_length_mla")
-    key = whole or m.need("attention.key_length")
-    value = m("attention.value_length_mla") or m.need("attention.value_length")
-    groups = m("expert_group_count", 1)
+    rotary = m["rope.dimension_count"]
+    key, value = (m.get(f"attention.{of}_length") for of in ("key", "value"))
+    grouped = m.get("expert_group_count", 1) > 1
     return {
-        "num_key_value_heads": m.need("attention.head_count"),
-        "kv_lora_rank": m.need("attention.kv_lora_rank"),
-        "q_lora_rank": m("attention.q_lora_rank"),
+        "num_key_value_heads": m["attention.head_count"],
+        "kv_lora_rank": m["attention.kv_lora_rank"],
+        "q_lora_rank": m.get("attention.q_lora_rank"),
         "qk_rope_head_dim": rotary,
-        "qk_nope_head_dim": key - rotary,
-        "v_head_dim": value,
+        "qk_nope_head_dim": m.get("attention.key_length_mla", key) - rotary,
+        "v_head_dim": m.get("attention.value_length_mla", value),
         "head_dim": rotary,
-        "topk_method": "group_limited_greedy" if groups > 1 else "greedy",
+        "topk_method": "group_limited_greedy" if grouped else "greedy",
+        "rope_interleave": True,
         "rope_parameters": _rope(m, rotary),
     }
 
 
 def _linear_attention(m: Metadata) -> Record:
-    values = m.need("ssm.time_step_rank")
+    values = m["ssm.time_step_rank"]
     return {
-        "linear_conv_kernel_dim": m.need("ssm.conv_kernel"),
-        "linear_key_head_dim": m.need("ssm.state_size"),
-        "linear_num_key_heads": m.need("ssm.group_count"),
+        "linear_conv_kernel_dim": m["ssm.conv_kernel"],
+        "linear_key_head_dim": m["ssm.state_size"],
+        "linear_num_key_heads": m["ssm.group_count"],
         "linear_num_value_heads": values,
-        "linear_value_head_dim": m.need("ssm.inner_size") // values,
+        "linear_value_head_dim": m["ssm.inner_size"] // values,
         "layer_types": m.kinds("ssm_a", "linear_attention", "full_attention"),
     }
 
 
-#: llama.cpp's name of an architecture → what its files do not say
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("mixtral"),
-    "qwen2moe": Architecture("qwen2_moe", {"norm_topk_prob": False}),
-    "qwen3moe": Architecture("qwen3_moe", {"norm_topk_prob": True}),
-    "qwen3next": Architecture("qwen3_next", {"norm_topk_prob": True}, _linear_attention),
-    "olmoe": Architecture("olmoe", {"norm_topk_prob": False}),
-    "phimoe": Architecture("phimoe"),
-    "granitemoe": Architecture(
-        lambda m: "granitemoeshared" if m.has("ffn_gate_shexp.weight") else "granitemoe"
-    ),
-    "gpt-oss": Architecture(
-        "gpt_oss",
-        {},
-        lambda m: {
-            "rope_parameters": _rope(m, m.need("attention.key_length")) | {"truncate": False}
-        },
-        gating=3,
-    ),
-    "deepseek2": Architecture(
-        lambda m: "deepseek_v3" if m.has("exp_probs_b.bias") else "deepseek_v2",
-        {"rope_interleave": True},
-        _latent,
-    ),
-    "glm4moe": Architecture("glm4_moe", gating=2),
-    "ernie4_5-moe": Architecture("ernie4_5_moe"),
-    "hunyuan-moe": Architecture("hunyuan_v1_moe"),
-    "lfm2moe": Architecture(
-        "lfm2_moe",
-        {"norm_topk_prob": True},
-        lambda m: {"layer_types": m.kinds("attn_q.weight", "full_attention", "conv")},
-        gating=2,
-    ),
-    "minimax-m2": Architecture("minimax_m2", gating=2),
-    "dots1": Architecture("dots1", {"sliding_window": None}, gating=2),
-    "afmoe": Architecture("afmoe", {"mup_enabled": True}, gating=2),
+def _convolutions(m: Metadata) -> Record:
+    kinds = m.kinds("attn_q.weight", "full_attention", "conv")
+    return {"norm_topk_prob": True, "layer_types": kinds}
+
+
+#: llama.cpp's name of an architecture → transformers' model type; how experts' scores are made (1
+#: softmax, 2 sigmoid, 3 softmax of the chosen); fields of the config that llama.cpp's code takes for
+#: granted or the metadata say in other terms. The last may be a function of the metadata
+ARCHITECTURES: dict[str, tuple[str, int, Any]] = {
+    "llama": ("mixtral", 1, {}),
+    "qwen2moe": ("qwen2_moe", 1, {}),
+    "qwen3moe": ("qwen3_moe", 1, {"norm_topk_prob": True}),
+    "qwen3vlmoe": ("qwen3_moe", 1, {"norm_topk_prob": True}),
+    "qwen35moe": ("qwen3_5_moe_text", 1, _linear_attention),
+    "olmoe": ("olmoe", 1, {}),
+    "phimoe": ("phimoe", 1, {}),
+    "granitemoe": ("granitemoe", 1, {}),
+    "gpt-oss": ("gpt_oss", 3, {}),
+    "deepseek": ("deepseek", 1, {}),
+    "deepseek2": ("deepseek_v2", 1, _latent),
+    "glm4moe": ("glm4_moe", 2, {}),
+    "ernie4_5-moe": ("ernie4_5_moe", 1, {}),
+    "hunyuan-moe": ("hunyuan_v1_moe", 1, {}),
+    "lfm2moe": ("lfm2_moe", 2, _convolutions),
+    "minimax-m2": ("minimax_m2", 2, {}),
+    "dots1": ("dots1", 2, {"sliding_window": None}),
+    "afmoe": ("afmoe", 2, {"mup_enabled": True}),
+    "exaone-moe": ("exaone_moe", 2, {}),
+}
+#: an architecture → a tensor that makes it another one
+OTHERS = {
+    "granitemoe": ("ffn_gate_shexp.weight", "granitemoeshared", 1),
+    "deepseek2": ("exp_probs_b.bias", "deepseek_v3", 2),
 }
 
 #: key of the metadata → fields that may state it; the first that a config has is given its value
-FIELDS: dict[str, tuple[str, ...]] = {
-    "context_length": ("max_position_embeddings",),
-    "embedding_length": ("hidden_size",),
-    "feed_forward_length": NAMES["dense_I"],
-    "attention.head_count": NAMES["heads"],
-    "attention.head_count_kv": NAMES["kv_heads"],
-    "attention.key_length": ("head_dim",),
-    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-    "attention.sliding_window": ("sliding_window",),
-    "attention.clamp_kqv": ("clip_qkv",),
-    "attention.scale": ("attention_multiplier",),
-    "embedding_scale": ("embedding_multiplier",),
-    "residual_scale": ("residual_multiplier",),
-    "logit_scale": ("logits_scaling",),
-    "shortconv.l_cache": ("conv_L_cache",),
-    "expert_count": NAMES["E"],
-    "expert_used_count": NAMES["K"],
-    "expert_feed_forward_length": NAMES["I"],
-    "expert_shared_count": NAMES["shared_count"],
-    "expert_shared_feed_forward_length": NAMES["shared_I"],
-    "expert_weights_scale": ("routed_scaling_factor", "route_scale"),
-    "expert_weights_norm": ("norm_topk_prob", "route_norm"),
-    "expert_group_count": ("n_group",),
-    "expert_group_used_count": ("topk_group",),
-    "interleave_moe_layer_step": ("moe_layer_interval",),
+FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "attention.clamp_kqv": "clip_qkv",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "shortconv.l_cache": "conv_L_cache",
+    "expert_count": "n_routed_experts num_local_experts num_experts moe_num_experts",
+    "expert_used_count": "num_experts_per_tok moe_topk moe_k",
+    "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
+    "expert_shared_count": "n_shared_experts num_shared_experts moe_num_shared_experts",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
+    "expert_weights_scale": "routed_scaling_factor route_scale",
+    "expert_weights_norm": "norm_topk_prob route_norm",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+    "interleave_moe_layer_step": "moe_layer_interval",
 }
-#: of these, what a model of experts cannot be without
-NEEDED = (
-    "context_length",
-    "embedding_length",
-    "attention.head_count",
-    "expert_count",
-    "expert_used_count",
-)
-#: what llama.cpp takes where the metadata do not say
-DEFAULTS: Record = {
+#: what llama.cpp takes where the metadata do not say; what is not here may be missing
+DEFAULTS = {
     "expert_weights_norm": False,
     "expert_weights_scale": 1.0,
     "expert_group_count": 1,
@@ -265,10 +226,33 @@ DEFAULTS: Record = {
     "attention.sliding_window": None,
     "attention.clamp_kqv": None,
 }
-#: keys that change what is computed, so that no word for them must not be ignored
-CHANGES = re.compile(r"scale|scaling|softcap|clamp|temperature|window|norm$|group|gating|rope\.")
+#: what no model of experts is without
+NEEDED = {
+    "context_length",
+    "embedding_length",
+    "attention.head_count",
+    "attention.layer_norm_rms_epsilon",
+    "expert_count",
+    "expert_used_count",
+}
+#: fields that tell whether there is a tensor
+SEEN = {
+    "lm_head_bias": "output.bias",
+    "attention_bias": "attn_q.bias",
+    "qkv_bias": "attn_q.bias",
+    "use_bias": "attn_q.bias",
+    "use_qk_norm": "attn_q_norm.weight",
+    "use_expert_bias": "exp_probs_b.bias",
+    "conv_bias": "shortconv.conv.bias",
+}
+#: keys that change what is computed, so that one without a word for it must not be ignored
+CHANGES = re.compile(
+    r"(?!rope\.(dim|freq_base$|scaling\.(type|factor|orig|fine|yarn_(beta|log)))|ssm\.)"
+    r".*(scal|softcap|clamp|temperature|window|norm$|group|rope\.)"
+)
 #: values of such keys that change nothing
-NEUTRAL = (None, False, 0, 1, "none")
+NEUTRAL = (None, False, 1, "none")
+TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 
 
 def config_of(values: Record, header: Header) -> Any:
@@ -280,72 +264,64 @@ def config_of(values: Record, header: Header) -> Any:
     what changes the model in a way that transformers' config has no word for."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    from moelab.models import deepseek  # noqa: F401  (makes transformers know it)
+
     m = Metadata(values, header)
     if m.arch not in ARCHITECTURES:
         raise ValueError(
             f"the architecture of the file is {str(m.arch)[:100]!r}, and of GGUF files are read "
             f"{', '.join(ARCHITECTURES)}"
         )
-    known = ARCHITECTURES[m.arch]
-    model_type = known.model_type if isinstance(known.model_type, str) else known.model_type(m)
+    model_type, gating, further = ARCHITECTURES[m.arch]
+    if m.arch in OTHERS and OTHERS[m.arch][0] in m.names:
+        _, model_type, gating = OTHERS[m.arch]
     there = CONFIG_MAPPING[model_type].__dataclass_fields__
-    for key in NEEDED:
-        m.need(key)
-    facts = _facts_of_tensors(m)
+    facts = _facts_of_tensors(m, values)
+    told = {"attention.sliding_window_pattern"}
     for key, fields in FIELDS.items():
-        value = m(key, DEFAULTS.get(key, ...))
-        field = next((name for name in fields if name in there), None)
-        if value is not ... and field:
-            facts[field] = value
-        elif value not in NEUTRAL and value is not ... and CHANGES.search(key):
-            raise _no_word(m, key)
-    head_dim = m("attention.key_length") or facts["hidden_size"] // m("attention.head_count")
+        if field := next((name for name in fields.split() if name in there), None):
+            value = m[key] if key in NEEDED else m.get(key, DEFAULTS.get(key, there))
+            told.add(key)
+            if value is not there:
+                facts[field] = value or None if "window" in key else value
+    head_dim = m.get("attention.key_length") or m["embedding_length"] // m["attention.head_count"]
     facts["rope_parameters"] = _rope(m, head_dim)
-    facts |= known.fixed | known.further(m)
-    gating = 2 if model_type == "deepseek_v3" else known.gating
-    if m("expert_gating_func", gating) not in (0, gating):
-        raise _no_word(m, "expert_gating_func")
-    for name in sorted(values):
-        key = name.removeprefix(f"{m.arch}.")
-        if key != name and key not in m.asked and CHANGES.search(key) and m(key) not in NEUTRAL:
-            raise _no_word(m, key)
-    for token in ("bos", "eos", "pad"):
-        key = f"tokenizer.ggml.{token.replace('pad', 'padding')}_token_id"
-        facts[f"{token}_token_id"] = values.get(key)
-    always = ("tie_word_embeddings", "vocab_size", *(f"{t}_token_id" for t in ("bos", "eos", "pad")))
-    facts = {name: value for name, value in facts.items() if name in there or name in always}
-    return AutoConfig.for_model(model_type, **facts)
-
-
-def _no_word(m: Metadata, key: str) -> ValueError:
-    return ValueError(
-        f"the file says {m.arch}.{key} = {str(m(key))[:100]}, and this is not read for {m.arch}"
+    facts |= further(m) if callable(further) else further
+    for key in sorted(m.keys() - told):
+        wrong = CHANGES.match(key) and m[key] not in NEUTRAL
+        if wrong or key == "expert_gating_func" and m[key] not in (0, gating):
+            raise ValueError(
+                f"the file says {m.arch}.{key} = {str(m[key])[:100]}, and this is not read of {m.arch}"
+            )
+    always = {"tie_word_embeddings", "vocab_size", *(f"{of}_token_id" for of in TOKENS)}
+    return AutoConfig.for_model(
+        model_type, **{name: facts[name] for name in facts if name in always | there.keys()}
     )
 
 
-def _facts_of_tensors(m: Metadata) -> Record:
-    """What a config says and one sees from the tensors that there are."""
-    if "token_embd.weight" not in m.header:
-        raise ValueError("the file has no tensor token_embd.weight; download it again")
-    bias = m.has("attn_q.bias") or m.has("attn_qkv.bias")
+def _facts_of_tensors(m: Metadata, values: Record) -> Record:
+    """What a config says and one sees from the tensors that there are, and special tokens."""
+    for name in ("token_embd.weight", "ffn_gate_inp.weight"):
+        if name not in m.names:
+            raise ValueError(f"the file has no tensor {name}, so it holds no model of experts")
     kinds = m.kinds("ffn_gate_inp.weight", "sparse", "dense")
-    leading = (*kinds, "sparse").index("sparse")
-    return {
-        "num_hidden_layers": m.layers,
+    facts = {field: name in m.names for field, name in SEEN.items()} | {
+        "num_hidden_layers": len(kinds),
         "vocab_size": m.header["token_embd.weight"].shape[0],
-        "tie_word_embeddings": "output.weight" not in m.header,
-        "lm_head_bias": "output.bias" in m.header,
+        "tie_word_embeddings": "output.weight" not in m.names,
         "mlp_only_layers": [i for i, kind in enumerate(kinds) if kind == "dense"],
         "mlp_layer_types": kinds,
-        "moe_layer_end_index": m.layers - 1 - kinds[::-1].index("sparse"),
-        "first_k_dense_replace": leading,
-        "num_dense_layers": leading,
-        "moe_layer_start_index": leading,
-        "use_qk_norm": m.has("attn_q_norm.weight"),
-        "use_expert_bias": m.has("exp_probs_b.bias"),
-        "conv_bias": m.has("shortconv.conv.bias"),
-        **dict.fromkeys(("attention_bias", "qkv_bias", "use_bias"), bias),
+        "moe_layer_end_index": len(kinds) - 1 - kinds[::-1].index("sparse"),
     }
+    for field in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
+        facts[field] = kinds.index("sparse")
+    for token, name in TOKENS.items():
+        facts[f"{token}_token_id"] = values.get(f"tokenizer.ggml.{name}_token_id")
+    windows = values.get(f"{m.arch}.attention.sliding_window_pattern")
+    if isinstance(windows, list):
+        kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+        facts["layer_types"] = kinds[: len(facts["mlp_layer_types"])]
+    return facts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -353,122 +329,92 @@ def _facts_of_tensors(m: Metadata) -> Record:
 
 
 class Rule(NamedTuple):
-    """How a tensor of a checkpoint lies in a GGUF file of some architectures, if not as it is.
+    """How a tensor of a checkpoint lies in GGUF files of some architectures, if not as it is.
 
     key : what its key ends with, a regular expression.
     names : of its parts in the file, after "blk.N."; none for the one name that gguf-py knows.
-    rows, transposed : as of `Made`; rows by the config and the key.
-    read, write : as `Made.make`, and back, by the config."""
+    split : its parts, by the config and the tensor [..., R, columns].
+    transposed : whether its last two dimensions are exchanged first.
+    rows : whether the parts are rows of it, so that no block is cut.
+    change : a function of each value, and its inverse."""
 
     key: str
     archs: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
-    rows: Callable[[Any, str], np.ndarray] | None = None
+    split: Callable[[Any, Tensor], Parts] = lambda config, of: [of]
     transposed: bool = False
-    read: Callable[[Any, Tensors], Tensor] | None = None
-    write: Callable[[Any, Tensor], Tensors] | None = None
+    rows: bool = True
+    change: tuple[Callable[[Tensor], Tensor], ...] = ()
 
 
-def _halves(config: Any, key: str) -> np.ndarray:
-    """Rotary rows of heads, which llama.cpp has in pairs and transformers in halves."""
-    attribute = "num_attention_heads" if ".q_proj" in key else "num_key_value_heads"
-    heads = getattr(config, attribute)
+def _in_pairs(config: Any, of: Tensor) -> Parts:
+    """Rotary rows of heads, which transformers has in halves and llama.cpp in pairs."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return np.arange(heads * size).reshape(heads, size // 2, 2).swapaxes(1, 2).ravel()
+    return [of.unflatten(0, (-1, 2, size // 2)).transpose(1, 2).flatten(0, 2)]
 
 
-def _in_turn(config: Any, key: str) -> np.ndarray:
-    """Rows of gate and up in turn."""
-    return np.arange(2 * config.intermediate_size).reshape(2, -1).T.ravel()
-
-
-def _by_head(config: Any, key: str) -> np.ndarray:
-    """Rows of q, k, v and z of one key head after the other, which the file has apart."""
-    heads = config.linear_num_key_heads
-    values = config.linear_num_value_heads * config.linear_value_head_dim // heads
-    at, parts = 0, []
-    for size in (config.linear_key_head_dim, config.linear_key_head_dim, values, values):
-        parts.append(at + np.arange(heads * size).reshape(heads, size))
-        at += heads * size
-    return np.concatenate(parts, 1).ravel()
-
-
-def _join_latent(config: Any, parts: Tensors) -> Tensor:
-    return torch.cat([parts[0].mT, parts[1]], 1).flatten(0, 1)
-
-
-def _split_latent(config: Any, whole: Tensor) -> Tensors:
-    heads = whole.view(config.num_attention_heads, -1, whole.shape[-1])
+def _latent_heads(config: Any, of: Tensor) -> Parts:
+    heads = of.unflatten(0, (config.num_attention_heads, -1))
     nope = config.qk_nope_head_dim
-    return [heads[:, :nope].mT.contiguous(), heads[:, nope:].contiguous()]
+    return [heads[:, :nope].mT, heads[:, nope:]]
+
+
+def _tiled(config: Any, of: Tensor) -> Parts:
+    """Value heads, the last rows, which a checkpoint has by their key head, and llama.cpp one of each
+    in turn."""
+    values = config.linear_num_value_heads
+    before = max(0, len(of) - values * config.linear_value_head_dim)
+    keys = config.linear_num_key_heads
+    heads = of[before:].unflatten(0, (keys, values // keys, -1))
+    return [torch.cat([of[:before], heads.transpose(0, 1).flatten(0, 2)])]
 
 
 GATE_UP = ("ffn_gate_exps.weight", "ffn_up_exps.weight")
-ROTARY = ("llama", "granitemoe")
-LINEAR = ("qwen3next",)
+BIASES = ("ffn_gate_exps.bias", "ffn_up_exps.bias")
+SHARED = ("ffn_gate_shexp.weight", "ffn_up_shexp.weight")
+HALVES = lambda config, of: of.chunk(2, -2)  # noqa: E731
+TURNS = lambda config, of: [of[..., ::2, :], of[..., 1::2, :]]  # noqa: E731
+COLUMNS = lambda config, of: [_tiled(config, of.mT)[0].mT]  # noqa: E731
+DECAY = (lambda of: -of.exp(), lambda of: (-of).log())
+SHIFT = (lambda of: of + 1, lambda of: of - 1)
+PLAIN = Rule("")
+NEWER, GRANITE, OSS = ("qwen35moe",), ("granitemoe",), ("gpt-oss",)
 RULES = (
-    Rule(r"self_attn\.[qk]_proj\.(weight|bias)", ROTARY, rows=_halves),
-    Rule(r"block_sparse_moe\.input_linear\.weight", ("granitemoe",), GATE_UP),
-    Rule(
-        r"shared_mlp\.input_linear\.weight",
-        ("granitemoe",),
-        ("ffn_gate_shexp.weight", "ffn_up_shexp.weight"),
-    ),
-    Rule(r"experts\.gate_up_proj", ("gpt-oss",), GATE_UP, _in_turn, True),
-    Rule(r"experts\.down_proj", ("gpt-oss",), ("ffn_down_exps.weight",), None, True),
-    Rule(r"experts\.down_proj_bias", ("gpt-oss",), ("ffn_down_exps.bias",)),
-    Rule(
-        r"experts\.gate_up_proj_bias",
-        ("gpt-oss",),
-        ("ffn_gate_exps.bias", "ffn_up_exps.bias"),
-        read=lambda config, parts: torch.stack(parts, -1).flatten(-2),
-        write=lambda config, whole: [whole[..., ::2], whole[..., 1::2]],
-    ),
+    Rule(r"self_attn\.[qk]_proj\.\w+", ("llama", "granitemoe", "deepseek"), (), _in_pairs),
+    Rule(r"block_sparse_moe\.input_linear\.weight", GRANITE, GATE_UP, HALVES),
+    Rule(r"shared_mlp\.input_linear\.weight", GRANITE, SHARED, HALVES),
+    Rule(r"experts\.gate_up_proj", OSS, GATE_UP, TURNS, True),
+    Rule(r"experts\.gate_up_proj_bias", OSS, BIASES, TURNS),
+    Rule(r"experts\.down_proj", OSS, ("ffn_down_exps.weight",), transposed=True),
+    Rule(r"experts\.down_proj_bias", OSS, ("ffn_down_exps.bias",)),
     Rule(
         r"kv_b_proj\.weight",
         ("deepseek2",),
         ("attn_k_b.weight", "attn_v_b.weight"),
-        read=_join_latent,
-        write=_split_latent,
+        _latent_heads,
+        rows=False,
     ),
-    Rule(r"in_proj_qkvz\.weight", LINEAR, ("attn_qkv.weight", "attn_gate.weight"), _by_head),
-    Rule(
-        r"\.A_log",
-        LINEAR,
-        ("ssm_a",),
-        read=lambda config, parts: (-parts[0]).log(),
-        write=lambda config, whole: [-whole.exp()],
-    ),
-    Rule(
-        r"(?<!linear_attn\.)norm\.weight",
-        LINEAR,
-        read=lambda config, parts: parts[0] - 1,
-        write=lambda config, whole: [whole + 1],
-    ),
+    Rule(r"in_proj_(qkv|z|a|b)\.weight|conv1d\.weight|dt_bias", NEWER, (), _tiled),
+    Rule(r"linear_attn\.out_proj\.weight", NEWER, (), COLUMNS, rows=False),
+    Rule(r"A_log", NEWER, ("ssm_a",), _tiled, rows=False, change=DECAY),
+    Rule(r"(?<!attn\.)norm\.weight", NEWER, rows=False, change=SHIFT),
 )
 #: what gguf-py's tables call otherwise than transformers: pattern → replacement
-RENAMED = (
-    (r"e_score_correction_bias$", "e_score_correction.bias"),
-    (r"\.expert_bias$", ".expert_bias.bias"),
-    (r"\.sinks$", ".sinks.weight"),
-    (r"\.dt_bias$", ".dt_proj.bias"),
-    (r"^model\.(layers\.\d+\.feed_forward\.experts\.)", r"\1"),
-)
+RENAMED = {
+    r"e_score_correction_bias$": "e_score_correction.bias",
+    r"\.expert_bias$": ".expert_bias.bias",
+    r"\.sinks$": ".sinks.weight",
+    r"\.dt_bias$": ".dt_proj.bias",
+    r"^model\.(layers\.\d+\.feed_forward\.experts\.)": r"\1",
+}
 EXPERT = re.compile(r"(?<=\.experts\.)(\d+)\.")
 
 
-class Place(NamedTuple):
-    """Where a tensor of a checkpoint lies in a GGUF file: the names of its parts, the rule, if
-    there is one, and which expert it is of those that are stacked."""
-
-    names: tuple[str, ...]
-    rule: Rule
-    expert: int | None
-
-
-def places(arch: str, config: Any, keys: list[str]) -> Iterator[tuple[str, Place]]:
-    """(key, its place) of a checkpoint's tensors that a GGUF file of an architecture has a name
-    for."""
+def places(
+    arch: str, config: Any, keys: Iterable[str]
+) -> Iterator[tuple[str, list[str], Rule, int | None]]:
+    """(key, names of its parts in a GGUF file, the rule, which expert it is of those that are
+    stacked) of a checkpoint's tensors that a file of an architecture has a name for."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == arch)
@@ -477,16 +423,14 @@ def places(arch: str, config: Any, keys: list[str]) -> Iterator[tuple[str, Place
     for key in keys:
         expert = EXPERT.search(key)
         name = EXPERT.sub("", key)
-        rule = next((r for r in rules if re.search(f"{r.key}$", key)), Rule(""))
-        if rule.names:
-            layer = re.search(r"\.layers\.(\d+)\.", key)[1]
-            found = tuple(f"blk.{layer}.{part}" for part in rule.names)
-        else:
-            for pattern, other in RENAMED:
-                name = re.sub(pattern, other, name)
-            found = (names.get_name(name, (".weight", ".bias")),)
+        for pattern, other in RENAMED.items():
+            name = re.sub(pattern, other, name)
+        rule = next((rule for rule in rules if re.search(f"({rule.key})$", key)), PLAIN)
+        layer = re.search(r"\.layers\.(\d+)\.", key)
+        found = [f"blk.{layer[1]}.{part}" for part in rule.names]
+        found = found or [names.get_name(name, (".weight", ".bias"))]
         if None not in found:
-            yield key, Place(found, rule, int(expert[1]) if expert else None)
+            yield key, found, rule, int(expert[1]) if expert else None
 
 
 def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored | Made]:
@@ -494,23 +438,20 @@ def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored |
 
     Those that no key asks for keep their own names, so that the plan refuses them; but not the
     layers that predict further tokens, nor what the config has said already."""
-    arch = values["general.architecture"]
-    shapes = {k: tuple(t.shape) for k, t in compat.checkpoint_tensors(config).items()}
+    model = compat.meta_twin(config)
+    twin = compat.as_saved(model, model.state_dict())
     found: dict[str, Stored | Made] = {}
     used = {"rope_factors_long.weight", "rope_factors_short.weight"}
-    for key, place in places(arch, config, list(shapes)):
-        whole = place.names[0].replace("attn_k_b", "attn_kv_b")
-        if whole not in place.names and whole in header:  # a file of before 2025
-            place = Place((whole,), Rule(""), None)
-        parts = [_part(header, name, place.expert) for name in place.names]
-        if None in parts:
-            continue
-        used |= {part.key for part in parts}
-        found[key] = _entry(config, key, place.rule, tuple(parts), shapes[key])
-    layers = config.num_hidden_layers
+    for key, names, rule, expert in places(values["general.architecture"], config, twin):
+        if names[0] not in header and ".attn_k_b" in names[0]:  # a file of before 2025
+            names, rule = [names[0].replace("k_b", "kv_b")], PLAIN
+        parts = [_part(header, name, expert) for name in names]
+        if None not in parts:
+            used |= {part.key for part in parts}
+            found[key] = _entry(config, key, rule, parts, tuple(twin[key].shape))
     for name, stored in header.items():
         block = re.match(r"blk\.(\d+)\.", name)
-        if name not in used and not (block and int(block[1]) >= layers):
+        if name not in used and not (block and int(block[1]) >= config.num_hidden_layers):
             found[name] = stored
     return found
 
@@ -518,38 +459,44 @@ def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored |
 def _part(header: Header, name: str, expert: int | None) -> Stored | None:
     """A tensor of the file: one expert's of a stack, of a stack that has gate and up together, or
     of its own, as files of before 2024 have it; None where there is none."""
-    stored = header.get(name)
-    if expert is None:
-        return stored
-    if stored is None and re.search(r"ffn_(gate|up)_exps", name):
-        stored = header.get(re.sub("(gate|up)_exps", "gate_up_exps", name))
-        if stored is not None and len(stored.shape) == 3:
-            E, rows, columns = stored.shape
-            stored = stored._replace(shape=(2 * E, rows // 2, columns))
-            expert = 2 * expert + ("ffn_up" in name)
-    if stored is None:
-        return header.get(name.replace("_exps", "").replace(".weight", f".{expert}.weight"))
-    if len(stored.shape) < 2 or expert >= stored.shape[0]:
-        return None
-    part = stored.slice(expert)
+    both = re.sub("_(gate|up)_exps", "_gate_up_exps", name)
+    if expert is None or name in header:
+        stack = header.get(name)
+    elif stack := header.get(both):
+        E, rows, columns = stack.shape
+        stack = stack._replace(shape=(2 * E, rows // 2, columns))
+        expert = 2 * expert + ("_up_" in name)
+    else:
+        return header.get(name.replace("_exps.weight", f".{expert}.weight"))
+    if stack is None or expert is None:
+        return stack
+    part = stack.slice(expert)
     return part._replace(shape=part.shape[1:])
 
 
-def _entry(
-    config: Any, key: str, rule: Rule, parts: tuple[Stored, ...], shape: Shape
-) -> Stored | Made:
+def _entry(config: Any, key: str, rule: Rule, parts: list[Stored], shape: Shape) -> Stored | Made:
     """What a checkpoint's tensor is made of: the file's, where that is the same but for dimensions of
     1; otherwise a `Made`."""
     first = parts[0]
-    if len(parts) == 1 and not (rule.rows or rule.transposed or rule.read):
+    if rule[2:] == PLAIN[2:]:
         same = prod(first.shape) == prod(shape) and first.dtype in DTYPES
         return first._replace(shape=shape) if same else first
-    rows = rule.rows(config, key) if rule.rows else None
-    make = None
-    kind = {part.dtype for part in parts}
-    if rule.read:
-        make = lambda tensors: rule.read(config, tensors)  # noqa: E731
-    elif len(kind) > 1:  # which cannot be joined as they lie
-        make = Made(parts, rows, None, shape, "F32").join
-    dtype = first.dtype if make is None else "F32"
-    return Made(parts, rows, make, shape, dtype, rule.transposed)
+    if len(shape) == 1 or key.endswith("_bias"):  # vectors are columns
+        parts = [part._replace(shape=(*part.shape, 1)) for part in parts]
+    if not rule.rows:
+        make = partial(_gathered, rule, config, shape)
+        return Made(tuple(parts), None, make, shape, first.dtype)
+    index = torch.arange(sum(part.shape[-2] for part in parts))
+    order = torch.cat([*rule.split(config, index[:, None])])[:, 0]
+    rows = None if torch.equal(order, index) else order.argsort()
+    return Made(tuple(parts), rows, None, shape, first.dtype, rule.transposed)
+
+
+def _gathered(rule: Rule, config: Any, shape: Shape, parts: Parts) -> Tensor:
+    """A tensor of parts that are no rows of it, or other values."""
+    whole = parts[0].new_empty(prod(shape))
+    places = rule.split(config, torch.arange(prod(shape)).view(shape))
+    for place, part in zip(places, parts, strict=True):
+        back = rule.change[1](part) if rule.change else part
+        whole[place] = back.view(place.shape)
+    return whole

@@ -69,9 +69,14 @@ def open_checkpoint(
     return model if device is None else model.to(device)
 
 
-def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> Any:
-    """The model of a checkpoint on the CPU; `external` : without its experts' weights. Its fp32 weights
-    lie at multiples of 64 bytes."""
+def build(
+    checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool, packed: bool = False
+) -> Any:
+    """The model of a checkpoint on the CPU. Its fp32 weights lie at multiples of 64 bytes.
+
+    external : without its experts' weights.
+    packed : with matrices of GGML types as they lie, where kernels multiply them; not bit for bit as
+        transformers multiplies by the decoded ones."""
     stored = checkpoint.store is not None
     wanted = checkpoint.dtype(dtype)
     try:
@@ -81,7 +86,7 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
         tokenizer = None
     if stored:
         check_weights(checkpoint.store)
-    model = _filled(checkpoint, wanted, without_experts=external or stored)
+    model = _filled(checkpoint, wanted, external or stored, packed)
     if stored and not external:
         _take_in(model, checkpoint)
     for weight in model.parameters():
@@ -95,23 +100,16 @@ def build(checkpoint: Checkpoint, dtype: torch.dtype | str, external: bool) -> A
     return model.eval()
 
 
-def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool) -> Any:
+def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool, packed: bool) -> Any:
     """The model with the checkpoint's tensors, or all but its experts'."""
     plan = checkpoint.plan
     folder = checkpoint.folder
     left_out = plan.ignored | (plan.expert_keys if without_experts else set())
     keys = checkpoint.tensors.keys() - left_out
-    packed = {} if checkpoint.gguf is None else _packed(checkpoint, keys, dtype)
-    tensors = (
-        _unread(checkpoint, keys)
-        if checkpoint.gguf is None
-        else {
-            key: torch.zeros((), dtype=dtype).expand(checkpoint.tensors[key].shape)
-            if key in packed
-            else checkpoint.weights(checkpoint.tensors[key])
-            for key in keys
-        }
-    )
+    kept = _packed(checkpoint, keys, dtype) if packed else {}
+    tensors = _read(checkpoint, keys - kept.keys())
+    for key, weight in kept.items():  # in its place
+        tensors[key] = torch.zeros((), dtype=dtype).expand(weight.shape)
     same = plan.twin.config.dtype == dtype
     with blamed(folder, "no model can be made of its files"):
         model = deepcopy(plan.twin) if same else compat.meta_twin(plan.twin.config, dtype)
@@ -123,15 +121,17 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool) -
         if plan.quantizer is not None:
             compat.cast_as_computed(model, plan.twin, dtype)
         compat.describe(model, folder)
-    for key, weight in packed.items():
+    for key, weight in kept.items():
         _replace(model, plan.same[key], weight)
     return model
 
 
-def _unread(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
-    """Slices of safetensors files, which transformers reads."""
+def _read(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
+    """Tensors, or slices of safetensors files, which transformers reads."""
     from safetensors import safe_open
 
+    if checkpoint.gguf is not None:
+        return {key: checkpoint.weights(checkpoint.tensors[key]) for key in keys}
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
     return {key: files[checkpoint.tensors[key].file].get_slice(key) for key in keys}
 

@@ -1,5 +1,5 @@
-"""The fast executor: GEMV for few tokens an expert, a GEMM for many; where one takes over is
-measured on this machine. On a GPU it is `GEMV`.
+"""The fast executor: GEMV for few tokens an expert, for many a GEMM of weights that are widened once;
+where that takes over is measured on this machine. On a GPU it is `GEMV`.
 
 The first time in a process that a kind of experts has several tokens an expert, both compute one expert with 8,
 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both
@@ -7,6 +7,7 @@ are lossless, so the choice changes no result beyond rounding."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,40 +15,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.experts import gemv
-from moelab.experts.executor import Sorted
-from moelab.experts.gemv import GEMV
-from moelab.experts.located import locate
-from moelab.kernels.products import crossover
+from moelab.experts.gemv import GEMV, Choices
+from moelab.kernels.feed_forward import combine
+from moelab.kernels.linear import product, wide
+from moelab.kernels.products import Matrices, crossover
 
 PAIR = 2  # tokens that GEMV multiplies as fast as one
 
 
 class Fast(GEMV):
-    """`GEMV` up to so many tokens an expert that is hit, on average, then `Sorted`."""
+    """`GEMV` up to so many tokens an expert that is hit, on average, then `gemm`."""
 
-    def run(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor:
-        always = len(ids) == 1 or x.device.type in gemv.GPUS
-        tokens = 1 if always else ids.numel() / max(len(set(ids.flatten().tolist())), 1)
-        way = GEMV if tokens <= PAIR or tokens <= self._few(x, ids, experts) else Sorted
-        return way.run(self, x, ids, weights, experts)
+    def compute(self, up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:
+        each = len(of.tokens) / (len(of.bounds) - 1)
+        few = len(of.x) == 1 or each <= PAIR or each <= self._few(up, down, of.x, experts)
+        return (super().compute if few else gemm)(up, down, of, experts)
 
     @torch.no_grad()
-    def _few(self, x: Tensor, ids: Tensor, experts: Any) -> float:
-        expert = int(ids.min())
-        if expert >= experts.num_experts or not self.multiplies(x, experts):
-            return 0
-        before = vars(self.tally).copy()
+    def _few(self, up: Matrices, down: Matrices, x: Tensor, experts: Any) -> float:
+        one = [of._replace(rows=of.rows[:1]) for of in (up, down)]
 
-        def run(way: type[Sorted], size: int) -> Tensor:
-            rows = x[torch.arange(size) % len(x)]
-            alone = torch.full((size, 1), expert)
-            ones = x.new_ones(size, 1)
-            return way.run(self, rows, alone, ones, experts)
+        def run(way: Callable[..., Tensor], size: int) -> Tensor:
+            order = np.arange(size)
+            rows = x[torch.from_numpy(order % len(x))]
+            of = Choices(order[[0, -1]] + [0, 1], rows, order, order[:, None], x.new_ones(size, 1))
+            return way(*one, of, experts)
 
-        found = locate(experts, np.array([expert]), x.dtype)
-        kinds = found and tuple((of.kind, of.transposed) for of in found)
+        kinds = tuple((of.kind, of.transposed) for of in one)
         what = "experts", kinds, *experts.shapes.values(), x.dtype, torch.get_num_threads()
-        few = crossover(what, partial(run, GEMV), partial(run, Sorted))
-        vars(self.tally).update(before)  # what was computed for measuring is not counted
-        return few
+        return crossover(what, partial(run, super().compute), partial(run, gemm))
+
+
+def gemm(up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:
+    """`GEMV.compute`, by `moelab.kernels.linear`: each matrix is widened for all tokens of an expert."""
+    x = of.x.to(wide(of.x.dtype))[torch.from_numpy(of.tokens)]
+    parts = []
+    for m, rows in enumerate(x.split(np.diff(of.bounds).tolist())):
+        parts.append(product(down, m, experts.activate(product(up, m, rows))))
+    return combine(torch.cat(parts).float(), of.rows, of.weights, of.x.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -23,11 +23,21 @@ from moelab.experts.executor import Sorted, gate_of, plain
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import arrange, combine, feed_forward
 from moelab.kernels.gates import SILU
-from moelab.kernels.products import KINDS, Matrices, multiply
+from moelab.kernels.products import KINDS, Matrices, layers, multiply
 from moelab.models import compat
 from moelab.models.experts import SeamExperts
 
 GPUS = ("cuda",)
+
+
+class Choices(NamedTuple):
+    """Of a step, sorted by expert, as `moelab.kernels.feed_forward.arrange` makes them."""
+
+    bounds: np.ndarray  # [M + 1], where those of each expert that is hit begin
+    x: Tensor  # [T, H]
+    tokens: np.ndarray  # [n]
+    rows: np.ndarray  # [T, K], −1 for none
+    weights: Tensor  # [T, K]
 
 
 class GEMV(Sorted):
@@ -57,11 +67,14 @@ class GEMV(Sorted):
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
         self.count(len(tokens), len(tokens), len(tokens))
+        return self.compute(*found, Choices(bounds, x, tokens, rows, weights), experts)
+
+    def compute(self, up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:
+        """What matrices of the experts that are hit make of a step's choices, [T, H]."""
         if gate := gate_of(experts):
-            return feed_forward(*found, bounds, x, tokens, rows, weights, gate)
-        up, down = found
-        y = multiply(down, bounds, experts.activate(multiply(up, bounds, x, tokens)))
-        return combine(y, rows, weights, x.dtype)
+            return feed_forward(up, down, *of, gate)
+        y = multiply(down, of.bounds, experts.activate(multiply(up, *of[:3])))
+        return combine(y, of.rows, of.weights, of.x.dtype)
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A few launches; None where weights do not lie as kernels read them. Where the module holds
@@ -119,8 +132,8 @@ class GEMV(Sorted):
         resident: list[Any] | None = None,
         device: torch.device | None = None,
     ) -> Any:
-        """`Matrices` of up and of down of SiLU-gated experts of each layer, rows [L, E, 4], 0 for
-        experts that are not resident; all are, by default. On a GPU a list, of each layer what
+        """`Matrices` of up and of down of SiLU-gated experts of each layer, kinds [L] and rows [L, E, 4],
+        0 for experts that are not resident; all are, by default. On a GPU a list, of each layer what
         `on_gpu` gives, of any activation. None if there are no such kernels for these."""
         if any((of.source is None) != (resident is None) or not plain(of) for of in experts):
             return None
@@ -130,25 +143,24 @@ class GEMV(Sorted):
             return None
         E = experts[0].num_experts
         tables = np.zeros((2, len(experts), E, 4), np.int64)
-        alike = set()
+        found = []
         for layer, of in enumerate(experts):
             chosen = np.array(range(E) if resident is None else resident[layer], np.int64)
-            if not len(chosen) or (found := locate(of, chosen, dtype, device.type)) is None:
+            if not len(chosen) or (both := locate(of, chosen, dtype, device.type)) is None:
                 return None
-            tables[:, layer, chosen] = [one.rows for one in found]
-            alike.add(tuple((one.kind, one.R, one.transposed) for one in found))
-        if len(alike) > 1:
+            tables[:, layer, chosen] = [one.rows for one in both]
+            found.append(both)
+        if len({tuple((one.R, one.transposed) for one in both) for both in found}) > 1:
             return None
-        found = [one._replace(rows=rows, owner=None) for one, rows in zip(found, tables)]
         if not on_gpu:
-            return tuple(found)
+            return tuple(map(layers, zip(*found), tables))
         # From pageable memory the copy might wait for what the GPU computes.
         rows = torch.from_numpy(np.stack(tables, 1))
         rows = rows.pin_memory() if device.type == "cuda" else rows
         there = rows.to(device, non_blocking=True)
         calls = []
         for layer, of in enumerate(experts):
-            mine = [one._replace(rows=one.rows[layer]) for one in found]
+            mine = [one._replace(rows=rows[layer]) for one, rows in zip(found[layer], tables)]
             calls.append(self.on_gpu(of, mine, there[layer]))
         return None if None in calls else calls
 

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.dense import Pack, fits, matrices_of
+from moelab.fast.dense import fits, matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
-from moelab.kernels.products import KINDS, plan_of
+from moelab.kernels.products import KINDS
 from moelab.kernels.threads import team
+from moelab.kernels.vectors import FLOAT32
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
 
@@ -44,8 +45,8 @@ class SingleToken(FusedModule):
     """What a forward of one layer's attention asks first: whether it is for a single token, and
     where its cache is."""
 
-    def __init__(self, module: nn.Module, copied: bool = False) -> None:
-        super().__init__(module, Unchanged([*module.modules()][1:], [module], copied=copied))
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module, Unchanged([*module.modules()][1:], [module]))
         weight = module.k_proj.weight
         self.D = module.head_dim
         self.dtype = weight.dtype
@@ -105,41 +106,34 @@ class SingleToken(FusedModule):
 class DecodeAttention(SingleToken):
     """The forward of one layer's attention; the module's own for everything but a single token.
 
-    pack : how its weights are packed, if they are; all or none.
     plan, weights : of `moelab.kernels.attention.attend`.
     """
 
-    def __init__(self, module: nn.Module, pack: Pack | None = None) -> None:
-        super().__init__(module, copied=pack is not None)
-        linears = linears_of(module)
-        matrices = [matrices_of(of.weight, of.bias, pack) for of in linears]
-        if len({one.kind for one in matrices}) > 1:
-            matrices = [matrices_of(of.weight, of.bias) for of in linears]
-        self._alive = matrices
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        matrices = [matrices_of(of.weight, of.bias) for of in linears_of(module)]
         kind = KINDS[self.dtype]
-        packed = matrices[0].kind
         norms = norms_of(module)
         width = (self.D, self.D, 0.0)
         if norms:
             width = *(len(norm.weight) for norm in norms), epsilon(norms[0])
         heads = matrices[0].R // self.D
-        plans = (plan_of(packed, x=kind), plan_of(packed))
-        self.plan = kind.tag, self.D, heads, self.kv_heads, width, heads_work(kind), *plans
-        first = np.zeros((1, 4), np.int64)
-        first[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
-        self.weights = np.concatenate([first, *(one.rows for one in matrices)])
+        self.plan = kind.tag, self.D, heads, self.kv_heads, width, heads_work(kind)
+        self.weights = np.zeros((9, 4), np.int64)
+        self.weights[0, : len(norms)] = [norm.weight.data_ptr() for norm in norms]
+        self.weights[1:5] = np.concatenate([one.rows for one in matrices])
+        inputs = [kind] * 3 + [FLOAT32]
+        self.weights[5:, :3] = [one.plan(x) for one, x in zip(matrices, inputs)]
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, module: nn.Module, pack: Pack | None = None) -> DecodeAttention | None:
+    def of(cls, module: nn.Module) -> DecodeAttention | None:
         """For this module; None if a probe on a random token and angle shows another attention."""
         linears = linears_of(module)
         if not linears or not all(fits(linear.weight, linear.bias) for linear in linears):
             return None
         ours = cls(module)
-        if not agree(module, ours, ours, linears[0].in_features):
-            return None
-        return cls(module, pack) if pack else ours
+        return ours if agree(module, ours, ours, linears[0].in_features) else None
 
     def fused(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None] | None:
         call = self.call(*args, **kwargs)

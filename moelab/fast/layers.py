@@ -62,8 +62,7 @@ class OneTokenLayer(FusedModule):
     def __init__(self, module: nn.Module, attention: SingleToken) -> None:
         self.norms = first, second = module.input_layernorm, module.post_attention_layernorm
         self.modules = [first, *attention.module.modules(), second]
-        copied = attention.parts.copied
-        super().__init__(module, Unchanged(self.modules[:-1], [module], [second], copied))
+        super().__init__(module, Unchanged(self.modules[:-1], [module], [second]))
         self.attention = attention
         self.stretch = None
         self.position = 0
@@ -177,7 +176,7 @@ class Stretch:
             layer.position = position
             silent += [layer.module, *layer.modules, *layer.module.mlp.modules()]
         silent = [module for module in silent if module not in heard]
-        self.parts = Unchanged(silent, [model], heard, layers[0].parts.copied)
+        self.parts = Unchanged(silent, [model], heard)
 
     def prepare(self, experts: Any) -> bool:
         """Make what computes with experts that lie so; whether that is possible."""

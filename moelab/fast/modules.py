@@ -5,10 +5,8 @@ probe on random tokens shows the same result within the dtype's tolerance; promp
 other devices take its own forward.
 
 torch's bf16 products are slow where the processor has no bf16 instructions. `Linear` gives each
-`nn.Linear` on the CPU (no subclass, contiguous weight) another forward: `moelab.kernels.products` up
-to the number of rows at which torch is faster, measured once for each type; torch beyond it.
-Weights are copied only packed. What is to be differentiated, or is traced by torch.compile, takes
-the modules' own forwards.
+`nn.Linear` on the CPU (no subclass, contiguous weight) another forward: `moelab.kernels.linear`. What
+is to be differentiated, or is traced by torch.compile, takes the modules' own forwards.
 
     norm: x [..., H] → [..., H]    router: x [1, H] → logits [1, E], weights [1, K], ids [1, K]
 """
@@ -18,14 +16,12 @@ from __future__ import annotations
 import inspect
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moelab.fast.dense import Pack, fits, linear, matrices_of
-from moelab.fast.packing import Copy
+from moelab.fast.dense import fits, linear
 from moelab.kernels.layers import route
 from moelab.kernels.norm import rms_norm
-from moelab.kernels.products import KINDS, Matrices, crossover, plan_of
+from moelab.kernels.products import KINDS, plan_of
 from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
@@ -150,49 +146,21 @@ def _same_choice(wanted: tuple, got: tuple) -> bool:
     return all(torch.allclose(a.float(), b.float(), rtol=2**-6, atol=1e-6) for a, b in pairs)
 
 
-@torch.inference_mode()
-def measured_rows(module: nn.Linear, packed: Matrices | None, rounded: Copy | None) -> float:
-    """Up to how many rows the kernel is faster than torch, which for its products has to make a
-    weight that was rounded."""
-    w = module.weight
-    b = module.bias
-    packed = packed if rounded else None
-    return crossover(
-        ("linear", w.dtype, packed and packed.kind, torch.get_num_threads()),
-        lambda n: linear(w.new_ones(n, w.shape[1]), w, b, packed),
-        lambda n: F.linear(w.new_ones(n, w.shape[1]), rounded.tensor() if rounded else w, b),
-    )
-
-
 class Linear(FusedModule):
-    """The forward of a linear layer.
+    """The forward of a linear layer: `moelab.kernels.linear` with its weight as it lies."""
 
-    rows : up to how many the kernel multiplies. packed : of its weight, used until anything of the
-        module is changed. rounded : that, if it is not the very same, then for any number of rows.
-    """
-
-    def __init__(self, module: nn.Linear, packed: Matrices | None) -> None:
-        super().__init__(module, Unchanged(called=[module], copied=True) if packed else Unchanged())
-        self.packed = packed
-        self.rounded = packed.owner if packed and packed.owner.codec.few_bits else None
-        self.rows = measured_rows(module, packed, self.rounded)
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__(module, Unchanged())
 
     @classmethod
-    def of(cls, module: nn.Module, pack: Pack | None = None) -> Linear | None:
+    def of(cls, module: nn.Module) -> Linear | None:
         """None where the module's own forward is as good, or another."""
         if type(module) is not nn.Linear or not fits(module.weight, module.bias):
             return None
-        if module.weight.numel() < LARGE and pack is None:
-            return None
-        found = matrices_of(module.weight, module.bias, pack)
-        return cls(module, found if found.owner else None)
+        return cls(module) if module.weight.numel() >= LARGE else None
 
     def fused(self, x: Tensor) -> Tensor | None:
         w = self.module.weight  # it may be replaced or moved
         b = self.module.bias
-        trained = torch.is_grad_enabled() and w.requires_grad
-        unchanged = self.packed and not trained and self.parts.listeners() is not None
-        few = x.shape[-1] == w.shape[1] and 0 < x.numel() <= self.rows * w.shape[1]
-        if few and x.is_cpu and x.dtype == w.dtype and fits(w, b) and not watched():
-            return linear(x, w, b, self.packed if unchanged else None)
-        return F.linear(x, self.rounded.tensor(), b) if self.rounded and unchanged else None
+        same = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] and x.numel()
+        return linear(x, w, b) if same and not watched() and fits(w, b) else None

@@ -5,16 +5,12 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.fast.dense import Pack
-from moelab.kernels.products import PACKED, Matrices
 from moelab.store import bf12, fewbit
-from moelab.store.codec import Codec
+from moelab.store.packed import Packed, packed_tensor
 from moelab.store.reader import aligned_buffer
 
 #: what linear layers can be multiplied in; the last three round
@@ -23,44 +19,17 @@ HUGE = 1 << 21  # bytes of a page
 COLLAPSE = 25  # Linux's MADV_COLLAPSE
 
 
-def packer(name: str) -> Pack:
-    """What packs weights as one of `DENSE`, each once."""
+def packed_as(name: str, weight: Tensor) -> Packed | None:
+    """A bf16 weight [R, n] as one of `DENSE`; None if kernels do not multiply it so."""
     codec = bf12.CODEC if name == "bf12" else fewbit.find_format(name)
-    packed: dict[int, Matrices | None] = {}  # by address
-
-    def pack(weight: Tensor) -> Matrices | None:
-        address = weight.data_ptr()
-        if address not in packed:
-            packed[address] = packed_as(codec, weight)
-        return packed[address]
-
-    return pack
-
-
-def packed_as(codec: Codec, weight: Tensor) -> Matrices | None:
-    """A bf16 weight [R, n] as a codec's blob in memory; None if kernels do not multiply it so."""
-    shape = tuple(weight.shape)
-    kind = codec.kernel("BF16", shape)
-    if not kind or (blob := codec.compress(weight)) is None:
+    usual = weight.dtype == torch.bfloat16 and weight.is_cpu and type(weight) is not Packed
+    if not usual or not codec.kernel("BF16", tuple(weight.shape)):
+        return None
+    if (blob := codec.compress(weight.detach())) is None:
         return None
     memory = aligned_buffer(len(blob), 64)
     memory[:] = blob
-    on_huge_pages(memory.ctypes.data, len(blob))
-    row = codec.row(memory.ctypes.data, len(memory), shape)
-    return Matrices(PACKED[kind], np.array([row]), shape[0], owner=Copy(codec, memory, shape))
-
-
-class Copy(NamedTuple):
-    """A weight that is packed."""
-
-    codec: Codec
-    blob: np.ndarray
-    shape: tuple[int, ...]
-
-    def tensor(self) -> Tensor:
-        """The weight that this stands for."""
-        self.codec.decompress(self.blob, out := torch.empty(self.shape, dtype=torch.bfloat16))
-        return out
+    return packed_tensor(codec, torch.from_numpy(memory), tuple(weight.shape), weight.dtype, weight)
 
 
 def on_huge_pages(address: int, nbytes: int) -> None:

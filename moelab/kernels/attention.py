@@ -32,22 +32,25 @@ HEADS = np.dtype([(field, np.int64) for field in FIELDS])
 def attend(plan, weights, token, room, x, H, out):
     """Write attention's output [H] for x [H], which may be the same memory.
 
-    plan : (kind of x and the cache, D, heads, key heads, norms, address of `_heads`, plans of q, k and
-        v, and of the output); norms : widths of q's and of k's, and what they add to mean squares.
-    weights : int64 [5, 4]: addresses of q's and k's norms, 0 for none; the matrices of q, k, v and of
-        the output.
+    plan : (kind of x and the cache, D, heads, key heads, norms, address of `_heads`); norms : widths of
+        q's and of k's, and what they add to mean squares.
+    weights : int64 [9, 4]: addresses of q's and k's norms, 0 for none; the matrices of q, k, v and of
+        the output; the plans of these four.
     token : (addresses of cos and sin [D], whose halves are alike, scaling, team). room : int64 [4],
         where the cache is: keys, values, S with the new token, numbers from one head to the next.
     """
-    kind, D, heads, kv_heads, norms, work, before, after = plan
+    kind, D, heads, kv_heads, norms, work = plan
     team = token[3]
     y = np.empty((heads + 2 * kv_heads, D), np.float32)
     q = np.empty(heads * D, np.float32)
     mixed = np.empty(heads * D, np.float32)
     q_at = address(y)
     k_at = address(y) + 4 * heads * D
-    multiply_one(before, weights[1:2], kind, x, H, heads * D, q_at, team)
-    multiply_one(before, weights[2:4], kind, x, H, kv_heads * D, k_at, team)
+    multiply_one(weights[5], weights[1:2], x, H, heads * D, q_at, team)
+    same = 1 + (weights[6, 1] == weights[7, 1])  # k and v at once, if they are of one kind
+    for i in range(0, 2, same):
+        to = k_at + 4 * i * kv_heads * D
+        multiply_one(weights[6 + i], weights[2 + i : 2 + i + same], x, H, kv_heads * D, to, team)
     if weights[0, 0] != 0:
         q_width, k_width, eps = norms
         rms_norm(F32, q_at, kind, weights[0, 0], heads * D // q_width, q_width, eps, q_at)
@@ -61,7 +64,7 @@ def attend(plan, weights, token, room, x, H, out):
     kept(job)
     kept(q)
     total = np.empty(H, np.float32)
-    multiply_one(after, weights[-1:], F32, address(mixed), heads * D, H, address(total), team)
+    multiply_one(weights[8], weights[4:5], address(mixed), heads * D, H, address(total), team)
     kept(mixed)
     for i in range(H):
         write(kind, out, i, total[i])

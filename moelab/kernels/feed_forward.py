@@ -16,7 +16,7 @@ from torch import Tensor
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import address, exponential, kept
 from moelab.kernels.gates import SILU, Gate
-from moelab.kernels.products import F32, KINDS, Matrices, multiply_into
+from moelab.kernels.products import KINDS, Matrices, multiply_into
 from moelab.kernels.threads import team
 from moelab.kernels.tiles import weight, write
 from moelab.kernels.vectors import FLOAT32, Kind
@@ -84,7 +84,7 @@ def feed_forward(
     w = _readable(w)
     kind = KINDS[x.dtype]
     out = torch.empty(len(x), down.R, dtype=x.dtype)
-    inputs = (kind.tag, x.data_ptr(), *x.shape)
+    inputs = (x.data_ptr(), *x.shape)
     weights = (KINDS[w.dtype].tag, w.data_ptr())
     both = plans(up, down, kind, gate), up.rows, down.rows
     outputs = kind.tag, out.data_ptr()
@@ -93,9 +93,9 @@ def feed_forward(
 
 
 def plans(up: Matrices, down: Matrices, x: Kind, gate: Gate = SILU) -> tuple:
-    """Of `gated`: how these matrices are multiplied, with inputs x, how many rows they have, and
-    what is between them."""
-    return up.plan(x), down.plan(FLOAT32), up.R, down.R, tuple(gate)
+    """Of `gated`: how these matrices are multiplied, with inputs x, int64 [2, 3], or [L, 2, 3] of L
+    layers, how many rows they have, and what is between them."""
+    return np.stack([up.plan(x), down.plan(FLOAT32)], -2), up.R, down.R, tuple(gate)
 
 
 def _readable(w: Tensor) -> Tensor:
@@ -128,16 +128,16 @@ def _between(g, u, alpha, limit, plus):
 
 # A division that may raise an error keeps a loop from becoming vectors.
 @kernel(error_model="numpy")
-def gated(plans, up, down, bounds, kind, x, T, n, tokens, rows, w_kind, w, out_kind, out, team):
+def gated(plans, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out_kind, out, team):
     """`feed_forward`, of matrices [M, 4] each."""
-    up_plan, down_plan, two_I, H, (interleaved, alpha, limit, plus) = plans
+    both, two_I, H, (interleaved, alpha, limit, plus) = plans
     N = bounds[-1]
     I = two_I // 2
     shape = np.float32(alpha), np.float32(limit), np.float32(plus)
     h = np.empty((N, two_I), np.float32)
     a = np.empty((N, I), np.float32)
     y = np.empty((N, H), np.float32)
-    multiply_into(up_plan, up, bounds, kind, x, T, n, tokens, two_I, address(h), team)
+    multiply_into(both[0], up, bounds, x, T, n, tokens, two_I, address(h), team)
     for j in range(N):
         if interleaved:
             for i in range(I):
@@ -145,6 +145,6 @@ def gated(plans, up, down, bounds, kind, x, T, n, tokens, rows, w_kind, w, out_k
         else:
             for i in range(I):
                 a[j, i] = _between(h[j, i], h[j, I + i], *shape)
-    multiply_into(down_plan, down, bounds, F32, address(a), N, I, tokens[:0], H, address(y), team)
+    multiply_into(both[1], down, bounds, address(a), N, I, tokens[:0], H, address(y), team)
     kept(a)
     _combine(w_kind, out_kind, y, rows, w, out)

@@ -31,8 +31,8 @@ CLOCK = c_library("clock_gettime"), getattr(time, "CLOCK_MONOTONIC", 0)
 def route(routing, x, w, E, H, logits, scores, ids, team):
     """The K largest of a softmax of w x: logits [E], scores [K], ids [1, K].
 
-    routing : (kind of x, w and logits, kind of scores, plan of w, whether scores are normalised to a
-    sum of one).
+    routing : (kind of x and logits, kind of scores, plan of w, whether scores are normalised to a sum
+    of one).
     Whether these are the only ones: False where another expert is as good as the last of them, or
     is not a number."""
     kind, score_kind, plan, normalised = routing
@@ -41,7 +41,7 @@ def route(routing, x, w, E, H, logits, scores, ids, team):
     p = np.empty(E, np.float32)
     chosen = np.empty(K, np.float32)
     matrix[0, 0] = w
-    multiply_one(plan, matrix, kind, x, H, E, address(p), team)
+    multiply_one(plan, matrix, x, H, E, address(p), team)
     for e in range(E):
         write(kind, logits, e, p[e])  # rounded before the softmax, as transformers does it
     widen(kind, F32, logits, E, address(p))
@@ -82,13 +82,14 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
     It ends before experts that are elsewhere, or, with ids of −1, before a choice that is not its
     own: that is to be made of memory[1], and then this layer is the first.
 
-    plan : (shape of `to_experts`, routing of `route`, plans of `gated`).
+    plan : (shape of `to_experts`, routing of `route`, plans of `gated`, of each layer).
     weights, rooms : of `to_experts`, for each layer. routers : addresses of their weights [L].
     experts : matrices [L, E, 4] of up and of down.
     chosen : (address of the scores [L, K], ids [L, K], times [L, 2]), which are written.
     memory : fp32 [4, max(H, E)].
     """
     (shape, routing, plans), (ups, downs), (w, ids, times) = plan, experts, chosen
+    kinds, two_I, _, gate = plans
     kind = routing[0]
     score_kind = routing[1]
     H = shape[1]
@@ -115,11 +116,10 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
             return i
         times[i, 0] = now(*clock)
         gated(
-            plans,
+            (kinds[i], two_I, H, gate),
             up,
             down,
             bounds,
-            kind,
             normed,
             1,
             H,

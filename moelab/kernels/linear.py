@@ -25,7 +25,7 @@ from moelab.kernels.tiles import beside, span, step, weight, write
 from moelab.kernels.vectors import Kind, joined
 
 ROWS = 32  # that a thread widens at a time
-PANEL = 1 << 22  # weights that are widened before they are multiplied
+PANEL = 1 << 20  # weights that are widened before they are multiplied
 _PLAIN = {kind: dtype for dtype, kind in KINDS.items()}
 
 
@@ -55,20 +55,19 @@ def product(of: Matrices, m: int, x: Tensor) -> Tensor:
     x = x.to(dtype)
     n = x.shape[1]
     lines, width = (n, of.R) if of.transposed else (of.R, n)
-    size = lines if of.transposed else min(lines, max(1, PANEL // n))
-    y = x.new_empty(len(x), of.R)
-    panel = x.new_empty(0 if of.kind is KINDS[dtype] else size, width)
+    lies = of.kind is KINDS[dtype]
+    size = lines if of.transposed or lies else min(lines, max(1, PANEL // n))
+    parts = []
+    panel = x.new_empty(0 if lies else size, width)
     for begin in range(0, lines, size):
         end = min(begin + size, lines)
-        if of.kind is KINDS[dtype]:
+        if lies:
             at = int(of.rows[m, 0]) + begin * width * dtype.itemsize
             w = memory(at, (end - begin, width), dtype)
         else:
             w = widened(of, m, begin, panel[: end - begin])
-        if of.transposed:
-            torch.mm(x, w, out=y)
-        else:
-            y[:, begin:end] = F.linear(x, w)
+        parts.append(x @ w if of.transposed else F.linear(x, w))
+    y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if (bias := int(of.rows[m, 2])) != 0:
         y += memory(bias, (of.R,), _PLAIN.get(of.kind, torch.bfloat16))
     return y
@@ -148,8 +147,12 @@ def _widening(kind: Kind, to: Kind) -> int:
 def _widen(kind: Kind, to: Kind, w, other, table, n, out):
     """Write n weights of a kind, a multiple of `step`, as numbers of the plain kind `to` at `out`."""
     table = kind.table(table)
-    places = [kind.order.index(number) for number in range(kind.step)]
+    size = len(kind.order)
+    places = [kind.order.index(number) for number in range(size)]
     with n.steps(kind.step) as i:
         found = kind.vectors(w + kind.span(i), other + kind.beside(i), table)
-        numbers = joined([to.rounded(part) for part in found])
-        (out + to.span(i)).store(numbers.shuffled(places))
+        each = size // found[0].type.count
+        for begin in range(0, len(found), each):
+            numbers = joined([to.rounded(part) for part in found[begin : begin + each]])
+            at = i + begin * found[0].type.count
+            (out + to.span(at)).store(numbers.shuffled(places))

@@ -12,7 +12,7 @@ weight is packed, converted or copied.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from math import inf
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from numba import carray
 from torch import Tensor
 
 from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.emit import address, kept, pointer, take, together
+from moelab.kernels.emit import address, kept, pointer, read, take, together
 from moelab.kernels.ggml import GGML
 from moelab.kernels.instructions import INSTRUCTIONS, Pairs
 from moelab.kernels.threads import team
@@ -68,24 +68,32 @@ _MEASURED: dict[tuple, float] = {}
 
 
 class Matrices(NamedTuple):
-    """M matrices of the same kind and shape, wherever they lie.
+    """M matrices of the same kind and shape, wherever they lie; or [L, M] of L layers.
 
-    kind : a value of `KINDS`, or of `PACKED` for weights whose last dimension is a multiple of 64.
+    kind : a value of `KINDS`, or of `PACKED` for weights whose last dimension is a multiple of 64; of L
+        layers one of each.
     rows : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for
         none: (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of few-bit
         formats (codes, scales, bias in bf16, 0), always [R, n].
     owner : has the memory, if nothing else keeps it.
     """
 
-    kind: Kind
+    kind: Kind | tuple[Kind, ...]
     rows: np.ndarray
     R: int
     transposed: bool = False
     owner: Any = None
 
-    def plan(self, x: Kind) -> tuple:
-        """Of `multiply_into`, for inputs x."""
-        return plan_of(self.kind, self.transposed, x)
+    def plan(self, x: Kind) -> np.ndarray:
+        """Of `multiply_into`, for inputs x: [3], or [L, 3]."""
+        if isinstance(self.kind, Kind):
+            return plan_of(self.kind, self.transposed, x)
+        return np.stack([plan_of(kind, self.transposed, x) for kind in self.kind])
+
+
+def layers(of: Sequence[Matrices], rows: np.ndarray) -> Matrices:
+    """Those of several layers, that have these rows [L, M, 4], as one."""
+    return of[0]._replace(kind=tuple(one.kind for one in of), rows=rows, owner=None)
 
 
 def multiply(
@@ -104,7 +112,7 @@ def multiply(
     x = x.contiguous()
     y = torch.empty(int(bounds[-1]), of.R)
     kind = KINDS[x.dtype]
-    inputs = kind.tag, x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
+    inputs = x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
     multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team())
     return y.to(dtype)
 
@@ -135,31 +143,32 @@ def _seconds(function: Callable[[int], Any], size: int) -> float:
 
 
 @kernel
-def multiply_one(plan, matrices, kind, x, n, R, y, team):
+def multiply_one(plan, matrices, x, n, R, y, team):
     """Write fp32 [M, R] at y: each matrix times the same x [n]."""
     M = len(matrices)
     tokens = np.zeros(M, np.int64)
-    multiply_into(plan, matrices, np.arange(M + 1), kind, x, 1, n, tokens, R, y, team)
+    multiply_into(plan, matrices, np.arange(M + 1), x, 1, n, tokens, R, y, team)
 
 
 @kernel
-def multiply_into(plan, matrices, bounds, kind, x, T, n, tokens, R, y, team):
+def multiply_into(plan, matrices, bounds, x, T, n, tokens, R, y, team):
     """Write fp32 [N, R] at y; the other arguments are those of `multiply`, tokens [0] for one after
     the other.
 
-    plan : (the kind for which inputs are in order, what a thread does, outputs at a time). A thread
-        takes twice as many outputs while each still takes `SHARES`: at the begin of a piece it waits
-        for memory.
+    plan : of `plan_of`, int64 [3]: addresses of what puts inputs in order and of what a thread does,
+        outputs at a time. A thread takes twice as many outputs while each still takes `SHARES`: at the
+        begin of a piece it waits for memory.
     team : as of `moelab.kernels.threads`."""
-    order, work, outputs = plan
+    order, work, outputs = plan[0], plan[1], plan[2]
     M, N, (run, threads) = len(matrices), bounds[-1], team
     while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
         outputs *= 2
     wide = np.empty(T * n + 16, np.float32)
     inputs = np.empty(N, np.int64)
     begin = (address(wide) + 63) // 64 * 64  # no vector lies across two cache lines
-    for t in range(T):
-        widen(kind, order, x + span(kind, t * n), n, begin + 4 * n * t)
+    given = np.array((x, T, n, begin))
+    together(run, order, 1, address(given))
+    kept(given)
     for j in range(N):
         inputs[j] = begin + 4 * n * (tokens[j] if len(tokens) > 0 else j)
     pieces = (R + outputs - 1) // outputs
@@ -350,7 +359,7 @@ def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
 
 
 @cache
-def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
+def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> np.ndarray:
     """Of `multiply_into`, for weights of a kind and inputs x."""
     in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
     tag = kind.tag
@@ -363,5 +372,19 @@ def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> tuple:
         _columns(tag, at)
 
     if transposed:
-        return F32, c_function(columns), OUTPUTS
-    return tag, c_function(rows), PIECE
+        return np.array([_order(x, FLOAT32), c_function(columns), OUTPUTS])
+    return np.array([_order(x, kind), c_function(rows), PIECE])
+
+
+@cache
+def _order(x: Kind, kind: Kind) -> int:
+    """The address of what widens inputs x, in the order of weights of a kind."""
+    x_tag = x.tag
+    tag = kind.tag
+
+    def order(job):
+        n = read(job, 2)
+        for t in range(read(job, 1)):
+            widen(x_tag, tag, read(job, 0) + span(x_tag, t * n), n, read(job, 3) + 4 * n * t)
+
+    return c_function(order)

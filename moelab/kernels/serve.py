@@ -26,12 +26,11 @@ LONGEST = 1000  # microseconds that it sleeps at a time, and at most an eighth o
 def compute_there(plan, experts, layer, x, chosen, w, y, team):
     """Write fp32 [H] at y; whether all experts are there: nothing is computed if not.
 
-    plan : (kind of x, plans of `gated`). experts : (matrices [2, L, E, 4] of up and of down, as if each
+    plan : plans of `gated`, of each layer. experts : (matrices [2, L, E, 4] of up and of down, as if each
     expert's bytes began at 0, by how much they move with these [2, 4], where they begin [L, E]).
     x, w, y : addresses."""
-    kind, plans = plan
+    kinds, two_I, H, gate = plan
     rows, moves, home = experts
-    H = plans[3]
     K = len(chosen)
     tables = np.empty((2, K, 4), np.int64)
     places = np.full((1, K), -1)
@@ -51,7 +50,8 @@ def compute_there(plan, experts, layer, x, chosen, w, y, team):
     down = tables[1, :n]
     bounds = np.arange(n + 1)
     tokens = np.zeros(n, np.int64)
-    gated(plans, up, down, bounds, kind, x, 1, H, tokens, places, F32, w, F32, y, team)
+    plans = kinds[layer], two_I, H, gate
+    gated(plans, up, down, bounds, x, 1, H, tokens, places, F32, w, F32, y, team)
     return True
 
 

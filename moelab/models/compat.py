@@ -231,10 +231,9 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    of = GGUF_TOKENIZER_MAPPING["tokenizer"]
-    said = {
-        ours: fields[f"tokenizer.{key}"] for key, ours in of.items() if f"tokenizer.{key}" in fields
-    }
+    plain = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in fields.items()}
+    of = GGUF_TOKENIZER_MAPPING["tokenizer"].items()
+    said = {ours: plain[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in plain}
     kind, split = said["tokenizer_type"], said.get("pre_tokenizer_type", "default")
     split = SPLITS.get(split, split)
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
@@ -293,11 +292,6 @@ def hooks_on_all() -> bool:
     """Whether there are forward hooks on all modules; there is no public way to see them."""
     everywhere = nn.modules.module
     return bool(everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks)
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor was edited in place, as autograd counts it."""
-    return tensor._version
 
 
 def copy_each(into: list[Tensor], given: list[Tensor]) -> None:
@@ -378,13 +372,11 @@ def loading_plan(
     return plans, foreign
 
 
-def checkpoint_tensors(config: Any) -> dict[str, Tensor]:
-    """The tensors of a checkpoint of a model, by key, on the meta device, as transformers would
-    save them."""
+def as_saved(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a model by the keys of a checkpoint, as transformers would save them."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    twin = meta_twin(config)
-    return revert_weight_conversion(twin, twin.state_dict())
+    return revert_weight_conversion(model, tensors)
 
 
 def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[str]:

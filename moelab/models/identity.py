@@ -117,9 +117,12 @@ def samples(size: int, shape: list[int]) -> list[tuple[int, int]]:
 
 
 def _looks(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """name → samples of a live tensor's values, on the CPU."""
+    """name → samples of a live tensor's values, on the CPU; of a packed one of what was packed, or of its
+    bytes."""
     found = {}
     for name, tensor in model.state_dict().items():
+        if (blob := getattr(tensor, "blob", None)) is not None:
+            tensor = blob if tensor.origin is None else tensor.origin
         if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
             n = tensor.numel()
             count = min(n, max(16, 2 * tensor.shape[0] if tensor.dim() > 2 else 0))

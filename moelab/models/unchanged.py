@@ -74,20 +74,16 @@ class Unchanged:
 
     modules : on which no hook may lie.
     called : modules of which only the forward was replaced, so that their hooks run as ever.
-    heard : modules on which no hooks may lie but `Listener`s.
-    copied : whether the kernel reads copies of weights, so that they may not be edited in place
-    either."""
+    heard : modules on which no hooks may lie but `Listener`s."""
 
     def __init__(
         self,
         modules: Iterable[nn.Module] = (),
         called: Iterable[nn.Module] = (),
         heard: Iterable[nn.Module] = (),
-        copied: bool = False,
     ) -> None:
         silent = list(modules)
         self.heard = list(heard)
-        self.copied = copied
         self.modules = [*silent, *self.heard, *called]
         self.hooks = [hooks for module in silent for hooks in compat.hooks_on(module)]
         self.tables = [*map(vars, self.modules), *map(compat.children_of, self.modules)]
@@ -122,7 +118,6 @@ class Unchanged:
                 list(map(Tensor.data_ptr, weights)),
                 list(map(Tensor.is_contiguous, weights)),
                 [w.dtype for w in weights],
-                [compat.version(w) for w in weights if not w.is_inference()] if self.copied else [],
             ]
 
     def listeners(self) -> list[tuple[int, Callable[..., None]]] | None:

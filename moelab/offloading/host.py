@@ -28,7 +28,7 @@ from moelab.experts.executor import gate_of, plain
 from moelab.experts.located import locate
 from moelab.kernels.feed_forward import plans
 from moelab.kernels.gates import Gate
-from moelab.kernels.products import KINDS, Matrices
+from moelab.kernels.products import KINDS, Matrices, layers
 from moelab.kernels.serve import TIMER, serve
 from moelab.kernels.threads import team
 from moelab.models.experts import SeamExperts
@@ -60,8 +60,7 @@ class Lying(NamedTuple):
 
     def given(self, dtype: torch.dtype) -> tuple[tuple, tuple]:
         """(plan, experts) of `moelab.kernels.serve`, for hidden states of a dtype."""
-        kind = KINDS[dtype]
-        plan = kind.tag, plans(self.up, self.down, kind, self.gate)
+        plan = plans(self.up, self.down, KINDS[dtype], self.gate)
         return plan, (self.rows, self.moves, self.home)
 
 
@@ -81,13 +80,13 @@ def lying(
         if one is None or (gate := gate_of(of)) is None:
             return None
         found.append(one)
-        alike.add((gate, of.num_experts, *((m.kind, m.R, m.transposed) for m in one)))
+        alike.add((gate, of.num_experts, *((m.kind.other > 0, m.R, m.transposed) for m in one)))
     if len(alike) > 1:
         return None
     rows = np.stack([np.stack([one.rows for one in of]) for of in zip(*found)])
-    up, down = (of._replace(rows=table, owner=None) for of, table in zip(found[0], rows))
+    up, down = (layers(of, table) for of, table in zip(zip(*found), rows))
     bias = modules[0].has_bias
-    moves = np.array([(1, of.kind.other > 0, bias, 0) for of in (up, down)], np.int64)
+    moves = np.array([(1, of.kind[0].other > 0, bias, 0) for of in (up, down)], np.int64)
     return Lying(up, down, gate, rows, moves, home)
 
 

@@ -28,6 +28,7 @@ from moelab.cache.residency import SPARE, Residency
 from moelab.checkpoint import opening
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointStore
+from moelab.experts import AS_THEY_LIE
 from moelab.models import plug
 from moelab.offloading.budget import available, available_on, parse_budget
 from moelab.offloading.budget import memory as size
@@ -187,12 +188,13 @@ def offload(
     how = how or Offloading(**options)
     checkpoint = Checkpoint.at(source)
     how.require_possible()
-    store = checkpoint.store or CheckpointStore(
-        checkpoint, checkpoint.dtype(how.dtype), how.on.type == "cpu", how.verify
-    )
+    on_cpu = how.on.type == "cpu"  # GPUs have no kernels for GGML's types
+    dtype = checkpoint.dtype(how.dtype)
+    store = checkpoint.store or CheckpointStore(checkpoint, dtype, on_cpu, how.verify)
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
-    build = partial(opening.build, checkpoint, how.dtype, external=True)
+    packed = checkpoint.gguf is not None and on_cpu and how.executor in AS_THEY_LIE
+    build = partial(opening.build, checkpoint, how.dtype, external=True, packed=packed)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
         beside = unless_open.enter_context(ThreadPoolExecutor(1, "moelab filling"))

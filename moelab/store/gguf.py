@@ -28,8 +28,8 @@ from moelab.store.headers import DTYPES, Header, Stored, block_of, nbytes
 #: kinds of values → numpy's types; texts and arrays
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
 TEXT, ARRAY = 8, 9
-#: bytes before the tensors, fields, tensors, files of a model at most
-HEAD, FIELDS, TENSORS, SHARDS = 64 << 20, 1 << 16, 1 << 18, 10_000
+#: bytes before the tensors, texts there, fields, tensors, files of a model at most
+HEAD, TEXTS, FIELDS, TENSORS, SHARDS = 64 << 20, 1 << 20, 1 << 16, 1 << 18, 10_000
 #: the name of one of several files of a model
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -50,7 +50,7 @@ class _Head:
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
-        self.at = 0
+        self.at = self.count = 0
 
     def take(self, n: int) -> bytes:
         found = self.data[self.at : self.at + n]
@@ -62,16 +62,28 @@ class _Head:
     def number(self, size: int) -> int:
         return int.from_bytes(self.take(size), "little")
 
-    def text(self) -> str:
-        return self.take(self.number(8)).decode(errors="replace")
+    def texts(self, n: int) -> list[str]:
+        self.count += n
+        if self.count > TEXTS:
+            raise ValueError(f"it has more than {TEXTS:,} texts, which no vocabulary has")
+        found = []
+        data, begin = self.data, self.at
+        for _ in range(n):
+            at = begin + 8
+            begin = at + int.from_bytes(data[begin:at], "little")
+            found.append(data[at:begin].decode(errors="replace"))
+            if begin > len(data):
+                self.take(begin)
+        self.at = begin
+        return found
 
     def value(self, kind: int) -> Any:
         if kind == TEXT:
-            return self.text()
+            return self.texts(1)[0]
         if kind == ARRAY:
             kind, n = self.number(4), self.number(8)
             if kind == TEXT:
-                return [self.text() for _ in range(n)]
+                return self.texts(n)
             return np.frombuffer(self.take(n * _scalar(kind).itemsize), _scalar(kind))
         return np.frombuffer(self.take(_scalar(kind).itemsize), _scalar(kind))[0].item()
 
@@ -94,7 +106,7 @@ def _read(head: _Head, file: Path, size: int) -> tuple[Record, Header]:
         raise ValueError(f"it has {tensors:,} tensors and {count:,} fields, which no model has")
     fields: Record = {}
     for _ in range(count):
-        key = head.text()
+        key = head.texts(1)[0]
         if key in fields:
             raise ValueError(f"it has the field {key[:80]} twice")
         fields[key] = head.value(head.number(4))
@@ -115,7 +127,7 @@ def _read_tensor(head: _Head, file: Path) -> Stored:
     """A tensor, its place counted from where the first begins."""
     from gguf import GGMLQuantizationType
 
-    name, dims = head.text(), head.number(4)
+    name, dims = head.texts(1)[0], head.number(4)
     if not 0 < dims <= 4 or len(name) > 1024:
         raise ValueError(f"{name[:80]} has {dims:,} axes, or too long a name")
     shape = tuple(head.number(8) for _ in range(dims))[::-1]

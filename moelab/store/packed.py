@@ -26,9 +26,13 @@ from moelab.store.headers import NAMES, Shape
 _ALIASES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 
 
-def packed_tensor(codec: Codec, blob: Tensor, shape: Shape, dtype: torch.dtype) -> Packed:
-    """The weight of a shape and dtype that a blob, uint8 on the CPU, holds; it keeps the blob."""
-    return Packed(codec, blob, tuple(shape), dtype)
+def packed_tensor(
+    codec: Codec, blob: Tensor, shape: Shape, dtype: torch.dtype, origin: Tensor | None = None
+) -> Packed:
+    """The weight of a shape and dtype that a blob, uint8 on the CPU, holds; it keeps the blob.
+
+    origin : the weight that was packed, if it is kept."""
+    return Packed(codec, blob, tuple(shape), dtype, origin)
 
 
 class Packed(Tensor):
@@ -38,19 +42,17 @@ class Packed(Tensor):
     """
 
     @staticmethod
-    def __new__(cls, codec: Codec, blob: Tensor, shape: Shape, dtype: torch.dtype) -> Packed:
+    def __new__(
+        cls, codec: Codec, blob: Tensor, shape: Shape, dtype: torch.dtype, origin: Tensor | None
+    ) -> Packed:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        self.codec, self.blob = codec, blob
+        self.codec, self.blob, self.origin = codec, blob, origin
         return self
 
     def __init__(self, *_: Any) -> None:
         pass
 
     nbytes = property(lambda self: self.blob.nbytes)
-
-    def data_ptr(self) -> int:
-        """Where the blob lies."""
-        return self.blob.data_ptr()
 
     def dense(self) -> Tensor:
         """The weight, decoded."""
@@ -96,8 +98,7 @@ class Packed(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func in _ALIASES:
-            (self,) = args
-            return Packed(self.codec, self.blob, tuple(self.shape), self.dtype)
+            return Packed(*args[0]._given())
         for given, of in zip(args, func._schema.arguments):
             if isinstance(given, Packed) and of.alias_info and of.alias_info.is_write:
                 _refuse(given)
@@ -108,8 +109,10 @@ class Packed(Tensor):
         return memo.setdefault(id(self), made(*given))
 
     def __reduce_ex__(self, _: Any) -> tuple:
-        of = self.codec, self.blob, tuple(self.shape), self.dtype
-        return _made, (isinstance(self, torch.nn.Parameter), *of)
+        return _made, (isinstance(self, torch.nn.Parameter), *self._given())
+
+    def _given(self) -> tuple:
+        return self.codec, self.blob, tuple(self.shape), self.dtype, self.origin
 
     def __repr__(self, **_: Any) -> str:
         return f"<{self.codec.name}: {list(self.shape)} of {self.dtype}, {self.nbytes:,} bytes>"

@@ -33,7 +33,6 @@ from moelab.experts.gemv import GEMV
 from moelab.fast.packing import packed_as
 from moelab.kernels.compile import kernel
 from moelab.models import compat
-from moelab.store import bf12
 
 from .layers import Arms, Layers, PackedExperts, rounds_of
 from .timing import Samples, speed_up, torch_threads
@@ -76,7 +75,7 @@ class TimedLayers(Layers):
             T == 1
             and packed
             and self.dtype == torch.bfloat16
-            and packed_as(bf12.CODEC, self.seam[0].own(0)["down_proj"]) is not None
+            and packed_as("bf12", self.seam[0].own(0)["down_proj"]) is not None
         ):
             for name in packed:
                 form = name.split()[-1]

@@ -12,7 +12,6 @@ from torch import Tensor
 from moelab.fast.packing import packed_as
 from moelab.models import compat
 from moelab.models.experts import SeamExperts
-from moelab.store import bf12, fewbit
 
 from .timing import Samples, seconds, turns
 
@@ -80,12 +79,11 @@ class PackedExperts:
     def __init__(self, experts: Any, form: str) -> None:
         self.form, self.rows = form, {name: [] for name in experts.own(0)}
         self.blobs = []  # whose memory the rows are
-        codec = bf12.CODEC if form == "bf12" else fewbit.find_format(form)
         for e in range(experts.num_experts):
             for name, w in experts.own(e).items():
-                packed = packed_as(codec, w)
-                self.blobs.append(packed.owner.blob)
-                self.rows[name] += [*packed.rows]
+                packed = packed_as(form, w)
+                self.blobs.append(packed.blob)
+                self.rows[name] += [*packed.matrices().rows]
         self.nbytes = sum(map(len, self.blobs))
 
     def matrices(

@@ -13,6 +13,7 @@ from moelab.fast.layers import DecodeLayer
 from moelab.fast.modules import Linear, Norm
 from moelab.fast.packing import DENSE
 from moelab.store import fewbit
+from moelab.store.packed import Packed
 from tests.models import tiny
 from tests.offloading.test_offload import generate
 
@@ -27,7 +28,6 @@ def counts(fast):
 @pytest.mark.parametrize("name", [*ATTENTION, "deepseek_v3", "gpt_oss", "llama4_text"])
 def test_models_generate_the_same_but_for_rounding_and_are_given_back(name, tmp_path, monkeypatch):
     monkeypatch.setattr("moelab.fast.modules.LARGE", 1)
-    monkeypatch.setattr("moelab.fast.modules.measured_rows", lambda *_: 1e9)
     model = open_model(tiny.save(name, tmp_path / "model", torch.float32))
     for batch in (1, 2):
         wanted = generate(model, batch=batch, prompt=3)
@@ -70,11 +70,12 @@ def test_packed_layers_are_packed_for_prompts_and_tokens_alike(name, monkeypatch
 
     plain, wanted, exact = logits(model), logits(twin), logits(twin.float())
     for rows in (1e9, 1):  # prompts by our kernels, and by torch's
-        monkeypatch.setattr("moelab.fast.modules.measured_rows", lambda *_, rows=rows: rows)
+        monkeypatch.setattr("moelab.kernels.linear._few", lambda *_, rows=rows: rows)
         with FastDecode(model, dense=name) as fast:
             found = counts(fast)
             assert found[DecodeAttention] == model.spec.num_layers
-            assert found[Linear] >= 4 * found[DecodeAttention]
+            linears = [one for one in model.modules() if type(one) is torch.nn.Linear]
+            assert all(isinstance(one.weight, Packed) for one in linears)
             mine = logits(model)
         for ours, theirs, before, true in zip(mine, wanted, plain, exact):
             error, size, noise = (

@@ -121,14 +121,13 @@ def test_only_routers_that_the_kernel_equals_are_replaced(dtype):
     assert not Router.of(TopKRouter(8, 32, 2, dtype, True, sharp=2.0))
 
 
-def test_linear_layers_use_the_kernel_for_few_rows_and_no_gradient(monkeypatch):
-    monkeypatch.setattr("moelab.fast.modules.measured_rows", lambda *_: 4)
+def test_linear_layers_use_the_kernel_without_a_gradient():
     layer = nn.Linear(256, 512)
     ours = Linear.of(layer)
-    x, many = torch.randn(3, 256), torch.randn(9, 256)
+    x = torch.randn(3, 256)
     with torch.inference_mode():
-        assert torch.allclose(ours(x), layer(x), atol=1e-5)
-        assert torch.equal(ours(many), layer(many))
+        for rows in (x, torch.randn(300, 256)):
+            assert torch.allclose(ours(rows), layer(rows), atol=1e-5)
     ours(x).sum().backward()
     assert layer.weight.grad is not None
     with pytest.raises(RuntimeError):
