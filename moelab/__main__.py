@@ -69,6 +69,11 @@ COMMANDS = {
         "turn a store back into the checkpoint that it was made from",
         "qwen.store checkpoint",
     ),
+    "export": (
+        "moelab.checkpoint.export",
+        "write a model as a GGUF file, which llama.cpp opens",
+        "Qwen/Qwen3-30B-A3B qwen.gguf --kind Q8_0",
+    ),
     "verify": ("moelab.store.verify", "re-read a store and check every byte", "qwen.store"),
     "inspect": ("moelab.store.inspect", "show what a store holds", "qwen.store"),
     "synthesize": (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from moelab.advice.machine import disk_rates, memory_rate
+from moelab.advice.machine import disk_of, disk_rates, memory_rate
 from moelab.base.files import cache_root, folder_bytes, nearest
 from moelab.base.table import size
 from moelab.offloading.budget import available
@@ -148,10 +148,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    if not Path(args.folder).is_dir():
+    folder = disk_of(args.folder)
+    if not Path(folder).is_dir():
         raise FileNotFoundError(
             f"there is no folder at {args.folder}, on whose disk reads could be measured"
         )
-    for what, found in findings(args.folder):
+    for what, found in findings(folder):
         print(f"{what:<25}{found}", flush=True)
     return 0

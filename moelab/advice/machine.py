@@ -62,12 +62,18 @@ def told(others: float) -> list[str]:
 
 
 def here(folder: str | Path | None = None) -> DeviceSpec:
-    """A card of this machine, from a quiet time or measured now; the disk where `folder` is, or else
-    the system's temporary folder."""
+    """A card of this machine, from a quiet time or measured now; the disk where `folder`, or a file,
+    is, or else the system's temporary folder."""
+    folder = disk_of(folder)
     disk = os.stat(folder or tempfile.gettempdir()).st_dev
     found = kept_card(f"disk {disk}, {FORMAT}", "machine", lambda: measured(folder))
     found.figures["memory_gb"] = free(available())
     return found
+
+
+def disk_of(path: str | Path | None) -> str | Path | None:
+    """A folder on the disk where a folder or a file is."""
+    return Path(path).absolute().parent if path and os.path.isfile(path) else path
 
 
 def kept_card(key: str, what: str, measure: Callable[[], DeviceSpec]) -> DeviceSpec:

@@ -29,7 +29,8 @@ LOSSLESS = (AS_IS, "bf12")
 class Model:
     """A model without its weights: what opens it, its geometry, bytes of all other weights and how
     they are known, its folder if it is here, the form that an expert store has, how many tokens a
-    sequence may have, if that is known, and how many bytes of weights are to be downloaded."""
+    sequence may have, if that is known, how many bytes of weights are to be downloaded, and the bytes
+    of an expert in a file of GGUF."""
 
     source: str
     spec: MoESpec
@@ -39,6 +40,7 @@ class Model:
     stored: str | None = None
     most: int | None = None
     download: int = 0
+    expert: int = 0
 
     @property
     def dense(self) -> int:
@@ -51,12 +53,14 @@ class Model:
         form = self.stored if form == AS_IS else form
         if form in FORMS:
             return round(self.spec.expert_params * FORMS[form] / 8)
-        return self.spec.expert_bytes
+        return form == self.stored and self.expert or self.spec.expert_bytes
 
     def forms(self) -> list[str]:
         """How its experts may be stored, of what is multiplied as it lies, lossless forms first."""
         spec = self.spec
         # what has to be decoded before it is multiplied is not compared by its bytes
+        if self.expert:
+            return [AS_IS]
         forms = [AS_IS] if self.stored in (None, "raw", *FORMS) else []
         bits = FORMS.get(self.stored, 8 * DTYPE_BYTES[spec.dtype])
         if bits > 12 and spec.dtype == "bfloat16":
@@ -92,6 +96,11 @@ def find_model(model: str | Path | None) -> Model:
 
     checkpoint = Checkpoint.at(model)
     folder, spec, store = checkpoint.folder, checkpoint.spec, checkpoint.store
+    if checkpoint.gguf is not None:
+        others, experts = checkpoint.gguf.divided(checkpoint.plan.expert_keys)
+        each = experts // (spec.L * spec.E)
+        most = _most(checkpoint.config)
+        return Model(str(folder), spec, others, "exact", folder, "gguf", most, expert=each)
     others = sum(entry.nbytes for entry in checkpoint.tensors.values())
     stored = None
     if store is None:

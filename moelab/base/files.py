@@ -108,7 +108,8 @@ def from_hub(name: str, patterns: list[str]) -> Path:
         ) from error
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{name!r} on the hub has no config.json: it is no checkpoint for transformers (GGUF?)"
+            f"{name!r} on the hub has no config.json: it is no checkpoint for transformers. If it is GGUF, "
+            f"download one of its files (hf download), and give its path"
         )
     return folder
 

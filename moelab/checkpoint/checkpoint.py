@@ -31,13 +31,15 @@ from moelab.base.schema import blamed
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import load_card
 from moelab.checkpoint.config import load_config
-from moelab.checkpoint.gguf import GGUF, file_of, parts_of, weights_of
+from moelab.checkpoint.gguf import GGUF, Decoded, file_of, parts_of, weights_of
 from moelab.checkpoint.gguf_names import Made
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.models.experts import shapes
 from moelab.models.identity import of_tensors
 from moelab.store.bits import as_bytes
 from moelab.store.headers import (
+    DTYPES,
+    NAMES,
     OTHER_WEIGHTS,
     WEIGHT_MAP,
     Header,
@@ -214,6 +216,13 @@ class Checkpoint:
         """StoreError if what was read of a file without checksums is not what it was before."""
         if self.gguf is not None:
             self.gguf.sums[stored.file].check(stored, read)
+
+    def plain(self, key: str) -> Stored | Decoded:
+        """A tensor as safetensors can have it; what is decoded, in the model's dtype."""
+        entry = self.tensors[key]
+        if isinstance(entry, Stored) and entry.dtype in DTYPES:
+            return entry
+        return Decoded(NAMES[self.dtype()], entry.shape, lambda: self.weights(entry))
 
     def weights(self, entry: Stored | Made) -> torch.Tensor:
         """The weights of an entry of `tensors`: as stored, or fp32 where they are decoded."""

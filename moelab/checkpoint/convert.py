@@ -4,8 +4,8 @@ Source: ZipMoE §3.1, offline initialization. Experts are converted one after an
 that the model computes with and compressed, or rounded to a few-bit format (`moelab.store.fewbit`).
 What a checkpoint has in few bits itself, MXFP4, FP8 in blocks of 128 × 128, or the int4, int8 and
 FP8 of compressed-tensors, GPTQ and AWQ (`moelab.store.packings`), is kept as it is, once it was
-found to unpack to what transformers makes of it. All other weights are copied byte for byte under
-their own keys. What the source's files looked like is recorded for `moelab.checkpoint.restore`."""
+found to unpack to what transformers makes of it; and so are GGML's types. All other weights are
+copied byte for byte under their own keys, those of GGML's types decoded. What the source's files looked like is recorded for `moelab.checkpoint.restore`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def convert(
     plan = checkpoint.plan
     experts = CheckpointExperts(checkpoint)
     files, looked = _other_files(checkpoint, quantize)
-    others = {key: of for key, of in checkpoint.tensors.items() if key not in plan.expert_keys}
+    others = {key: checkpoint.plain(key) for key in checkpoint.tensors.keys() - plan.expert_keys}
     writer = StoreWriter(
         destination,
         checkpoint.spec,
@@ -113,6 +113,8 @@ def _other_files(
         left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
         names = [name for name in checkpoint.store.files if name not in left_out]
         return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
+    if checkpoint.gguf is not None:
+        return list(checkpoint.small_files()), None
     headers = {
         file.name: [file.stat().st_size, raw_header(file).decode()] for file in checkpoint.files
     }

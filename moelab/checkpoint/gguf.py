@@ -7,11 +7,11 @@ in the cache, by the file's path, size and time: what is read later and differs 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
 from moelab.store.ggml import GGML
 from moelab.store.gguf import SHARD, read_shards
-from moelab.store.headers import DTYPES, Header, Stored
+from moelab.store.headers import DTYPES, Header, Shape, Stored
 from moelab.store.layout import StoreError
 
 #: fields that are counts, and what no model has
@@ -65,6 +65,13 @@ class GGUF:
             return None
         return compat.gguf_tokenizer(self.fields)
 
+    def divided(self, experts: Collection[str]) -> tuple[int, int]:
+        """Bytes of all other tensors, and of those with the keys of experts."""
+        found = [0, 0]
+        for key, entry in self.tensors.items():
+            found[key in experts] += sum(part.nbytes for part in parts_of(entry))
+        return tuple(found)
+
     def small_files(self) -> Iterator[tuple[str, bytes]]:
         """Its config, tokenizer and the like, as a checkpoint of transformers has them."""
         with tempfile.TemporaryDirectory() as folder:
@@ -82,10 +89,10 @@ class GGUF:
 
 def file_of(path: Path) -> Path | None:
     """The GGUF file, or the first of several, of a model that a path names: itself, or the only one in
-    a folder without config.json. ValueError for a folder of several models."""
+    a folder without safetensors files. ValueError for a folder of several models."""
     if path.suffix == ".gguf" and not path.is_dir():
         return path
-    if not path.is_dir() or (path / "config.json").is_file():
+    if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
     files = [f for f in sorted(path.glob("*.gguf")) if not f.name.startswith((".", "mmproj"))]
     models = [f for f in files if not (m := SHARD.fullmatch(f.name)) or m[2] == "00001"] or files
@@ -133,6 +140,18 @@ def weights_of(entry: Stored | Made, read: list[torch.Tensor]) -> torch.Tensor:
 def rows_of(entry: Stored | Made, read: list[torch.Tensor]) -> torch.Tensor:
     """An entry's rows as they lie, uint8 [..., R, bytes], of what was read of its parts."""
     return entry.join(read) if isinstance(entry, Made) else read[0]
+
+
+class Decoded(NamedTuple):
+    """An entry as a tensor to be written, decoded when it is: attributes as of `Stored`."""
+
+    dtype: str
+    shape: Shape
+    weights: Callable[[], torch.Tensor]
+
+    def pieces(self, most: int) -> Iterator[np.ndarray]:
+        data = as_bytes(self.weights().to(DTYPES[self.dtype]).contiguous())
+        yield from (data[at : at + most] for at in range(0, len(data), most))
 
 
 # ------------------------------------------------------------------------------------------ checksums

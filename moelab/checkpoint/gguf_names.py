@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +44,10 @@ class Made(NamedTuple):
     shape: Shape
     dtype: str
     transposed: bool = False
+
+    @property
+    def file(self) -> Path:
+        return self.stored[0].file
 
     def slice(self, i: int, rows: int = 1) -> Made:
         """The i-th of its parts of so many experts, where these are stacked."""

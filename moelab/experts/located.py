@@ -29,9 +29,6 @@ def locate(
         if getattr(getattr(experts.source, "device", None), "type", "cpu") != device:
             return None
         if (found := find(experts.layer, chosen.tolist(), dtype)) is not None:
-            packed = any(codec != "raw" for codec, _ in found.values())
-            if packed and experts.has_bias and device == "cpu" and dtype != torch.bfloat16:
-                return None  # numba's kernels take biases beside packed weights for bf16
             return _matrices(experts, found, experts.shapes, dtype, found)
     parts = parts_of(experts)
     whole = [banks(experts, part) for part in parts]
@@ -96,5 +93,5 @@ def _matrices(
         transposed = experts.is_transposed and not codec.endswith(".T")
         kind = PACKED.get(codec.removesuffix(".T"), KINDS[dtype])
         R = shapes[name][-1 if experts.is_transposed else -2]
-        both.append(Matrices(kind, rows, R, transposed, owner))
+        both.append(Matrices(kind, rows, R, transposed, owner, KINDS[dtype]))
     return tuple(both)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from moelab.kernels.linear import linear as multiplied
@@ -14,13 +13,9 @@ from moelab.store.packed import Packed
 def matrices_of(weight: Tensor, bias: Tensor | None = None) -> Matrices:
     """A weight [R, n] and its bias. Valid while they live."""
     if isinstance(weight, Packed):
-        found = weight.matrices()
-    else:
-        row = np.array([[weight.data_ptr(), 0, 0, 0]])
-        found = Matrices(KINDS[weight.dtype], row, len(weight))
-    if bias is not None:
-        found.rows[0, 2] = bias.data_ptr()
-    return found
+        return weight.matrices(bias)
+    row = [weight.data_ptr(), 0, 0 if bias is None else bias.data_ptr(), 0]
+    return Matrices(KINDS[weight.dtype], np.array([row]), len(weight))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -30,6 +25,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def fits(w: Tensor, b: Tensor | None = None) -> bool:
     """Whether kernels read a weight, and a bias, as they lie."""
-    if isinstance(w, Packed):  # their biases are bf16
-        return w.matrices() is not None and (b is None or b.dtype == w.dtype == torch.bfloat16)
-    return w.is_cpu and w.dtype in KINDS and w.is_contiguous() and (b is None or b.dtype == w.dtype)
+    plain = (
+        w.is_cpu and w.dtype in KINDS and w.is_contiguous() and (b is None or b.dtype == w.dtype)
+    )
+    return plain and (not isinstance(w, Packed) or w.matrices() is not None)

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-I8, I16, I32, I64 = map(ir.IntType, (8, 16, 32, 64))
+I1, I8, I16, I32, I64 = map(ir.IntType, (1, 8, 16, 32, 64))
 F16 = ir.HalfType()
 F32 = ir.FloatType()
 VOID = ir.VoidType()

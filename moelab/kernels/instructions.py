@@ -1,11 +1,10 @@
-"""How inputs times weights are summed: as fp32, as pairs of bf16 or as bytes, by what the processor
-has.
+"""How inputs times weights are summed: as fp32, as pairs of bf16 or as whole numbers, by what the
+processor has.
 
 With AVX512_BF16, one instruction multiplies pairs of bf16: bf16 weights and packed ones become such
 pairs, which takes half the instructions. Inputs are cut into their upper 8 bits and the rest, if
-there is one; subnormals are 0. On AVX2, four-bit codes are multiplied as bytes, with inputs in fixed
-point of 16 bits for 32 of them, which takes a third of the instructions; so are int8's codes with
-AVX512_VNNI.
+there is one; subnormals are 0. Codes of few bits are else multiplied as whole numbers, with inputs in
+fixed point of 16 bits for 32 of them: a third of the instructions, and llama.cpp's take 8 bits.
 
 An instruction takes `prepared` inputs, from vectors of fp32 in its `order`, and `weights`: vectors
 that take their inputs one after the other."""
@@ -13,29 +12,22 @@ that take their inputs one after the other."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from typing import Any
 
 from llvmlite import ir
 
-from moelab.kernels.emit import F32, I8, I16, I32, TAGS, Value
-from moelab.kernels.ggml import GGML, Blocks
+from moelab.kernels.emit import F32, I16, I32, Value
 from moelab.kernels.vectors import (
-    BF12,
     BFLOAT16,
     BLOCK,
-    FLOATS,
-    FP8,
     GROUP,
-    HAS_BYTE_SUMS,
     HAS_PAIRS,
-    INT4,
-    INT8,
-    MXFP4,
     PROCESSOR,
     WIDTH,
     WORDS,
+    FewBits,
     Kind,
     joined,
 )
@@ -70,8 +62,6 @@ class Floats:
         """(scales or None, vectors that they multiply) of a step.
 
         at : the addresses of weights and of what lies beside them, and the table."""
-        if self.kind.scaled:
-            return self.kind.codes(*at[:2])
         return [(None, self.kind.vectors(*at))]
 
     def terms(
@@ -104,9 +94,11 @@ class Pairs(Floats):
     def weights(self, x_kind, at):
         """Once for the upper halves of inputs, and again for the lower ones, which bf16 does not
         have."""
-        groups = [lane % 8 // 4 for lane in range(WIDTH)]
         pairs = self.kind.pairs(*at)
-        scales = self.kind.scales(at[1], groups) if self.kind.scaled else None
+        scales = None
+        if hasattr(self.kind, "scales"):
+            groups = [lane % 8 // 4 for lane in range(WIDTH)]
+            scales = self.kind.scales(*at[:2]).shuffled(groups)
         return [(scales, pairs if x_kind is BFLOAT16 else pairs * 2)]
 
 
@@ -116,7 +108,7 @@ class Integers(Floats):
 
     lanes = 8
 
-    def __init__(self, kind: Blocks) -> None:
+    def __init__(self, kind: FewBits) -> None:
         self.kind = kind
         self.order = list(range(kind.step))
         self.groups = kind.step // kind.group
@@ -160,10 +152,10 @@ class Integers(Floats):
     def weights(self, x_kind, at):
         """For each 32 weights (their number, the scales of all groups) and codes, at last what is
         added."""
-        scales = self.kind.scales(at[0])
-        for number, codes in enumerate(self.kind.codes(at[0])):
+        scales = self.kind.scales(*at[:2])
+        for number, codes in enumerate(self.kind.codes(*at[:2])):
             yield (number, scales), codes
-        if added := scales if self.kind.offset else self.kind.minima(at[0]):
+        if added := scales if self.kind.offset else self.kind.minima(*at[:2]):
             yield (None, added), []
 
     def terms(self, inputs, part, vectors, scales):
@@ -205,13 +197,9 @@ def fma(a: Value, b: Value, c: Value) -> Value:
     return a.call(f"fma.v{a.type.count}f32", b, c)
 
 
-def _instructions() -> dict[Kind, Floats]:
-    found = {}
-    if HAS_PAIRS:
-        found |= {kind: Pairs(kind) for kind in (BFLOAT16, BF12, INT4, MXFP4, FP8)}
-    found |= {kind: Integers(kind) for kind in GGML.values()}
-    return {kind: found.get(kind) or Floats(kind) for kind in TAGS.values()}
-
-
-#: kind → how its weights are multiplied on this processor
-INSTRUCTIONS = _instructions()
+@cache
+def instruction(kind: Kind) -> Floats:
+    """How weights of a kind are multiplied on this processor."""
+    if HAS_PAIRS and hasattr(kind, "pairs"):
+        return Pairs(kind)
+    return Integers(kind) if isinstance(kind, FewBits) else Floats(kind)

@@ -29,13 +29,11 @@ PANEL = 1 << 20  # weights that are widened before they are multiplied
 _PLAIN = {kind: dtype for dtype, kind in KINDS.items()}
 
 
-def linear(x: Tensor, of: Matrices, bias: Tensor | None = None) -> Tensor:
-    """`F.linear` of x [..., n] with one matrix, summed in fp32; `bias` in place of one in `of`."""
+def linear(x: Tensor, of: Matrices) -> Tensor:
+    """`F.linear` of x [..., n] with one matrix, summed in fp32."""
     rows = x.reshape(-1, x.shape[-1])
-    dtype = x.dtype if bias is None else torch.float32
     few = len(rows) == 1 or len(rows) <= _few(x.dtype, of, x.shape[-1])
-    y = multiply(of, np.array([0, len(rows)]), rows, dtype=dtype) if few else product(of, 0, rows)
-    y = y if bias is None else y + bias
+    y = multiply(of, np.array([0, len(rows)]), rows) if few else product(of, 0, rows)
     return y.to(x.dtype).view(*x.shape[:-1], of.R)
 
 
@@ -69,7 +67,7 @@ def product(of: Matrices, m: int, x: Tensor) -> Tensor:
         parts.append(x @ w if of.transposed else F.linear(x, w))
     y = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     if (bias := int(of.rows[m, 2])) != 0:
-        y += memory(bias, (of.R,), _PLAIN.get(of.kind, torch.bfloat16))
+        y += memory(bias, (of.R,), _PLAIN.get(of.biases or of.kind, torch.bfloat16))
     return y
 
 

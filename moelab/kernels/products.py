@@ -25,7 +25,7 @@ from torch import Tensor
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, kept, pointer, read, take, together
 from moelab.kernels.ggml import GGML
-from moelab.kernels.instructions import INSTRUCTIONS, Pairs
+from moelab.kernels.instructions import Pairs, instruction
 from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
     ROWS,
@@ -70,11 +70,12 @@ _MEASURED: dict[tuple, float] = {}
 class Matrices(NamedTuple):
     """M matrices of the same kind and shape, wherever they lie; or [L, M] of L layers.
 
-    kind : a value of `KINDS`, or of `PACKED` for weights whose last dimension is a multiple of 64; of L
-        layers one of each.
+    kind : a value of `KINDS`, or of `PACKED` for weights whose last dimension is a multiple of 64,
+        of K-quants of 256; of L layers one of each.
     rows : int64 [M, 4], addresses of weights [R, n], or [n, R] if `transposed`, and of biases, 0 for
-        none: (w, 0, bias, 0); of bf12 (low bytes, codes, bias in bf16, number of escapes); of few-bit
-        formats (codes, scales, bias in bf16, 0), always [R, n].
+        none: (w, 0, bias, 0); of bf12 (low bytes, codes, bias, number of escapes); of few-bit formats
+        (codes, scales, bias, 0), always [R, n], and of GGML's (blocks, 0, bias, 0).
+    biases : a value of `KINDS`; None for weights' own, of packed ones bf16.
     owner : has the memory, if nothing else keeps it.
     """
 
@@ -83,12 +84,13 @@ class Matrices(NamedTuple):
     R: int
     transposed: bool = False
     owner: Any = None
+    biases: Kind | None = None
 
     def plan(self, x: Kind) -> np.ndarray:
         """Of `multiply_into`, for inputs x: [3], or [L, 3]."""
         if isinstance(self.kind, Kind):
-            return plan_of(self.kind, self.transposed, x)
-        return np.stack([plan_of(kind, self.transposed, x) for kind in self.kind])
+            return plan_of(self.kind, self.transposed, x, self.biases)
+        return np.stack([plan_of(kind, self.transposed, x, self.biases) for kind in self.kind])
 
 
 def layers(of: Sequence[Matrices], rows: np.ndarray) -> Matrices:
@@ -201,7 +203,7 @@ def _job_at(at):
 
 
 @kernel
-def _rows(x_kind, kind, at):
+def _rows(x_kind, kind, b_kind, at):
     """Pieces of the rows layout until none is left."""
     jobs, matrices, bounds, inputs = _job_at(at)
     job = jobs[0]
@@ -215,7 +217,16 @@ def _rows(x_kind, kind, at):
         for group in range(bounds[m], bounds[m + 1], GROUP):
             group_end = min(group + GROUP, bounds[m + 1])
             _rows_of_group(
-                x_kind, kind, job, matrices[m], address(inputs), group, group_end, begin, end
+                x_kind,
+                kind,
+                b_kind,
+                job,
+                matrices[m],
+                address(inputs),
+                group,
+                group_end,
+                begin,
+                end,
             )
         if matrices[m, 3] > 0:
             mine = inputs[bounds[m] : bounds[m + 1]]
@@ -223,7 +234,7 @@ def _rows(x_kind, kind, at):
 
 
 @kernel
-def _rows_of_group(x_kind, kind, job, matrix, inputs, first, last, begin, end):
+def _rows_of_group(x_kind, kind, b_kind, job, matrix, inputs, first, last, begin, end):
     """Rows begin…end of a matrix times the tokens first…last, by tiles."""
     n, R, (w, other, bias) = job.n, job.R, (matrix[0], matrix[1], matrix[2])
     whole = n - n % step(kind)
@@ -253,13 +264,13 @@ def _rows_of_group(x_kind, kind, job, matrix, inputs, first, last, begin, end):
             else:
                 dots(1, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
             if whole < n or bias != 0:
-                _add_rest(kind, x, tokens, at, whole, n, bias, r, rows, to, R)
+                _add_rest(kind, b_kind, x, tokens, at, whole, n, bias, r, rows, to, R)
             token += tokens
         r += rows
 
 
 @kernel
-def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
+def _add_rest(kind, b_kind, x, tokens, w, whole, n, bias, r, rows, to, R):
     """Add to a tile what is beyond the whole steps, and the bias."""
     inputs = carray(pointer(x), tokens, np.int64)
     for t in range(tokens):
@@ -268,7 +279,7 @@ def _add_rest(kind, x, tokens, w, whole, n, bias, r, rows, to, R):
             for j in range(whole, n):
                 total += weight(kind, w + span(kind, i * n), j) * weight(F32, inputs[t], j)
             if bias != 0:
-                total += weight(kind, bias, r + i)
+                total += weight(b_kind, bias, r + i)
             write(F32, to, t * R + i, total)
 
 
@@ -302,7 +313,7 @@ def _add_escapes(order, kind, transposed, job, matrix, inputs, first, begin, end
 
 
 @kernel
-def _columns(kind, at):
+def _columns(kind, b_kind, at):
     """Pieces of the transposed layout: sums of many outputs stay in the cache while rows of weights
     are read."""
     jobs, matrices, bounds, inputs = _job_at(at)
@@ -320,7 +331,7 @@ def _columns(kind, at):
             mine = inputs[token : min(token + len(sums), bounds[m + 1])]
             sums[:] = 0
             _sum_columns(kind, job, matrices[m], mine, begin, whole, sums)
-            _store_columns(kind, job, matrices[m], mine, token, begin, end, whole, sums)
+            _store_columns(kind, b_kind, job, matrices[m], mine, token, begin, end, whole, sums)
             if matrices[m, 3] > 0:
                 _add_escapes(F32, kind, True, job, matrices[m], mine, token, begin, end)
 
@@ -343,7 +354,7 @@ def _sum_columns(kind, job, matrix, inputs, begin, whole, sums):
 
 
 @kernel
-def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
+def _store_columns(kind, b_kind, job, matrix, inputs, token, begin, end, whole, sums):
     """Write the sums of the `whole` first outputs, those of the others, and biases."""
     w = matrix[0]
     bias = matrix[2]
@@ -354,22 +365,25 @@ def _store_columns(kind, job, matrix, inputs, token, begin, end, whole, sums):
             for i in range(job.n if r >= begin + whole else 0):
                 total += weight(F32, inputs[t], i) * weight(kind, w + span(kind, i * R), r)
             if bias != 0:
-                total += weight(kind, bias, r)
+                total += weight(b_kind, bias, r)
             write(F32, job.y, (token + t) * R + r, total)
 
 
 @cache
-def plan_of(kind: Kind, transposed: bool = False, x: Kind = FLOAT32) -> np.ndarray:
-    """Of `multiply_into`, for weights of a kind and inputs x."""
-    in_pairs = x is BFLOAT16 and isinstance(INSTRUCTIONS[kind], Pairs)
+def plan_of(
+    kind: Kind, transposed: bool = False, x: Kind = FLOAT32, biases: Kind | None = None
+) -> np.ndarray:
+    """Of `multiply_into`, for weights of a kind, inputs x and biases, see `Matrices`."""
+    in_pairs = x is BFLOAT16 and isinstance(instruction(kind), Pairs)
     tag = kind.tag
     x_tag = x.tag if in_pairs else F32
+    b_tag = (biases or (kind if kind in KINDS.values() else BFLOAT16)).tag
 
     def rows(at):
-        _rows(x_tag, tag, at)
+        _rows(x_tag, tag, b_tag, at)
 
     def columns(at):
-        _columns(tag, at)
+        _columns(tag, b_tag, at)
 
     if transposed:
         return np.array([_order(x, FLOAT32), c_function(columns), OUTPUTS])

@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
-from moelab.kernels.instructions import INSTRUCTIONS, Pairs, fma, product
+from moelab.kernels.instructions import Pairs, fma, instruction, product
 from moelab.kernels.vectors import (
     BLOCK,
     FLOAT16,
@@ -61,10 +61,10 @@ def dots(
     matrix = [(w + first, other + second) for first, second in before]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
     # computes too much.
-    in_turn = tokens <= 2 and kind.size >= kind.block
+    in_turn = tokens == 1 or tokens == 2 and kind.size >= kind.block
     turns = [[r] for r in range(rows)] if in_turn else [list(range(rows))]
     chains = 4 if tokens * len(turns[0]) == 1 else 1
-    floats = INSTRUCTIONS[kind].floats
+    floats = instruction(kind).floats
     sums = [[_Sum(x.builder, floats, chains) for _ in range(rows)] for _ in range(tokens)]
     for turn in turns:
         with (n & -kind.step).steps(kind.step) as i:
@@ -74,7 +74,7 @@ def dots(
                 here = matrix[r][0] + kind.span(i)
                 beside = matrix[r][1] + kind.beside(i)
                 _fetch_ahead(kind, here, beside, ahead)
-                weights = INSTRUCTIONS[kind].weights(x_kind, (here, beside, table))
+                weights = instruction(kind).weights(x_kind, (here, beside, table))
                 _add_products(kind, [of[r] for of in sums], values, weights)
     for t in range(tokens):
         _store_sums(out + apart * t * 4, [one.total() for one in sums[t]])
@@ -109,7 +109,7 @@ def _add_products(kind: Kind, sums: list[_Sum], values: list[list[Value]], weigh
     part = 0
     for number, (scales, vectors) in enumerate(weights):
         for total, inputs in zip(sums, values):
-            terms = INSTRUCTIONS[kind].terms(inputs, part, vectors, scales)
+            terms = instruction(kind).terms(inputs, part, vectors, scales)
             for at, term in enumerate(terms, number):
                 total.add(at, *term)
         part += len(vectors)
@@ -156,7 +156,7 @@ def spread(kind: Kind, order: Kind, x, n, out):
     """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights
     of `order`, as these are multiplied."""
     size = order.step
-    wanted = INSTRUCTIONS[order].order
+    wanted = instruction(order).order
     begins = range(0, size, STEP)
     given = [begin + number for begin in begins for number in kind.order]
     with n.steps(size) as i:
@@ -165,13 +165,13 @@ def spread(kind: Kind, order: Kind, x, n, out):
             where = [given.index(number) for number in wanted]
             whole = joined(parts)
             parts = [whole.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
-        for at, vector in enumerate(INSTRUCTIONS[order].prepared(parts)):
+        for at, vector in enumerate(instruction(order).prepared(parts)):
             (out + i * 4 + 4 * vector.type.count * at).store(vector)
 
 
 @emitted(types.float32)
 def weight(kind: Kind, w, i):
-    """The i-th weight at an address, as fp32; a packed matrix has biases of bf16."""
+    """The i-th number of a plain kind at an address, as fp32."""
     if kind is FLOAT32:
         return w.load(F32, i)
     if kind is FLOAT16:
@@ -189,7 +189,7 @@ def write(kind: Kind, address, i, value):
 def _place(kind: Kind, i: Value) -> Value:
     """Where the i-th input lies among those that `dots` is given; i counts from a multiple of
     `step`."""
-    order = INSTRUCTIONS[kind].order
+    order = instruction(kind).order
     if order == list(range(kind.step)):
         return i
     places = [fill(I64, order.index(number)) for number in range(kind.step)]
@@ -208,7 +208,7 @@ def given(kind: Kind, x, i):
     """The i-th input among those that `dots` is given, of kinds that are multiplied as fp32 or as
     pairs."""
     at = _place(kind, i)
-    if not isinstance(INSTRUCTIONS[kind], Pairs):
+    if not isinstance(instruction(kind), Pairs):
         return x.load(F32, at)
     # as `Pairs.prepared` writes a block
     upper = (at & -BLOCK) * 2 + (at & 32) + (at & 15) * 2 + (at >> 4 & 1)

@@ -12,6 +12,7 @@ weights are multiplied is in `moelab.kernels.instructions`."""
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from math import nan
 from struct import pack, unpack
 from typing import Any
@@ -35,7 +36,6 @@ BYTES = ir.VectorType(I8, 4 * WIDTH)
 #: whether bytes are looked up in tables of 64 and 128, by their low bits
 LOOKS_UP_BYTES = bool(_FEATURES.get("avx512vbmi"))
 HAS_PAIRS = WIDTH == 16 and LOOKS_UP_BYTES and bool(_FEATURES.get("avx512bf16"))
-HAS_BYTE_SUMS = WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {
     ("x86_64", 64): f"x86.avx512.{'permvar.qi' if LOOKS_UP_BYTES else 'pshuf.b'}.512",
@@ -64,17 +64,14 @@ class Kind:
     size, other : bytes of `block` weights at their first address and at the other one.
     step : weights that a loop takes at a time. order : which of them is where in what
         `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
-    scaled : whether weights are codes times scales.
 
     A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
-    `pair_order`. One that is multiplied as bytes has `bytes(weights)`, codes as bytes without signs,
-    each `offset` larger than `factor` times its value, in `byte_order`.
+    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`.
     """
 
     size = 128
     other = 0
     block = BLOCK
-    scaled = False
     step = STEP
     order = list(range(STEP))
 
@@ -171,60 +168,72 @@ class Bf12(Kind):
 
 
 class FewBits(Kind):
-    """Codes times scales, bf16 for each 32 weights unless a subclass says otherwise.
+    """Codes, whole numbers less an offset, times scales, of some plus minima.
 
-    `codes(weights, other)` yields the vectors of scales of a block, each with the vectors of fp32
-    codes that it multiplies."""
+    group : weights that share a scale. offset : by how much codes are larger than what scales
+        multiply. shift : "ashr" for bytes with signs. order : which of 64 weights comes when in `codes`.
+    """
 
     size = 32
     other = 4
-    scaled = True
     step = BLOCK
+    group = GROUP
+    offset = 0
+    shift = "lshr"
     order = list(range(BLOCK))
 
+    def scales(self, weights: Value, other: Value) -> Value:
+        """fp32 [step / group], of a step; here bf16, for each 32 weights."""
+        return (other.load(ir.VectorType(I16, 2)).to(I32, "zext") << 16).to(F32)
+
+    def minima(self, weights: Value, other: Value) -> Value | None:
+        """What is added, as `scales`."""
+        return None
+
+    def codes(self, weights: Value, other: Value) -> Iterator[list[Value]]:
+        """For each 32 weights two vectors of 16 whole numbers of 16 bits."""
+        raise NotImplementedError
+
+    def in_turn(self, codes: Value) -> list[Value]:
+        """32 bytes as 16 bits: the even ones, the odd ones."""
+        words = codes.to(ir.VectorType(I16, 16))
+        return [(words << 8).made(self.shift, 8), words.made(self.shift, 8)]
+
+    def group_of(self, place: int) -> int:
+        """Of the code that comes in this place of a step."""
+        return (place // BLOCK * BLOCK + self.order[place % BLOCK]) // self.group
+
     def vectors(self, weights, other, table):
-        parts = self.codes(weights, other)
-        return [value * self.usable(scales) for scales, values in parts for value in values]
-
-    def usable(self, scales: Value) -> Value:
-        """Scales that may be multiplied by themselves."""
-        return scales
-
-    def scales(self, address: Value, groups: list[int]) -> Value:
-        """A vector of the scales of the given groups of a block, 0 or 1.
-
-        Both lie in one word: each lane moves its own to where fp32 has those bits."""
-        both = address.load(I32).everywhere(WIDTH)
-        return (both << [16 - 16 * group for group in groups] & 0xFFFF0000).to(F32)
+        scales = self.scales(weights, other)
+        minima = self.minima(weights, other)
+        found = []
+        for part in (part for both in self.codes(weights, other) for part in both):
+            groups = [self.group_of(16 * len(found) + i) for i in range(16)]
+            whole = (part - self.offset).to(I32, "sext").to(F32, "sitofp")
+            value = whole * scales.shuffled(groups)
+            found.append(value + minima.shuffled(groups) if minima else value)
+        return found
 
 
 class Int8(FewBits):
     size = 64
-    offset = 128
-    factor = 1.0
-    byte_order = FewBits.order
 
     def codes(self, weights, other):
-        for group in (0, 1):
-            begins = range(group * GROUP, group * GROUP + GROUP, WIDTH)
-            found = [(weights + at).load(ir.VectorType(I8, WIDTH)) for at in begins]
-            values = [codes.to(I32, "sext").to(F32, "sitofp") for codes in found]
-            yield self.scales(other, [group] * WIDTH), values
-
-    def bytes(self, weights):
-        return [weights.load(ir.VectorType(I8, BLOCK)) + self.offset]
+        for begin in range(0, BLOCK, GROUP):
+            yield bytes_with_signs(weights + begin)
 
 
 class FourBits(FewBits):
-    """Two codes a byte, four a word of 16 bits, which are decoded one from each word at a time.
+    """Two codes a byte.
 
-    values : of the 16 codes, times `factor` whole numbers."""
+    values : of the 16 codes, whole numbers."""
 
     order = [
-        begin + 4 * lane + k
-        for begin in range(0, BLOCK, 4 * WIDTH)
-        for k in range(4)
-        for lane in range(WIDTH)
+        begin + 4 * i + lane + 2 * odd
+        for begin in (0, GROUP)
+        for odd in (0, 1)
+        for lane in (0, 1)
+        for i in range(8)
     ]
     pair_order = [
         8 * (lane % 8) + 4 * odd + lane // 8 + k
@@ -232,68 +241,57 @@ class FourBits(FewBits):
         for odd in range(2)
         for lane in range(WIDTH)
     ]
-    byte_order = [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
 
     def codes(self, weights, other):
-        for begin in range(0, BLOCK, BYTES.count):
-            words = (weights + begin // 2).load(ir.VectorType(I16, WIDTH)).to(I32, "zext")
-            groups = [(begin + 4 * lane) // GROUP for lane in range(WIDTH)]
-            yield self.scales(other, groups), [self._decoded(words >> 4 * k) for k in range(4)]
+        for begin in range(0, BLOCK // 2, GROUP // 2):
+            yield self.in_turn(self.whole(halves(weights + begin)))
+
+    def whole(self, codes: Value) -> Value:
+        """Bytes from codes of four bits."""
+        return codes
 
     def pairs(self, weights, other, table):
         # A code of each word in one half of a register, the next one in the other.
         words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
-        table = words.of([_in_bf16(value / self.factor) for value in self.values] * 2)
+        table = words.of([_in_bf16(value) for value in self.values] * 2)
         codes = (words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH for k in (0, 2))
         return [table.call("x86.avx512.permvar.hi.512", one).to(WORDS) for one in codes]
-
-    def _decoded(self, words: Value) -> Value:
-        """The values of codes in the low four bits of words, as fp32."""
-        if WIDTH == 16:  # a look-up that ignores the other bits
-            table = words.of([value / self.factor for value in self.values], FLOATS)
-            return table.call("x86.avx512.permvar.sf.512", words)
-        table = words.of([*map(int, self.values)], ir.VectorType(I8, 16))
-        found = looked_up(table, words.to(BYTES)).to(WORDS)
-        exact = (found << 24).made("ashr", 24).to(F32, "sitofp")  # of each word the lowest byte
-        return exact * (1 / self.factor)
 
 
 class Int4(FourBits):
     offset = 8
     values = [*range(-8, 8)]
-    factor = 1.0
-
-    def bytes(self, weights):
-        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
-        return [codes & 15, codes >> 4]
 
 
 class Mxfp4(FourBits):
-    """e2m1 times e8m0, a byte for each 32 weights."""
+    """Twice e2m1 times half of e8m0, a byte for each 32 weights."""
 
     other = 2
-    offset = 12
-    factor = 2.0
+    shift = "ashr"
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
-    def usable(self, scales: Value) -> Value:  # 2⁻¹²⁷ is a subnormal, which products may take for 0
-        return scales.is_("==", 0.0).made("select", scales.of(2.0**-127), scales)
+    def scales(self, weights, other):
+        return halved_e8m0(other.load(ir.VectorType(I8, 2)))
 
-    def scales(self, address: Value, groups: list[int]) -> Value:
-        both = address.load(I16).everywhere(2 * WIDTH).to(WORDS)
-        return (both << [23 - 8 * group for group in groups] & 0x7F800000).to(F32)
+    def whole(self, codes):
+        return from_e2m1(codes)
 
-    def bytes(self, weights):
-        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
-        table = codes.of([int(value) + self.offset for value in self.values], ir.VectorType(I8, 16))
-        return [looked_up(table, part) for part in (codes, codes >> 4)]
+    def vectors(self, weights, other, table):
+        """With the sign of −0, which whole numbers do not have."""
+        codes = (code for at in (0, 16) for code in self.in_turn(halves(weights + at)))
+        return [
+            ((code & 8).to(I32, "zext") << 28 | value.to(I32)).to(F32)
+            for code, value in zip(codes, super().vectors(weights, other, table))
+        ]
 
 
-class Fp8(FewBits):
+class Fp8(Kind):
     """e4m3, fp32 scales for 128 rows × 128 inputs, of which a block is half a row."""
 
     size = 64
     other = 2
+    step = BLOCK
+    order = list(range(BLOCK))
     pair_order = UNPACKED
 
     def beside(self, count):
@@ -302,13 +300,13 @@ class Fp8(FewBits):
     def beside_rows(self, rows, n):
         return (rows >> 7) * (n + 127 >> 7) * 4
 
-    def codes(self, weights, other):
-        found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
-        values = [vector for codes in found for vector in _from_e4m3(codes)]
-        yield self.scales(other, []) * 256.0, values
+    def scales(self, weights, other):
+        return other.load(F32).everywhere(2)
 
-    def scales(self, address: Value, groups: list[int]) -> Value:
-        return address.load(F32).everywhere(WIDTH)
+    def vectors(self, weights, other, table):
+        found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
+        scale = (other.load(F32) * 256.0).everywhere(WIDTH)
+        return [vector * scale for codes in found for vector in _from_e4m3(codes)]
 
     def pairs(self, weights, other, table):
         codes = weights.load(BYTES)
@@ -322,6 +320,31 @@ class Fp8(FewBits):
         first = codes.of(table[:64])
         second = codes.of(table[64:])
         return first.call("x86.avx512.vpermi2var.qi.512", codes, second)
+
+
+def bytes_with_signs(address: Value) -> list[Value]:
+    """32 of them as two vectors of 16 bits."""
+    parts = ((address + at).load(ir.VectorType(I8, 16)) for at in (0, 16))
+    return [part.to(I16, "sext") for part in parts]
+
+
+def halves(address: Value) -> Value:
+    """The low halves of 16 bytes, then the high ones: 32 bytes."""
+    twice = address.load(ir.VectorType(I32, 4)).shuffled([*range(4)] * 2)
+    return (twice >> [0] * 4 + [4] * 4 & 0x0F0F0F0F).to(ir.VectorType(I8, 32))
+
+
+def from_e2m1(codes: Value) -> Value:
+    """Twice the values of codes: bytes."""
+    table = codes.of([*map(int, Mxfp4.values)], ir.VectorType(I8, 16))
+    return looked_up(table, codes)
+
+
+def halved_e8m0(codes: Value) -> Value:
+    """Half of each power of two, fp32; the lowest two are subnormals."""
+    bits = codes.to(I32, "zext")
+    subnormal = bits.of(0x200000) << bits
+    return bits.is_("<", 2).made("select", subnormal, bits - 1 << 23).to(F32)
 
 
 def _e4m3(code: int) -> float:

@@ -231,9 +231,8 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
-    plain = {name: getattr(value, "tolist", lambda v=value: v)() for name, value in fields.items()}
     of = GGUF_TOKENIZER_MAPPING["tokenizer"].items()
-    said = {ours: plain[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in plain}
+    said = {ours: fields[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in fields}
     kind, split = said["tokenizer_type"], said.get("pre_tokenizer_type", "default")
     split = SPLITS.get(split, split)
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
@@ -258,6 +257,23 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
             if i is not None and i < len(tokens)
         },
     )
+
+
+def pre_tokenizer(tokenizer: Any) -> str | None:
+    """llama.cpp's name of the way in which a byte-level tokenizer splits text; None where it has none
+    that is known."""
+    import json
+
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+
+    if tokenizer is None or not tokenizer.is_fast:
+        return None
+    first = json.loads(tokenizer.backend_tokenizer.to_str())["pre_tokenizer"] or {}
+    first = first.get("pretokenizers", [first])[0]
+    if first.get("type") == "ByteLevel" and first["use_regex"]:
+        return "gpt-2"
+    split = first.get("pattern", {}).get("Regex")
+    return next((name for name, of in GGUF_PRE_TOKENIZER_SPLITS.items() if of == split), None)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from moelab.base.registry import Entry, find
 from moelab.store import bf12, bits, fewbit, huffman, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, WORTH, Codec
+from moelab.store.ggml import GGML
 
 #: exponent bytes that a shard has at least; a third of it, 180 KB, is stored. Below, fixed costs
 #: show.
@@ -54,9 +55,12 @@ def find_codec(name: str) -> Codec:
 
 
 def read_codec(record: Any) -> Codec:
-    """The codec of a `Codec.record`, few-bit formats and packings included. Raises ValueError."""
+    """The codec of a `Codec.record`, few-bit formats, packings and GGML's types included. Raises
+    ValueError."""
     if isinstance(record, dict):
         return packings.from_record(record)
+    if record in GGML:
+        return GGML[record]
     if record.removesuffix(".T") in fewbit.FORMATS:
         return fewbit.find_format(record)
     return find_codec(record)

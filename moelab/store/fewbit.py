@@ -40,7 +40,7 @@ from moelab.base.registry import Entry, require
 from moelab.kernels.linear import widened
 from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.kernels.vectors import BLOCK as PART
-from moelab.kernels.vectors import WIDTH
+from moelab.kernels.vectors import Kind
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.fewbit_kernels import round_groups
@@ -157,9 +157,10 @@ class Format(FewBits):
         if not _kernel_widens(self, codes, scales, target):
             target.copy_(self.dequantize(codes, scales).view(target.shape))
         elif target.is_contiguous():
-            _widen(self, codes, scales, target)
+            widen(PACKED[self.kind], codes, scales, target)
         else:
-            target.copy_(_widen(self, codes, scales, torch.empty(target.shape, dtype=target.dtype)))
+            made = torch.empty(target.shape, dtype=target.dtype)
+            target.copy_(widen(PACKED[self.kind], codes, scales, made))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         return self.name if rows_in_blocks(shape[::-1] if self.transposed else shape) else ""
@@ -269,10 +270,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return np.array_equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def _widen(form: Format, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Write the weights into a contiguous tensor on the CPU, which is returned."""
+def widen(kind: Kind, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
+    """Write weights into a contiguous tensor on the CPU, which is returned.
+
+    codes, scales : what lies at a kind's two addresses. Rows of `out` are whole steps of the kind."""
     row = np.array([[codes.data_ptr(), scales.data_ptr(), 0, 0]])
-    return widened(Matrices(PACKED[form.kind], row, len(out)), 0, 0, out)
+    return widened(Matrices(kind, row, len(out)), 0, 0, out)
 
 
 def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> bool:
@@ -283,6 +286,6 @@ def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) 
     if form.kind == "fp8":
         nan = int((codes.view(torch.uint8) << 1).amax()) == 254
         return not nan and bool((scales.abs() < 2.0**119).all())
-    if form.kind == "mxfp4":  # narrower look-ups know no −0
-        return WIDTH == 16 and bool((scales < 255).all())
+    if form.kind == "mxfp4":
+        return bool((scales < 255).all())
     return True

@@ -10,13 +10,15 @@ Source: ggml, `ggml-common.h` and `ggml-quants.c`; gguf-py, `gguf.quants`."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from moelab.store.fewbit import FewBits
+from moelab.kernels.products import KINDS, PACKED
+from moelab.store.fewbit import FewBits, widen
 from moelab.store.headers import Shape
 
 
@@ -52,16 +54,26 @@ class GGMLFormat(FewBits):
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
-        out.copy_(self.dequantize(blob, tuple(out.shape)))
+        if self.kernel("", out.shape) and out.is_contiguous() and out.dtype in KINDS:
+            blocks = self.split(blob, tuple(out.shape))["blocks"]
+            widen(PACKED[self.name], blocks, blocks, out)
+        else:
+            out.copy_(self.dequantize(blob, tuple(out.shape)))
 
     def dequantize(self, blob: Any, shape: Shape) -> Tensor:
         """The weights of a blob in fp32, bit for bit as gguf-py has them."""
+        blocks = self.split(blob, shape)["blocks"]
+        if self.kernel("", shape):
+            return widen(PACKED[self.name], blocks, blocks, torch.empty(shape))
         from gguf import GGMLQuantizationType, quants
 
-        blocks = self.split(blob, shape)["blocks"].numpy()
         with np.errstate(all="ignore"):  # a scale may be any number of fp16
-            found = quants.dequantize(blocks, GGMLQuantizationType[self.name])
+            found = quants.dequantize(blocks.numpy(), GGMLQuantizationType[self.name])
         return torch.from_numpy(found).view(shape)
+
+    def kernel(self, dtype: str, shape: Shape) -> str:
+        known = self.name in PACKED and len(shape) > 1 and prod(shape) > 0
+        return self.name if known and shape[-1] % PACKED[self.name].step == 0 else ""
 
 
 #: GGML's name of a type → its format

@@ -28,14 +28,14 @@ from moelab.store.headers import DTYPES, Header, Stored, block_of, nbytes
 #: kinds of values → numpy's types; texts and arrays
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
 TEXT, ARRAY = 8, 9
-#: bytes before the tensors, texts there, fields, tensors, files of a model at most
-HEAD, TEXTS, FIELDS, TENSORS, SHARDS = 64 << 20, 1 << 20, 1 << 16, 1 << 18, 10_000
+#: bytes before the tensors, entries of arrays there, fields, tensors, files of a model at most
+HEAD, ENTRIES, FIELDS, TENSORS, SHARDS = 64 << 20, 1 << 21, 1 << 16, 1 << 18, 10_000
 #: the name of one of several files of a model
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def read_gguf(file: Path) -> tuple[Record, Header]:
-    """(fields, tensors by name) of one GGUF file; arrays of numbers are numpy's, shapes torch's.
+    """(fields, tensors by name) of one GGUF file; shapes are torch's.
 
     Raises ValueError, naming the file and what is wrong, for one that is cut off, contradicts
     itself or has types that are not read."""
@@ -50,7 +50,7 @@ class _Head:
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
-        self.at = self.count = 0
+        self.at = self.entries = 0
 
     def take(self, n: int) -> bytes:
         found = self.data[self.at : self.at + n]
@@ -63,9 +63,6 @@ class _Head:
         return int.from_bytes(self.take(size), "little")
 
     def texts(self, n: int) -> list[str]:
-        self.count += n
-        if self.count > TEXTS:
-            raise ValueError(f"it has more than {TEXTS:,} texts, which no vocabulary has")
         found = []
         data, begin = self.data, self.at
         for _ in range(n):
@@ -80,12 +77,15 @@ class _Head:
     def value(self, kind: int) -> Any:
         if kind == TEXT:
             return self.texts(1)[0]
-        if kind == ARRAY:
-            kind, n = self.number(4), self.number(8)
-            if kind == TEXT:
-                return self.texts(n)
-            return np.frombuffer(self.take(n * _scalar(kind).itemsize), _scalar(kind))
-        return np.frombuffer(self.take(_scalar(kind).itemsize), _scalar(kind))[0].item()
+        if kind != ARRAY:
+            return np.frombuffer(self.take(_scalar(kind).itemsize), _scalar(kind))[0].item()
+        kind, n = self.number(4), self.number(8)
+        self.entries += n
+        if self.entries > ENTRIES:
+            raise ValueError(f"its arrays have more than {ENTRIES:,} entries, as no vocabulary has")
+        if kind == TEXT:
+            return self.texts(n)
+        return np.frombuffer(self.take(n * _scalar(kind).itemsize), _scalar(kind)).tolist()
 
 
 def _scalar(kind: int) -> np.dtype:

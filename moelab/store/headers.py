@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -105,6 +105,11 @@ class Stored(NamedTuple):
         if len(raw) != size:
             raise ValueError(f"{self.file} became shorter while it was read")
         return raw
+
+    def pieces(self, most: int) -> Iterator[np.ndarray]:
+        """All its bytes, at most so many at a time."""
+        for begin in range(0, self.nbytes, most):
+            yield self.read(begin, min(most, self.nbytes - begin))
 
     def slice(self, i: int, rows: int = 1) -> Stored:
         """The i-th of its parts of so many rows."""

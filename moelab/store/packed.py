@@ -75,14 +75,17 @@ class Packed(Tensor):
         self.codec.decompress(chosen, out.view(-1, n))
         return out
 
-    def matrices(self) -> Matrices | None:
-        """The matrix as kernels multiply it; None if they do not. Valid while this lives."""
+    def matrices(self, bias: Tensor | None = None) -> Matrices | None:
+        """The matrix as kernels multiply it; None if they do not. Valid while this and the bias live."""
         shape = tuple(self.shape)
         kind = PACKED.get(self.codec.kernel(NAMES[self.dtype], shape)) if len(shape) == 2 else None
         if kind is None:
             return None
         row = self.codec.row(self.blob.data_ptr(), len(self.blob), shape)
-        return Matrices(kind, np.array([row]), shape[0])
+        if bias is None:
+            return Matrices(kind, np.array([row]), shape[0])
+        row[2] = bias.data_ptr()
+        return Matrices(kind, np.array([row]), shape[0], biases=KINDS[bias.dtype])
 
     @classmethod
     def __torch_function__(
@@ -139,10 +142,11 @@ def _linear(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | 
         of is not None and of.requires_grad for of in (input, weight, bias)
     )
     fits = input.numel() and input.dtype == weight.dtype and input.dtype in KINDS
+    fits = fits and (bias is None or bias.dtype in KINDS and bias.is_contiguous())
     if recorded or torch.compiler.is_compiling() or not fits or input.shape[-1] != weight.shape[-1]:
         return None
-    found = weight.matrices()
-    return found and linear(input, found, bias)
+    found = weight.matrices(bias)
+    return found and linear(input, found)
 
 
 def _embedding(

@@ -296,7 +296,7 @@ class StoreWriter:
     ) -> None:
         """Write headers, the other weights, the small files and the index; all but the renaming.
 
-        weights : by key, where they are in safetensors files; copied piece by piece.
+        weights : by key, where they are in files, or what decodes them; copied piece by piece.
         files : (name, content) of config, tokenizer and the like.
         source : the source's files, for `layout.json`; None for a store that cannot be restored to
         a source."""
@@ -349,8 +349,7 @@ class StoreWriter:
         with open(self.folder / WEIGHTS, "wb") as out:
             out.write(bytes(len(weights_header(written, "0" * 64))))
             for key, tensor in weights.items():
-                for begin in range(0, tensor.nbytes, PIECE):
-                    piece = tensor.read(begin, min(PIECE, tensor.nbytes - begin))
+                for piece in tensor.pieces(PIECE):
                     written[key][2].append(checksum(piece))
                     out.write(piece)
             out.flush()

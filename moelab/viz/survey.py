@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from moelab.store.fewbit import find_format
+from moelab.store.gguf import read_shards
 from moelab.store.headers import DTYPES, Stored, read_folder, read_header
 from moelab.zipmoe import entropy
 
@@ -48,19 +49,22 @@ class Part(NamedTuple):
 
 
 def parts(checkpoint: str | Path) -> list[Part]:
-    """Of a checkpoint folder or a .safetensors file, by layer and expert; headers are read, no
-    weights.
+    """Of a checkpoint folder, a .safetensors file or a model in GGUF, by layer and expert;
+    headers are read, no weights.
 
     Raises FileNotFoundError, ValueError: there are no safetensors files, or one is damaged.
     """
     path = Path(checkpoint)
-    tensors = read_header(path) if path.is_file() else read_folder(path)[1]
+    if path.suffix == ".gguf":
+        tensors = read_shards(path)[2]
+    else:
+        tensors = read_header(path) if path.is_file() else read_folder(path)[1]
     found = []
     for name, stored in tensors.items():
         layer = match[1] if (match := LAYER.match(name)) else ""
         number = EXPERT.search(name)
-        if not number and "experts" in name and len(stored.shape) == 3 and stored.shape[0] > 1:
-            every = range(stored.shape[0])
+        every = range(stored.shape[0] if len(stored.shape) == 3 else 1)
+        if not number and re.search("experts|_exps", name) and len(every) > 1:
             found += [Part(f"{name}[{e}]", layer, e, stored.slice(e)) for e in every]
         else:
             found.append(Part(name, layer, int(number[1]) if number else None, stored))

@@ -246,19 +246,21 @@ def test_a_format_that_is_not_read_is_named(words, made, said, tmp_path):
             attempt(folder)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model-Q4_K_M.gguf"])
-def test_weights_of_other_formats_are_named(name, tmp_path):
+def test_weights_of_other_formats_are_named(tmp_path):
     folder = tiny.save("qwen3_moe", tmp_path / "m")
-    (folder / "model.safetensors").rename(folder / name)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    named = "pytorch_model.bin are weights in a format that is not read.*safetensors"
     for config in (True, False):
         if not config:
             (folder / "config.json").unlink()
-        with pytest.raises(
-            FileNotFoundError, match=f"{name} are weights in a format that is not read.*safetensors"
-        ):
+        with pytest.raises(FileNotFoundError, match=named):
             open_model(folder)
     with pytest.raises(FileNotFoundError, match="no checkpoint folder at"):
-        open_model(folder / name)
+        open_model(folder / "pytorch_model.bin")
+    (folder / "pytorch_model.bin").rename(folder / "m.gguf")
+    for source in (folder, folder / "m.gguf"):
+        with pytest.raises(ValueError, match="m.gguf: it cannot be read as GGUF"):
+            open_model(source)
 
 
 @pytest.mark.parametrize(

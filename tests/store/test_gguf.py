@@ -117,7 +117,7 @@ def u32(value):
 
 
 DATA = bytes(4096)
-ARRAY = struct.pack("<IQ", 9, 1 << 60)
+ARRAY = struct.pack("<IQ", 9, 1)
 HOSTILE = {
     "an empty file": (b"", ""),
     "another format": (b"PK\3\4" + DATA, "begins with"),
@@ -130,11 +130,11 @@ HOSTILE = {
     "a name as long as memory": (head(struct.pack("<Q", 1 << 62), n_fields=1), "cut off"),
     "an array as long as memory": (
         head(field("a", 9, struct.pack("<IQ", 8, 1 << 60)), n_fields=1) + DATA,
-        "which no vocabulary has",
+        "as no vocabulary has",
     ),
     "an array of numbers as long": (
         head(field("a", 9, struct.pack("<IQ", 12, 1 << 62)), n_fields=1) + DATA,
-        "cut off",
+        "as no vocabulary has",
     ),
     "arrays in arrays": (
         head(field("a", 9, ARRAY * 40), n_fields=1) + DATA,
@@ -196,8 +196,8 @@ def test_hostile_files_are_refused_by_name(tmp_path, what):
     "begin",
     [
         b"",
-        head(field("a", 9, struct.pack("<IQ", 8, 1_000_000)), n_fields=3),
-        head(field("a", 9, struct.pack("<IQ", 12, 8_000_000)), n_fields=3),
+        head(field("a", 9, struct.pack("<IQ", 8, 2_000_000)), n_fields=3),
+        head(field("a", 9, struct.pack("<IQ", 12, 2_000_000)), n_fields=3),
         head(n_fields=60_000, n_tensors=200_000),
     ],
 )
