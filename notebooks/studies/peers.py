@@ -226,7 +226,7 @@ class Moelab(Transformers):
         this.close()
         return {
             "others_bytes": this.store.weights_bytes,
-            "stored_fraction": this.store.table()[-1]["fraction"],
+            **stored(this.store),
             "decode_hit_rate": hits / max(hits + misses, 1),
             "metrics": asdict(metrics),
             "on_demand_s": limits.on_demand_limit(records, rate, decoded, workers),
@@ -239,6 +239,11 @@ class Moelab(Transformers):
                 "staging": settings.staging,
             },
         }
+
+
+def stored(store: Any) -> Record:
+    """The share of their bf16 bytes that a store's experts take; nothing of a GGUF file's."""
+    return {"stored_fraction": store.table()[-1]["fraction"]} if hasattr(store, "table") else {}
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> float:
