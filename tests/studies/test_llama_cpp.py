@@ -74,9 +74,8 @@ def test_a_wrong_output_has_no_speed(folder, fake):
         assert rows["llama.cpp"]["TPOT s"] == [2.0] * DECODE
 
 
-def test_moelab_runs_on_files_of_gguf(folder):
-    (folder / "runs.journal").unlink(missing_ok=True)
-    found = bench(folder, kinds=("BF16", "Q8_0", "Q4_0"), limits=(1.5,))
+def test_moelab_runs_on_files_of_gguf(tmp_path):
+    found = bench(tmp_path, kinds=("BF16", "Q8_0", "Q4_0"), limits=(1.5,))
     assert len(found) == 4
     for rows in list(found.values())[1:]:
         assert rows["moelab"]["undisturbed s"] > 0
