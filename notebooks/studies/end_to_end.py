@@ -262,7 +262,7 @@ def text_for(model: str, count: int, seed: int = 0) -> tuple[Path, MoESpec, list
     text = "\n".join(
         prompt.text for prompt in prompts("prose", 2 + count // 64, tokens=128, seed=seed)
     )
-    ids = opening.load_tokenizer(checkpoint.folder)(text)["input_ids"]
+    ids = opening.load_tokenizer(checkpoint)(text)["input_ids"]
     if len(ids) < count:
         raise ValueError(
             f"{count} tokens are needed, and the text has {len(ids)}; ask for shorter prompts"

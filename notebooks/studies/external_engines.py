@@ -1,6 +1,6 @@
-"""llama.cpp on a mapped GGUF file; CPU, Qwen3-MoE only.
+"""llama.cpp and ik_llama.cpp on a GGUF file, and writing one; CPU, Qwen3-MoE only.
 
-The engine and `write_gguf` need neither torch nor transformers, so they run in an interpreter of
+Engines and `write_gguf` need neither torch nor transformers, so they run in an interpreter of
 their own (psutil, gguf and numpy are enough). Files have a placeholder vocabulary. llama.cpp always
 normalises routing weights, as published and synthetic Qwen3-MoE do."""
 
@@ -20,6 +20,7 @@ from moelab.base.records import Record
 
 from .peers import BenchmarkedEngine, Sequences
 
+CPU = Path("/proc/cpuinfo")
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 #: field of a GGUF file → key of the config
@@ -41,35 +42,79 @@ GGUF_FIELDS = {
 
 
 class Llama(BenchmarkedEngine):
-    """llama.cpp through llama-cpp-python; options: "gguf", a file."""
+    """llama.cpp by its C interface, with its own defaults; options: "gguf", a file; "how", fields of
+    its parameters for a model."""
+
+    module = "llama_cpp"
+    parameters: Record = {}  # of a context
 
     def __init__(self, options: Record) -> None:
-        import llama_cpp
-
-        import_module("gguf")  # by which the file was written
-        self.api = llama_cpp
-        self.model = llama_cpp.Llama(
-            options["gguf"],
-            n_gpu_layers=0,
-            n_threads=CORES,
-            n_threads_batch=CORES,
-            use_mmap=True,
-            verbose=False,
-            n_ctx=len(options["tokens"][0]) + 64,
-            n_batch=options["prompt"],
-            n_ubatch=options["prompt"],
+        self.api = import_module(self.module)
+        self.api.llama_backend_init()
+        how = _with(self.api.llama_model_default_params(), n_gpu_layers=0, **options.get("how", {}))
+        self.model = self.api.llama_model_load_from_file(os.fsencode(options["gguf"]), how)
+        if not self.model:
+            raise ValueError(f"{self.module} cannot open {options['gguf']}")
+        self.vocab = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
+        size = len(options["tokens"][0]) + 64
+        threads = {"n_threads": CORES, "n_threads_batch": CORES, "n_ctx": size}
+        self.how = _with(
+            self.api.llama_context_default_params(), **threads, **self.parameters, n_batch=size
         )
+        self.restart()
 
     def restart(self) -> None:
-        self.model.reset()
+        self.context, self.at = self.api.llama_init_from_model(self.model, self.how), 0
 
     def feed(self, ids: Sequences) -> Any:
-        """Of one sequence: more cannot be evaluated at a time in Python."""
+        """Of one sequence."""
         import numpy as np
 
-        self.model.eval(*ids)
-        logits = self.api.llama_get_logits_ith(self.model._ctx.ctx, -1)
-        return np.ctypeslib.as_array(logits, (1, self.model.n_vocab())).astype(np.float32)
+        (row,) = ids
+        batch = self.api.llama_batch_init(len(row), 0, 1)
+        batch.n_tokens = len(row)
+        for i, token in enumerate(row):
+            batch.token[i], batch.pos[i] = token, self.at + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = i == len(row) - 1
+        if failed := self.api.llama_decode(self.context, batch):
+            raise RuntimeError(f"{self.module} could not compute: {failed}")
+        self.api.llama_batch_free(batch)
+        self.at += len(row)
+        logits = self.api.llama_get_logits_ith(self.context, -1)
+        return np.ctypeslib.as_array(logits, (self.vocab,))[None].astype(np.float32)
+
+
+class IkLlama(Llama):
+    """ik_llama.cpp, of the package ik-llama-cpp-python, which takes flash attention only where the
+    processor has AVX-VNNI: it asserts elsewhere."""
+
+    module = "ik_llama_cpp._ctypes_api"
+    parameters = {"flash_attn": CPU.exists() and "avx_vnni" in CPU.read_text()}
+
+
+def _with(parameters: Any, **fields: Any) -> Any:
+    """A struct of parameters with some fields set. ValueError: another version has no such field."""
+    for name, value in fields.items():
+        if not hasattr(parameters, name):
+            raise ValueError(f"this version has no parameter {name}")
+        setattr(parameters, name, value)
+    return parameters
+
+
+#: kind → llama.cpp's number of the file type
+FILE_TYPES = {"Q8_0": 7, "Q4_0": 2, "Q4_K_M": 15, "Q6_K": 18}
+
+
+def quantize_gguf(source: str | Path, path: str | Path, kind: str) -> None:
+    """Round a file by llama.cpp's own quantizer, with its choice of a kind for each tensor."""
+    import llama_cpp
+
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype, how.nthread = FILE_TYPES[kind], CORES
+    with atomic(Path(path)) as part:
+        if llama_cpp.llama_model_quantize(os.fsencode(source), os.fsencode(part), how):
+            raise RuntimeError(f"llama.cpp could not write {kind}")
 
 
 def write_gguf(checkpoint: str | Path, path: str | Path, kind: str = "BF16") -> Path:

@@ -20,12 +20,14 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, astuple
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from moelab.base.records import Record
+from moelab.offloading.budget import own_groups
 from moelab.offloading.metrics import process
 
 #: name → the module and the class that runs it
@@ -35,6 +37,7 @@ ENGINES = {
     "mapped": (".peers", "Mapped"),
     "accelerate": (".peers", "Accelerate"),
     "llama.cpp": (".external_engines", "Llama"),
+    "ik_llama.cpp": (".external_engines", "IkLlama"),
     "lru baseline": (".lru_baseline", "LRUBaseline"),
 }
 Sequences = list[list[int]]  # of tokens
@@ -54,11 +57,23 @@ def run(name: str, options: Record) -> Record:
     gc.collect()  # of an engine that was closed just now
     try:
         module, kind = ENGINES[name]
+        start = time.perf_counter()
         engine = getattr(import_module(module, __package__), kind)(options)
+        opened = time.perf_counter() - start
     except ImportError as error:
         return {"missing": f"not installed ({error})"}
     report = engine.measure(options["tokens"], options["prompt"], options.get("logits"))
-    return report | process() | engine.report()
+    peaks = process() | {"peak_group_bytes": group_peak()}
+    return report | {"open_s": opened} | peaks | engine.report()
+
+
+def group_peak() -> int | None:
+    """The most memory that this process's control group has had, page cache included."""
+    for group in own_groups()[:1]:
+        for name in ("memory.peak", "memory.max_usage_in_bytes"):
+            with suppress(OSError):
+                return int((group / name).read_text())
+    return None
 
 
 def read_bytes() -> int | None:
@@ -211,7 +226,7 @@ class Moelab(Transformers):
         this.close()
         return {
             "others_bytes": this.store.weights_bytes,
-            "stored_fraction": this.store.table()[-1]["fraction"],
+            **stored(this.store),
             "decode_hit_rate": hits / max(hits + misses, 1),
             "metrics": asdict(metrics),
             "on_demand_s": limits.on_demand_limit(records, rate, decoded, workers),
@@ -224,6 +239,11 @@ class Moelab(Transformers):
                 "staging": settings.staging,
             },
         }
+
+
+def stored(store: Any) -> Record:
+    """The share of their bf16 bytes that a store's experts take; nothing of a GGUF file's."""
+    return {"stored_fraction": store.table()[-1]["fraction"]} if hasattr(store, "table") else {}
 
 
 def delivered(events: Iterable[Any], forwards: Sequence[Any]) -> float:
