@@ -232,7 +232,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
     predictor or packages; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
-        checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
+        how = {"quantize": asked.quantize, "calibration": asked.parts.get("trace")}
+        checkpoint = Checkpoint.at(kept_store(checkpoint, **how))
     if asked.ane is not None:
         backend = backend_for(ConvertedModel(asked.ane))
         model = open_beside(backend.converted, checkpoint, asked.memory, asked.completed())
