@@ -21,13 +21,11 @@ from moelab.trace import DECODE, PREFILL, RoutingTrace, counted, popularity
 from moelab.trace.foreign import model_of
 
 
-def calibrate(
-    trace: RoutingTrace, source: str = "", inputs: int = 0, gain: torch.Tensor | None = None
-) -> Calibration:
+def calibrate(trace: RoutingTrace, source: str = "", inputs: int = 0) -> Calibration:
     """Count the experts that `trace` visited (NPUMoE §3.3).
 
-    source : in words.    inputs : tokens drawn from the trace, which then has router inputs, to keep
-        what experts were given.    gain : as of `checkpoint.rounding.Inputs`; by default 1 everywhere.
+    source : in words.    inputs : tokens drawn from the trace, which then has hidden states, to keep
+        what experts were given.
 
     Raises ValueError without tokens, or without their hidden states."""
     if not len(trace):
@@ -39,13 +37,13 @@ def calibrate(
     kept = None
     if inputs:
         if trace.router_inputs is None:
-            raise ValueError("the trace has no router inputs: record(model, prompts, hidden=True)")
+            raise ValueError("the trace has no hidden states: record(model, prompts, hidden=True)")
         order = torch.randperm(len(trace), generator=torch.Generator().manual_seed(0))
         drawn = order[:inputs].sort()[0]
         columns = (trace.router_inputs, trace.ids, trace.weights)
         by_layer = (of[drawn].transpose(0, 1).contiguous() for of in columns)
-        gain = torch.ones(trace.spec.L) if gain is None else gain
-        kept = Inputs(*by_layer, gain, trace.model_id)
+        stream = trace.residuals[drawn].float().square().sum(2).mean(0)
+        kept = Inputs(*by_layer, 1 / stream, trace.model_id)
     return Calibration(counts, tokens, trace.spec, trace.model_id, source, kept)
 
 
@@ -92,7 +90,8 @@ class Calibration:
         return save_tensors(
             path,
             FORMAT,
-            {"counts": self.counts_by_phase} | (self.inputs.tensors if self.inputs else {}),
+            {"counts": self.counts_by_phase}
+            | dict(zip(Inputs._fields, self.inputs[:-1] if self.inputs else ())),
             spec=asdict(self.spec),
             model_id=self.model_id,
             tokens=self.tokens,

@@ -6,9 +6,8 @@ too, are rounded by data. Its first matrix meets these inputs; its last one what
 matrix rounded, makes of them.
 
 "auto:4.5" gives each matrix of a layer (gate and up, down) a format of all its experts, so that one
-call of a kernel multiplies them, within so many bits a weight. It minimises the predicted loss: the
-squared error of the layer's output, measured on the same inputs, times what such an error was
-measured to cost there (`Inputs.gain`).
+call of a kernel multiplies them, within so many bits a weight. What is made small is the squared error
+of the layers' outputs, measured on the same inputs, relative to the residual streams that they join.
 
 Shapes: x [N, H]; second moments [n, n] of a matrix with n inputs."""
 
@@ -16,10 +15,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,12 +45,12 @@ REMEDY = "moelab calibrate MODEL FILE --inputs 4096"
 Plan = list[dict[str, str]]
 
 
-@dataclass(frozen=True, eq=False)
-class Inputs:
+class Inputs(NamedTuple):
     """What a model's experts were given.
 
     x : [L, N, H], the inputs of N tokens; ids, weights : [L, N, K], their routing.
-    gain : float32 [L], nats a token that a layer's output costs for each unit of its squared error.
+    gain : float32 [L], what a squared error of a layer's output counts: 1 / the mean square of the
+        residual stream that it is added to.
     model_id : of the model, see `moelab.models.identity`."""
 
     x: Tensor
@@ -62,28 +60,20 @@ class Inputs:
     model_id: str
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        return {name: of for name, of in vars(self).items() if isinstance(of, Tensor)}
-
-    @property
     def digest(self) -> str:
         """Eight hex digits."""
-        return checksum(repr([*map(checksum, self.tensors.values())]).encode())[:8]
+        return checksum(repr([*map(checksum, self[:-1])]).encode())[:8]
 
     @classmethod
     def read(cls, tensors: dict[str, Tensor], spec: MoESpec, model_id: str) -> Inputs | None:
         """Those among tensors of a file, checked; None if it has none. Raises ValueError."""
         if "x" not in tensors:
             return None
-        N = tensors["x"].shape[1]
-        routing = (spec.L, N, spec.K)
-        return cls(
-            checked(tensors, "x", FLOATS, (spec.L, N, spec.H)),
-            checked(tensors, "ids", ("int16",), routing, 0),
-            checked(tensors, "weights", FLOATS, routing),
-            checked(tensors, "gain", ("float32",), (spec.L,), 0),
-            model_id,
-        )
+        x = checked(tensors, "x", FLOATS, (spec.L, None, spec.H))
+        routing = spec.L, x.shape[1], spec.K
+        ids = checked(tensors, "ids", ("int16",), routing, 0, spec.E)
+        weights = checked(tensors, "weights", FLOATS, routing)
+        return cls(x, ids, weights, checked(tensors, "gain", ("float32",), (spec.L,), 0), model_id)
 
     def require(self, model_id: str) -> Inputs:
         """These; ValueError if they are another model's."""
@@ -127,26 +117,26 @@ def quantize_expert(
         if name in blobs and blobs[name][0] == form:
             continue
         blobs.pop(name, None)
-        given = None if inputs is None else moments(name, tensors, experts, *inputs)
-        if (blob := form.compress(tensor, given)) is not None:
+        moments = None
+        if inputs and (x := inputs_of(name, tensors, experts, inputs[0])) is not None:
+            own = inputs[1]
+            x = x * (own + ELSEWHERE * own.mean().clamp_min(1e-9)).sqrt()[:, None]
+            moments = x.T @ x if x.shape[1] <= FULL else x.square().sum(0)
+        if (blob := form.compress(tensor, moments)) is not None:
             blobs[name] = form, blob
             form.decompress(blob, tensor)
 
 
-def moments(
-    name: str, tensors: Weights, experts: SeamExperts, x: Tensor, weight: Tensor
-) -> Tensor | None:
-    """Second moments of the inputs of one of an expert's matrices, or their diagonal; None for one
-    whose inputs are not known."""
+def inputs_of(name: str, tensors: Weights, experts: SeamExperts, x: Tensor) -> Tensor | None:
+    """The inputs of one of an expert's matrices, when the expert is given x; None for one of which
+    that is not known."""
     first = "gate_up_proj" if experts.has_gate else "up_proj"
-    if name not in (first, "down_proj") or first not in tensors:
+    if name == first:
+        return x
+    if name != "down_proj":
         return None
-    weight = weight + ELSEWHERE * weight.mean().clamp_min(torch.finfo(torch.float32).tiny)
-    if name != first:
-        wide = {key: w.float() for key, w in tensors.items() if key.startswith(first)}
-        x = experts.activate(experts.linear(x, wide, first))
-    x = x * weight.sqrt()[:, None]
-    return x.T @ x if x.shape[1] <= FULL else x.square().sum(0)
+    wide = {key: w.float() for key, w in tensors.items() if key.startswith(first)}
+    return experts.activate(experts.linear(x, wide, first))
 
 
 def plan_bits(bits: float, read: Any, layers: list[Any], inputs: Inputs) -> Plan:
