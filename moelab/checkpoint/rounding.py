@@ -33,7 +33,7 @@ from moelab.store.codec import Blobs
 from moelab.store.layout import checksum
 
 #: of a token that the router sent elsewhere, beside the mean of an expert's own
-ELSEWHERE = 0.01
+ELSEWHERE = 0.3
 #: a matrix with more inputs is rounded by their squares alone, without feedback
 FULL = 4096
 #: that `auto` chooses from

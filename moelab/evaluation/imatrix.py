@@ -18,6 +18,7 @@ from moelab.checkpoint.rounding import inputs_of
 from moelab.models.seam import discover, plugged
 
 
+@torch.no_grad()
 def write_imatrix(path: str | Path, model: Any, calibration: Calibration) -> Path:
     """Write a .gguf of a calibration with inputs, of this model; returns its path. ValueError: experts
     of another kind than llama.cpp's."""

@@ -22,7 +22,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is t
 INTEGERS = {"int8": (-127, 127), "int4": (-8, 7)}
 #: of the naive scale, that are tried; below zero, int4's widest weight gets 7
 FACTORS = (1.0, 1.5, 1.07, 0.95, 0.9, 0.85, 0.8, 0.7, -1.14, -1.07, -1.0, -0.95, -0.9, -0.85, -0.8)
-DAMPING = 0.01  # of H's mean diagonal, added to all of it
+DAMPING = 0.03  # of H's mean diagonal, added to all of it
 COLUMNS = 128  # are rounded before their errors reach all that are behind them
 TINY = 2.0**-126
 
