@@ -128,8 +128,10 @@ class OpenOptions(Offloading):
     )
     quantize: str | None = option(
         None,
-        "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that",
-        names="format",
+        "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that: int8, fp8, "
+        "mxfp4, int4 or, each matrix to one of them within so many bits a weight, auto:4.5; a calibration "
+        "with inputs is looked at",
+        metavar="FORMAT",
     )
     experts: str = option(
         "resident",

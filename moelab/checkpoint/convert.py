@@ -263,6 +263,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     how = {"quantize": args.quantize, "calibration": args.calibration}
     store = convert(args.source, args.destination, args.codec, **how)
+    if (args.quantize or "").startswith("auto"):
+        for layer in store.layers:
+            print(layer.module, *(f"{name} {e.codec.name}" for name, e in layer.experts[0].items()))
     everything = store.table()[-1]
     rounded = f", rounded to {store.quantized}" if store.quantized else ""
     print(

@@ -41,8 +41,6 @@ CHOICES = ("mxfp4", "int4", "int8")
 #: of a calibration's file
 FORMAT = "moelab.calibration/1"
 REMEDY = "moelab calibrate MODEL FILE --inputs 4096"
-#: layer → tensor → format
-Plan = list[dict[str, str]]
 
 
 class Inputs(NamedTuple):
@@ -139,13 +137,11 @@ def inputs_of(name: str, tensors: Weights, experts: SeamExperts, x: Tensor) -> T
     return experts.activate(experts.linear(x, wide, first))
 
 
-def plan_bits(bits: float, read: Any, layers: list[Any], inputs: Inputs) -> Plan:
+def plan_bits(bits: float, read: Any, layers: list[Any], inputs: Inputs) -> list[dict[str, str]]:
     """The format of each matrix of each layer, for at most `bits` a weight of all that fit.
 
     read(layer, expert) → its tensors.    Raises ValueError for a budget below all formats."""
-    costs: dict[tuple[int, str], Any] = defaultdict(int)
-    sizes: dict[tuple[int, str], Any] = defaultdict(int)
-    count = 0
+    costs, sizes, count = defaultdict(float), defaultdict(float), 0
     for layer in progress(layers, "measuring", unit="layer"):
         experts = seam_of(layer.experts)
         for expert in range(layer.E):
@@ -158,7 +154,7 @@ def plan_bits(bits: float, read: Any, layers: list[Any], inputs: Inputs) -> Plan
     chosen = choose(
         torch.stack([*costs.values()]), torch.stack([*sizes.values()]), bits * count / 8
     )
-    plan: Plan = [{} for _ in layers]
+    plan = [{} for _ in layers]
     for (layer, name), k in zip(costs, chosen):
         plan[layer][name] = CHOICES[k]
     return plan

@@ -199,20 +199,21 @@ def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
 
 def _fitted(form: Format, w: Tensor, scales: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of finite weights, fp32 [R, n], whose naive scales are given."""
-    naive = {
-        "fp8": lambda: spread_blocks(scales, *w.shape)[:, ::GROUP],
-        "mxfp4": lambda: (scales.float() - 127).exp2(),
-    }.get(form.kind, scales.float)()
-    values, found = fit(form.kind, w, naive, moments)
+    naive = scales.float()
     if form.kind == "fp8":
-        return values.to(form.code), scales
-    if form.kind == "int8":
-        return values.to(form.code), found.to(form.scale)
-    if form.kind == "int4":
-        codes, found = (values + 8).byte(), found.to(form.scale)
-    else:
+        naive = spread_blocks(scales, *w.shape)[:, ::GROUP]
+    if form.kind == "mxfp4":
+        naive = (naive - 127).exp2()
+    values, found = fit(form.kind, w, naive, moments)
+    found = scales if form.kind == "fp8" else found
+    if form.kind == "mxfp4":
         codes = torch.bucketize(values.abs(), torch.tensor(E2M1)).byte()
-        codes, found = codes | values.signbit().byte() << 3, (found.log2() + 127).byte()
+        codes, found = codes | values.signbit().byte() << 3, found.log2() + 127
+    else:
+        codes = (values + 8).byte() if form.kind == "int4" else values.to(form.code)
+    found = found.to(form.scale)
+    if form.code != torch.uint8:
+        return codes, found
     return codes[:, ::2] | codes[:, 1::2] << 4, found
 
 
