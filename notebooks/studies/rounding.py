@@ -12,18 +12,20 @@ closes."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 from torch import Tensor
 
 from moelab import open_model
 from moelab.base.arguments import whole
 from moelab.base.records import Numbers, Records
 from moelab.calibration import calibrate
-from moelab.checkpoint.rounding import CHOICES, Inputs, measured, quantize_expert
+from moelab.checkpoint.rounding import CHOICES, Inputs, inputs_of, measured, quantize_expert
 from moelab.evaluation.scores import text_windows
 from moelab.models import discover, plugged
 from moelab.recording import record
@@ -39,6 +41,7 @@ def run(
     windows: int = 48,
     tokens: int = 256,
     calibration: int = 64,
+    ggml: str | None = None,
     seed: int = 0,
 ) -> dict[str, Records]:
     """{section: {row: {column: figure}}}."""
@@ -51,7 +54,7 @@ def run(
         compared = Compared(live, test, seed)
         name = live.spec.name
         return {
-            f"{name}: formats (measured)": formats(compared, inputs),
+            f"{name}: formats (measured)": formats(compared, inputs, ggml),
             f"{name}: who gets more bits (measured)": by_expert(compared, inputs, seed),
         }
 
@@ -75,13 +78,22 @@ class Compared:
     def rounded(
         self, form_of: Callable[[int, int], str], inputs: Inputs | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(increase of the loss, KL) of each window, in nats a token, with experts in these formats."""
+        """`changed` by rounding each expert to its format."""
+
+        def change(layer: Any, e: int, tensors: dict[str, Tensor]) -> None:
+            given = inputs and inputs.of(layer.index, e)
+            quantize_expert(form_of(layer.index, e), tensors, {}, layer.seam, given)
+
+        return self.changed(change)
+
+    def changed(self, change: Callable[..., None]) -> tuple[np.ndarray, np.ndarray]:
+        """(increase of the loss, KL) of each window, in nats a token, with experts whose tensors
+        change(layer, expert, tensors) has changed."""
         kept = {}
         for layer in self.layers:
             for e in range(layer.E):
                 tensors = {name: w.detach().clone() for name, w in layer.seam.weights(e).items()}
-                given = inputs and inputs.of(layer.index, e)
-                quantize_expert(form_of(layer.index, e), tensors, {}, layer.seam, given)
+                change(layer, e, tensors)
                 kept[layer.index, e] = tensors
         losses, divergences = [], []
         other = self._read(lambda layer, e: kept[layer, e])
@@ -105,20 +117,59 @@ class Compared:
         return {name: ratio, f"{name}, low": float(low), f"{name}, high": float(high)}
 
 
-def formats(compared: Compared, inputs: Inputs) -> Records:
-    """Each format, rounded to nearest and by data, beside the former."""
-    shape = tuple(compared.layers[0].seam.shapes["down_proj"])
-    rows: Records = {}
-    for name in fewbit.FORMATS:
+def formats(compared: Compared, inputs: Inputs, ggml: str | None) -> Records:
+    """Each format, rounded to nearest and by data, and llama.cpp's kinds that fit, without and with
+    an importance matrix; all beside int4 to nearest."""
+    seam = compared.layers[0].seam
+    shape = tuple(seam.shapes["down_proj"])
+    found = {}
+    for name in ("int4", *(name for name in fewbit.FORMATS if name != "int4")):
         bits = 8 * fewbit.find_format(name).nbytes(shape) / np.prod(shape)
-        base = compared.rounded(lambda *_: name, None)
-        data = compared.rounded(lambda *_: name, inputs)
-        for row, (loss, kl) in ((f"{name}, to nearest", base), (f"{name}, by data", data)):
-            rows[row] = {"bits a weight": float(bits)}
-            rows[row] |= compared.mean("KL", kl) | compared.mean("loss increase", loss)
-        for column, mine, other in zip(("loss increase", "KL"), data, base):
-            rows[f"{name}, by data"] |= compared.ratio(f"{column} / to nearest", mine, other)
+        found[f"{name}, to nearest"] = bits, compared.rounded(lambda *_: name, None)
+        found[f"{name}, by data"] = bits, compared.rounded(lambda *_: name, inputs)
+    for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0") if ggml else ():
+        n, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
+        if all(of[-1] % n == 0 for of in seam.shapes.values()):
+            found[f"{name}, llama.cpp"] = 8 * size / n, compared.changed(Ggml(ggml, name))
+            found[f"{name}, imatrix"] = 8 * size / n, compared.changed(Ggml(ggml, name, inputs))
+    rows: Records = {}
+    base = found["int4, to nearest"][1]
+    for row, (bits, (loss, kl)) in found.items():
+        rows[row] = {"bits a weight": float(bits)}
+        rows[row] |= compared.mean("KL", kl) | compared.mean("loss increase", loss)
+        rows[row] |= compared.ratio("loss increase / int4's", loss, base[0])
+        rows[row] |= compared.ratio("KL / int4's", kl, base[1])
     return rows
+
+
+class Ggml:
+    """A change of tensors: rounded by llama.cpp's own code, decoded by gguf-py.
+
+    library : libggml-base.so, of any package of llama.cpp.    inputs : of its importance matrix."""
+
+    def __init__(self, library: str, kind: str, inputs: Inputs | None = None) -> None:
+        self.kind, self.inputs = GGMLQuantizationType[kind], inputs
+        self.quantize = ctypes.CDLL(library).ggml_quantize_chunk
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        self.quantize.argtypes = [ctypes.c_int, pointer, pointer, number, number, number, pointer]
+        self.quantize.restype = ctypes.c_size_t
+
+    def __call__(self, layer: Any, e: int, tensors: dict[str, Tensor]) -> None:
+        exact = dict(tensors)
+        for name, w in exact.items():
+            rows = w.float().contiguous()
+            n, size = GGML_QUANT_SIZES[self.kind]
+            out = torch.empty(len(rows), rows.shape[1] // n * size, dtype=torch.uint8)
+            squares = None
+            if self.inputs is not None:
+                x, own = self.inputs.of(layer.index, e)
+                given = inputs_of(name, exact, layer.seam, x[own > 0] if own.any() else x)
+                squares = given.square().mean(0).contiguous()
+            where = (of.data_ptr() for of in (rows, out))
+            matrix = None if squares is None else squares.data_ptr()
+            if self.quantize(int(self.kind), *where, 0, *rows.shape, matrix) != out.numel():
+                raise ValueError(f"{self.kind.name}: llama.cpp wrote another number of bytes")
+            tensors[name] = torch.from_numpy(dequantize(out.numpy(), self.kind)).to(w.dtype)
 
 
 def by_expert(compared: Compared, inputs: Inputs, seed: int) -> Records:
@@ -160,5 +211,6 @@ OPTIONS = {
     "windows": (whole(2), "of the test split"),
     "tokens": (whole(2), "a window"),
     "calibration": (whole(1), "windows of the training split, from which inputs come"),
+    "ggml": (str, "libggml-base.so of a package of llama.cpp, for its kinds beside ours"),
     "seed": (whole(), "picks the windows"),
 }
