@@ -87,7 +87,7 @@ def test_weights_and_inputs_of_zero_are_rounded_too(kind):
     for given_moments in (torch.zeros(64), torch.zeros(64, 64), moments):
         out = rounded(kind, w, given_moments)
         assert out.isfinite().all()
-        assert kind == "fp8" or not out[1, :32].any()  # whose scales 128 rows share
+        assert kind == "fp8" or out[1, :32].abs().max() < 1e-30  # one scale for 128 rows
     torch.testing.assert_close(rounded(kind, w, torch.zeros(64)), w, atol=0.6, rtol=0.3)
 
 
