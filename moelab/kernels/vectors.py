@@ -388,7 +388,7 @@ def _widened(words: Value) -> list[Value]:
 def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
-    if (PROCESSOR, n) not in _LOOK_UPS:
+    if n > BYTES.count:
         halves = (codes.shuffled(list(range(at, at + n // 2))) for at in (0, n // 2))
         return joined([looked_up(table, half) for half in halves])
     table = table.shuffled([i % 16 for i in range(n)])
