@@ -44,6 +44,7 @@ BYTES = ir.VectorType(I8, 4 * WIDTH)
 #: whether bytes are looked up in tables of 64 and 128, by their low bits
 LOOKS_UP_BYTES = bool(_FEATURES.get("avx512vbmi"))
 HAS_PAIRS = WIDTH == 16 and LOOKS_UP_BYTES and bool(_FEATURES.get("avx512bf16"))
+HAS_BYTE_SUMS = WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {
     ("x86_64", 64): f"x86.avx512.{'permvar.qi' if LOOKS_UP_BYTES else 'pshuf.b'}.512",
@@ -74,7 +75,8 @@ class Kind:
         `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
 
     A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
-    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`.
+    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`; or, as bytes, has
+    `bytes(weights)`, codes as bytes without signs, `byte_offset` larger than they are, in `byte_order`.
     """
 
     size = 128
@@ -225,10 +227,15 @@ class FewBits(Kind):
 
 class Int8(FewBits):
     size = 64
+    byte_offset = 128
+    byte_order = FewBits.order
 
     def codes(self, weights, other):
         for begin in range(0, BLOCK, GROUP):
             yield bytes_with_signs(weights + begin)
+
+    def bytes(self, weights):
+        return [weights.load(ir.VectorType(I8, BLOCK)) + self.byte_offset]
 
 
 class FourBits(FewBits):
@@ -250,6 +257,8 @@ class FourBits(FewBits):
         for lane in range(WIDTH)
     ]
 
+    byte_order = [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
+
     def codes(self, weights, other):
         for begin in range(0, BLOCK // 2, GROUP // 2):
             yield self.in_turn(self.whole(halves(weights + begin)))
@@ -267,8 +276,12 @@ class FourBits(FewBits):
 
 
 class Int4(FourBits):
-    offset = 8
+    offset = byte_offset = 8
     values = [*range(-8, 8)]
+
+    def bytes(self, weights):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+        return [codes & 15, codes >> 4]
 
 
 class Mxfp4(FourBits):
@@ -276,6 +289,7 @@ class Mxfp4(FourBits):
 
     other = 2
     shift = "ashr"
+    byte_offset = 12
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
     def scales(self, weights, other):
@@ -283,6 +297,10 @@ class Mxfp4(FourBits):
 
     def whole(self, codes):
         return from_e2m1(codes)
+
+    def bytes(self, weights):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+        return [from_e2m1(part, self.byte_offset) for part in (codes, codes >> 4)]
 
     def vectors(self, weights, other, table):
         """With the sign of −0, which whole numbers do not have."""
@@ -342,10 +360,10 @@ def halves(address: Value) -> Value:
     return (twice >> [0] * 4 + [4] * 4 & 0x0F0F0F0F).to(ir.VectorType(I8, 32))
 
 
-def from_e2m1(codes: Value) -> Value:
-    """Twice the values of codes: bytes."""
-    table = codes.of([*map(int, Mxfp4.values)], ir.VectorType(I8, 16))
-    return looked_up(table, codes)
+def from_e2m1(codes: Value, offset: int = 0) -> Value:
+    """Twice the values of codes, plus an offset: bytes."""
+    values = [int(value) + offset for value in Mxfp4.values]
+    return looked_up(codes.of(values, ir.VectorType(I8, 16)), codes)
 
 
 def halved_e8m0(codes: Value) -> Value:
@@ -388,7 +406,7 @@ def _widened(words: Value) -> list[Value]:
 def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
-    if (PROCESSOR, n) not in _LOOK_UPS:
+    if n > BYTES.count:
         halves = (codes.shuffled(list(range(at, at + n // 2))) for at in (0, n // 2))
         return joined([looked_up(table, half) for half in halves])
     table = table.shuffled([i % 16 for i in range(n)])
