@@ -384,8 +384,8 @@ def from_e2m1(codes: Value, offset: int = 0) -> Value:
 def halved_e8m0(codes: Value) -> Value:
     """Half of each power of two, fp32; the lowest two are subnormals."""
     bits = codes.to(I32, "zext")
-    subnormal = bits.of(0x200000) << bits
-    return bits.is_("<", 2).made("select", subnormal, bits - 1 << 23).to(F32)
+    name = f"smax.v{codes.type.count}i32"  # (0 + 1) << 21 and (1 + 1) << 21 are the subnormals
+    return (bits - 1 << 23).call(name, bits + 1 << 21).to(F32)
 
 
 def _e4m3(code: int) -> float:
