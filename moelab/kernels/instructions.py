@@ -196,7 +196,7 @@ class Integers(Floats):
     def weights(self, x_kind, at):
         """For each 32 weights (their number, the scales of all groups) and codes, at last what is
         added."""
-        scales = self.kind.scales(*at[:2])
+        scales = self.kind.factors(*at[:2])
         for number, codes in enumerate(self.kind.codes(*at[:2])):
             yield (number, scales), codes
         if added := scales if self.kind.offset else self.kind.minima(*at[:2]):

@@ -203,6 +203,10 @@ class FewBits(Kind):
         both = address.load(I32).everywhere(len(groups))
         return (both << [16 - 16 * group for group in groups] & 0xFFFF0000).to(F32)
 
+    def factors(self, weights: Value, other: Value) -> Value:
+        """Scales as products take them: subnormals, with which processors are slow, may be 0."""
+        return self.scales(weights, other)
+
     def minima(self, weights: Value, other: Value) -> Value | None:
         """What is added, as `scales`."""
         return None
@@ -306,6 +310,9 @@ class Mxfp4(FourBits):
     def scales(self, weights, other):
         return halved_e8m0(other.load(ir.VectorType(I8, 2)))
 
+    def factors(self, weights, other):
+        return halved_e8m0(other.load(ir.VectorType(I8, 2)), exact=False)
+
     def scales_of(self, address, groups):
         both = address.load(I16).everywhere(2 * len(groups)).to(ir.VectorType(I32, len(groups)))
         return (both << [23 - 8 * group for group in groups] & 0x7F800000).to(F32)
@@ -381,10 +388,12 @@ def from_e2m1(codes: Value, offset: int = 0) -> Value:
     return looked_up(codes.of(values, ir.VectorType(I8, 16)), codes)
 
 
-def halved_e8m0(codes: Value) -> Value:
-    """Half of each power of two, fp32; the lowest two are subnormals."""
+def halved_e8m0(codes: Value, exact: bool = True) -> Value:
+    """Half of each power of two, fp32; the lowest two are subnormals, or 0."""
     bits = codes.to(I32, "zext")
-    name = f"smax.v{codes.type.count}i32"  # (0 + 1) << 21 and (1 + 1) << 21 are the subnormals
+    if not exact:
+        return (bits.call(f"usub.sat.v{bits.type.count}i32", 1) << 23).to(F32)
+    name = f"smax.v{bits.type.count}i32"  # (0 + 1) << 21 and (1 + 1) << 21 are the subnormals
     return (bits - 1 << 23).call(name, bits + 1 << 21).to(F32)
 
 
