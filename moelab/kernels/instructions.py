@@ -101,9 +101,9 @@ class Pairs(Floats):
         have."""
         pairs = self.kind.pairs(*at)
         scales = None
-        if hasattr(self.kind, "scales"):
+        if hasattr(self.kind, "scales_of"):
             groups = [lane % 8 // 4 for lane in range(WIDTH)]
-            scales = self.kind.scales(*at[:2]).shuffled(groups)
+            scales = self.kind.scales_of(at[1], groups)
         return [(scales, pairs if x_kind is BFLOAT16 else pairs * 2)]
 
 
@@ -133,11 +133,11 @@ class Bytes(Floats):
         ]
         offset = [inputs[0].of(self.kind.byte_offset)] * (len(inputs) // 2)
         sums = _whole_sums(offset, inputs).to(FLOATS)
-        return [*(one.to(FLOATS) for one in inputs), sums, scale]
+        return [*(one.to(FLOATS) for one in inputs), sums, scale * (1 / self.kind.factor)]
 
     def weights(self, x_kind, at):
         groups = [2 * lane // WIDTH for lane in range(WIDTH)]
-        return [(self.kind.scales(*at[:2]).shuffled(groups), self.kind.bytes(at[0]))]
+        return [(self.kind.scales_of(at[1], groups), self.kind.bytes(at[0]))]
 
     def terms(self, inputs, part, vectors, scales):
         *inputs, offset, scale = inputs[: 2 * len(vectors) + 2]
@@ -196,7 +196,7 @@ class Integers(Floats):
     def weights(self, x_kind, at):
         """For each 32 weights (their number, the scales of all groups) and codes, at last what is
         added."""
-        scales = self.kind.scales(*at[:2])
+        scales = self.kind.factors(*at[:2])
         for number, codes in enumerate(self.kind.codes(*at[:2])):
             yield (number, scales), codes
         if added := scales if self.kind.offset else self.kind.minima(*at[:2]):

@@ -76,7 +76,7 @@ class Kind:
 
     A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
     `pair_order`. One that is multiplied in whole numbers is one of `FewBits`; or, as bytes, has
-    `bytes(weights)`, codes as bytes without signs, `byte_offset` larger than they are, in `byte_order`.
+    `bytes(weights)`, codes as bytes without signs, each `byte_offset` larger than `factor` times its value, in `byte_order`.
     """
 
     size = 128
@@ -194,7 +194,18 @@ class FewBits(Kind):
 
     def scales(self, weights: Value, other: Value) -> Value:
         """fp32 [step / group], of a step; here bf16, for each 32 weights."""
-        return (other.load(ir.VectorType(I16, 2)).to(I32, "zext") << 16).to(F32)
+        return self.scales_of(other, [0, 1])
+
+    def scales_of(self, address: Value, groups: list[int]) -> Value:
+        """A vector of the scales of the given groups of a block, 0 or 1.
+
+        Both lie in one word: each lane moves its own to where fp32 has those bits."""
+        both = address.load(I32).everywhere(len(groups))
+        return (both << [16 - 16 * group for group in groups] & 0xFFFF0000).to(F32)
+
+    def factors(self, weights: Value, other: Value) -> Value:
+        """Scales as products take them: subnormals, with which processors are slow, may be 0."""
+        return self.scales(weights, other)
 
     def minima(self, weights: Value, other: Value) -> Value | None:
         """What is added, as `scales`."""
@@ -228,6 +239,7 @@ class FewBits(Kind):
 class Int8(FewBits):
     size = 64
     byte_offset = 128
+    factor = 1.0
     byte_order = FewBits.order
 
     def codes(self, weights, other):
@@ -241,7 +253,9 @@ class Int8(FewBits):
 class FourBits(FewBits):
     """Two codes a byte.
 
-    values : of the 16 codes, whole numbers."""
+    values : of the 16 codes, times `factor` whole numbers."""
+
+    factor = 1.0
 
     order = [
         begin + 4 * i + lane + 2 * odd
@@ -270,7 +284,7 @@ class FourBits(FewBits):
     def pairs(self, weights, other, table):
         # A code of each word in one half of a register, the next one in the other.
         words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
-        table = words.of([_in_bf16(value) for value in self.values] * 2)
+        table = words.of([_in_bf16(value / self.factor) for value in self.values] * 2)
         codes = (words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH for k in (0, 2))
         return [table.call("x86.avx512.permvar.hi.512", one).to(WORDS) for one in codes]
 
@@ -285,15 +299,23 @@ class Int4(FourBits):
 
 
 class Mxfp4(FourBits):
-    """Twice e2m1 times half of e8m0, a byte for each 32 weights."""
+    """e2m1 times e8m0, a byte for each 32 weights; in whole numbers twice e2m1 times half of it."""
 
     other = 2
     shift = "ashr"
     byte_offset = 12
+    factor = 2.0
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
     def scales(self, weights, other):
         return halved_e8m0(other.load(ir.VectorType(I8, 2)))
+
+    def factors(self, weights, other):
+        return halved_e8m0(other.load(ir.VectorType(I8, 2)), exact=False)
+
+    def scales_of(self, address, groups):
+        both = address.load(I16).everywhere(2 * len(groups)).to(ir.VectorType(I32, len(groups)))
+        return (both << [23 - 8 * group for group in groups] & 0x7F800000).to(F32)
 
     def whole(self, codes):
         return from_e2m1(codes)
@@ -326,12 +348,12 @@ class Fp8(Kind):
     def beside_rows(self, rows, n):
         return (rows >> 7) * (n + 127 >> 7) * 4
 
-    def scales(self, weights, other):
-        return other.load(F32).everywhere(2)
+    def scales_of(self, address: Value, groups: list[int]) -> Value:
+        return address.load(F32).everywhere(len(groups))
 
     def vectors(self, weights, other, table):
         found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
-        scale = (other.load(F32) * 256.0).everywhere(WIDTH)
+        scale = self.scales_of(other, [0] * WIDTH) * 256.0
         return [vector * scale for codes in found for vector in _from_e4m3(codes)]
 
     def pairs(self, weights, other, table):
@@ -366,11 +388,13 @@ def from_e2m1(codes: Value, offset: int = 0) -> Value:
     return looked_up(codes.of(values, ir.VectorType(I8, 16)), codes)
 
 
-def halved_e8m0(codes: Value) -> Value:
-    """Half of each power of two, fp32; the lowest two are subnormals."""
+def halved_e8m0(codes: Value, exact: bool = True) -> Value:
+    """Half of each power of two, fp32; the lowest two are subnormals, or 0."""
     bits = codes.to(I32, "zext")
-    subnormal = bits.of(0x200000) << bits
-    return bits.is_("<", 2).made("select", subnormal, bits - 1 << 23).to(F32)
+    if not exact:
+        return (bits.call(f"usub.sat.v{bits.type.count}i32", 1) << 23).to(F32)
+    name = f"smax.v{bits.type.count}i32"  # (0 + 1) << 21 and (1 + 1) << 21 are the subnormals
+    return (bits - 1 << 23).call(name, bits + 1 << 21).to(F32)
 
 
 def _e4m3(code: int) -> float:
