@@ -92,7 +92,7 @@ def _turn(kind, token, room, y, heads, kv_heads, D, q):
         if m < heads:
             for i in range(D):
                 turned[i] *= np.float32(scaling)
-            spread(0, F32, kind, address(turned), whole, address(q) + 4 * m * D)
+            spread(F32, kind, address(turned), whole, address(q) + 4 * m * D)
             for i in range(whole, D):
                 q[m * D + i] = turned[i]
         else:

@@ -44,7 +44,7 @@ def route(routing, x, w, E, H, logits, scores, ids, team):
     multiply_one(plan, matrix, x, H, E, address(p), team)
     for e in range(E):
         write(kind, logits, e, p[e])  # rounded before the softmax, as transformers does it
-    widen(0, kind, F32, logits, E, address(p))
+    widen(kind, F32, logits, E, address(p))
     p = np.exp(p - p.max())
     total = p.sum()
     for k in range(K):

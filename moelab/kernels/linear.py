@@ -32,16 +32,16 @@ _PLAIN = {kind: dtype for dtype, kind in KINDS.items()}
 def linear(x: Tensor, of: Matrices) -> Tensor:
     """`F.linear` of x [..., n] with one matrix, summed in fp32."""
     rows = x.reshape(-1, x.shape[-1])
-    few = len(rows) == 1 or len(rows) <= _few(x.dtype, of, x.shape[-1])
+    few = len(rows) == 1 or len(rows) <= few_rows(x.dtype, of, x.shape[-1])
     y = multiply(of, np.array([0, len(rows)]), rows) if few else product(of, 0, rows)
     return y.to(x.dtype).view(*x.shape[:-1], of.R)
 
 
 @torch.inference_mode()
-def _few(dtype: torch.dtype, of: Matrices, n: int) -> float:
-    """Up to how many rows are multiplied with weights as they lie."""
+def few_rows(dtype: torch.dtype, of: Matrices, n: int) -> float:
+    """Up to how many rows are multiplied with weights [R, n] as they lie."""
     return crossover(
-        ("linear", dtype, of.kind, torch.get_num_threads()),
+        (dtype, of.kind, of.transposed, torch.get_num_threads()),
         lambda rows: multiply(of, np.array([0, rows]), torch.ones(rows, n, dtype=dtype)),
         lambda rows: product(of, 0, torch.ones(rows, n, dtype=dtype)),
     )

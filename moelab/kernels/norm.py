@@ -15,11 +15,11 @@ def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
     """Norms of rows [H] at x, times the weight at w; `out` may be x."""
     row = np.empty(H, np.float32)
     scale = np.empty(H, np.float32)
-    widen(0, w_kind, F32, w, H, address(scale))
+    widen(w_kind, F32, w, H, address(scale))
     for r in range(rows):
         at = x + span(kind, r * H)
         to = out + span(kind, r * H)
-        widen(0, kind, F32, at, H, address(row))
+        widen(kind, F32, at, H, address(row))
         total = np.float32(0)
         for i in range(H):
             total += row[i] * row[i]
@@ -27,6 +27,6 @@ def rms_norm(kind, x, w_kind, w, rows, H, eps, out):
         for i in range(H):
             # Rounded before the weight, as transformers does it.
             write(kind, to, i, row[i] * inverse)
-        widen(0, kind, F32, to, H, address(row))
+        widen(kind, F32, to, H, address(row))
         for i in range(H):
             write(kind, to, i, row[i] * scale[i])

@@ -30,6 +30,7 @@ from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
     ROWS,
     add_rows,
+    arranged,
     beside,
     decode,
     dots,
@@ -201,10 +202,11 @@ def multiply_into(plan, matrices, bounds, x, T, n, tokens, R, y, team):
 
 
 @kernel
-def widen(wide, kind, order, x, n, out):
-    """Write n numbers of a kind at x as fp32, as `spread` does for weights of the kind `order`."""
+def widen(kind, order, x, n, out):
+    """Write n numbers of a kind at x as fp32, in `place`'s order for weights of the kind
+    `order`."""
     whole = n - n % step(order)
-    spread(wide, kind, order, x, whole, out)
+    spread(kind, order, x, whole, out)
     for i in range(whole, n):
         write(F32, out, i, weight(kind, x, i))
 
@@ -448,12 +450,12 @@ def plan_of(
     if transposed:
         return np.array([_order(x, FLOAT32), c_function(columns), OUTPUTS])
     if many and isinstance(instruction(kind), Integers):
-        return np.array([_order(x, kind, 1), c_function(wide_rows), PIECE])
+        return np.array([_order(x, kind, True), c_function(wide_rows), PIECE])
     return np.array([_order(x, kind), c_function(rows), PIECE])
 
 
 @cache
-def _order(x: Kind, kind: Kind, wide: int = 0) -> int:
+def _order(x: Kind, kind: Kind, decoded: bool = False) -> int:
     """The address of what widens inputs x, in the order of weights of a kind."""
     x_tag = x.tag
     tag = kind.tag
@@ -462,6 +464,12 @@ def _order(x: Kind, kind: Kind, wide: int = 0) -> int:
         n = read(job, 2)
         for t in range(read(job, 1)):
             to = read(job, 3) + 4 * (n + PAD) * t
-            widen(wide, x_tag, tag, read(job, 0) + span(x_tag, t * n), n, to)
+            widen(x_tag, tag, read(job, 0) + span(x_tag, t * n), n, to)
 
-    return c_function(order)
+    def of_decoded(job):
+        n = read(job, 2)
+        for t in range(read(job, 1)):
+            to = read(job, 3) + 4 * (n + PAD) * t
+            arranged(x_tag, tag, read(job, 0) + span(x_tag, t * n), n, to)
+
+    return c_function(of_decoded if decoded else order)

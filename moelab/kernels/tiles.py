@@ -168,11 +168,20 @@ def decode(in_turn: int, kind: Kind, to: Kind, w, other, table, n, out):
 
 
 @emitted()
-def spread(wide: int, kind: Kind, order: Kind, x, n, out):
+def spread(kind: Kind, order: Kind, x, n, out):
     """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights
-    of `order`, as these are multiplied, or once they are `wide`."""
-    size = order.step
-    how = Floats(order) if wide else instruction(order)
+    of `order`, as these are multiplied."""
+    _spread(instruction(order), kind, x, n, out)
+
+
+@emitted()
+def arranged(kind: Kind, order: Kind, x, n, out):
+    """`spread`, for weights of `order` as `decode` writes them."""
+    _spread(Floats(order), kind, x, n, out)
+
+
+def _spread(how: Floats, kind: Kind, x: Value, n: Value, out: Value) -> None:
+    size = how.kind.step
     begins = range(0, size, STEP)
     given = [begin + number for begin in begins for number in kind.order]
     with n.steps(size) as i:
