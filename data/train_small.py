@@ -24,7 +24,8 @@ The shipped weights: stages one and two ran with that older form of yes/no quest
 and four, each `--from` the result before, as they stand here. All four in one go were not run.
 
 `--shape wide` trains another model, of twice as many and narrower experts in fewer layers: whether what was found on
-the small one holds on it says `moelab bench recall_and_misses --model FOLDER`. It is not shipped.
+the small one holds on it says `moelab bench recall_and_misses --model FOLDER`. `--shape broad` trains one on text alone,
+of few experts whose rows are whole blocks of 256, as llama.cpp's K-quants want them. Neither is shipped.
 
 Shapes: S tokens of context, B sequences a step with B·S = 2048 throughout, E experts, V vocabulary.
 """
@@ -67,11 +68,6 @@ MEMORY = (
     2,
     4,
 )  # weights of `questions.REMEMBERED` among the questions that only weights can answer
-#: name → where its model is of another shape than the recipe's
-SHAPES = {
-    "small": {},
-    "wide": {"layers": 4, "experts": 64, "experts_per_token": 6, "intermediate": 32},
-}
 
 
 @dataclass(frozen=True)
@@ -121,6 +117,21 @@ STAGES = (
     ),
     Stage((Phase(300, 256, text=0.40, echo=0.0, yesno=0.3, balance=0.2, memory=0.20),), rate=0.25),
 )
+
+
+#: name → where its model is of another shape than the recipe's
+SHAPES = {
+    "small": {},
+    "wide": {"layers": 4, "experts": 64, "experts_per_token": 6, "intermediate": 32},
+    "broad": {
+        "stages": (Stage((Phase(300, 128, text=1.0, echo=0.0, yesno=0.0, balance=0.05),)),),
+        "layers": 3,
+        "experts": 8,
+        "experts_per_token": 2,
+        "hidden": 256,
+        "intermediate": 256,
+    },
+}
 
 
 @dataclass(frozen=True)

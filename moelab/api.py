@@ -128,8 +128,10 @@ class OpenOptions(Offloading):
     )
     quantize: str | None = option(
         None,
-        "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that",
-        names="format",
+        "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that: int8, fp8, "
+        "mxfp4, int4 or, each matrix to one of them within so many bits a weight, auto:4.5; a calibration "
+        "with inputs is looked at",
+        metavar="FORMAT",
     )
     experts: str = option(
         "resident",
@@ -232,7 +234,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
     predictor or packages; TypeError for an unknown option."""
     asked, checkpoint = OpenOptions(**options), Checkpoint.at(source)
     if asked.quantize is not None:
-        checkpoint = Checkpoint.at(kept_store(checkpoint, quantize=asked.quantize))
+        how = {"quantize": asked.quantize, "calibration": asked.parts.get("trace")}
+        checkpoint = Checkpoint.at(kept_store(checkpoint, **how))
     if checkpoint.gguf and asked.memory is asked.ane is None and asked.experts == "resident":
         # all of them, in the bits of the file
         asked = replace(asked, memory=1.0, compact=asked.executor not in AS_THEY_LIE or None)

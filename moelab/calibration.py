@@ -15,23 +15,36 @@ import torch
 from moelab.base.files import absolute, load_tensors, save_tensors
 from moelab.base.schema import Count, checked, naming
 from moelab.base.specs import MoESpec
+from moelab.checkpoint.rounding import FORMAT, Inputs
 from moelab.models.identity import same_source
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted, popularity
 from moelab.trace.foreign import model_of
 
-FORMAT = "moelab.calibration/1"
 
+def calibrate(trace: RoutingTrace, source: str = "", inputs: int = 0) -> Calibration:
+    """Count the experts that `trace` visited (NPUMoE §3.3).
 
-def calibrate(trace: RoutingTrace, source: str = "") -> Calibration:
-    """Count the experts that `trace` visited (NPUMoE §3.3); `source` : in words. ValueError without
-    tokens."""
+    source : in words.    inputs : tokens drawn from the trace, which then has hidden states, to keep
+        what experts were given.
+
+    Raises ValueError without tokens, or without their hidden states."""
     if not len(trace):
         raise ValueError(
             "the trace has no tokens, so there is nothing to count; record at least one prompt"
         )
     counts = counted(trace.ids, trace.spec.E, trace.phase, 2)
     tokens = tuple(int((trace.phase == phase).sum()) for phase in (PREFILL, DECODE))
-    return Calibration(counts, tokens, trace.spec, trace.model_id, source)
+    kept = None
+    if inputs:
+        if trace.router_inputs is None:
+            raise ValueError("the trace has no hidden states: record(model, prompts, hidden=True)")
+        order = torch.randperm(len(trace), generator=torch.Generator().manual_seed(0))
+        drawn = order[:inputs].sort()[0]
+        columns = (trace.router_inputs, trace.ids, trace.weights)
+        by_layer = (of[drawn].transpose(0, 1).contiguous() for of in columns)
+        stream = trace.residuals[drawn].float().square().sum(2).mean(0)
+        kept = Inputs(*by_layer, 1 / stream, trace.model_id)
+    return Calibration(counts, tokens, trace.spec, trace.model_id, source, kept)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,6 +55,7 @@ class Calibration:
     counts_by_phase : int64 [2, L, E], routings to each expert in prefill and in decode.
     tokens : tokens seen in prefill and in decode.
     source : what it was calibrated on, in words.
+    inputs : what its experts were given, for rounding; None unless asked for.
     """
 
     counts_by_phase: torch.Tensor
@@ -49,6 +63,7 @@ class Calibration:
     spec: MoESpec
     model_id: str
     source: str = ""
+    inputs: Inputs | None = None
 
     def counts(self, phase: int | None = None) -> torch.Tensor:
         """Routings to each expert: int64 [L, E]."""
@@ -75,7 +90,8 @@ class Calibration:
         return save_tensors(
             path,
             FORMAT,
-            {"counts": self.counts_by_phase},
+            {"counts": self.counts_by_phase}
+            | dict(zip(Inputs._fields, self.inputs[:-1] if self.inputs else ())),
             spec=asdict(self.spec),
             model_id=self.model_id,
             tokens=self.tokens,
@@ -119,7 +135,7 @@ class Calibration:
         most = torch.tensor(tokens, dtype=torch.float64)[:, None] * spec.K
         if not counts.any() or (counts.double().sum(2) > most).any():
             raise ValueError(f"its counts are all zero, or more than {spec.K} a token and layer")
-        return cls(counts, tokens, spec, model_id, source)
+        return cls(counts, tokens, spec, model_id, source, Inputs.read(tensors, spec, model_id))
 
     def __repr__(self) -> str:
         prefill, decode = self.tokens

@@ -39,13 +39,13 @@ from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
 from moelab.bench.implant import TOKENS_FILE, Routing, implant
 from moelab.cards import load_model
-from moelab.checkpoint.convert import quantize_expert
 from moelab.checkpoint.experts import store_layers
+from moelab.checkpoint.rounding import quantize_expert
 from moelab.models import (
     compat,
     deepseek,  # noqa: F401  (makes transformers know it)
 )
-from moelab.models.experts import shapes
+from moelab.models.experts import seam_of, shapes
 from moelab.models.seam import discover
 from moelab.store import codecs, fewbit
 from moelab.store.headers import NAMES, WEIGHT_MAP, header_bytes, read_folder
@@ -278,7 +278,7 @@ def _write_experts(writer: StoreWriter, quantize: str | None, weights: Weights) 
         tensors = weights.expert(layer, expert)
         blobs: dict[str, tuple[str, Any]] = {}
         if quantize:
-            quantize_expert(quantize, tensors, blobs, weights.layers[layer])
+            quantize_expert(quantize, tensors, blobs, seam_of(weights.layers[layer].experts))
         writer.add(layer, expert, tensors, None, blobs)
 
 

@@ -25,8 +25,8 @@ from moelab.base.progress import progress
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_layers
 from moelab.checkpoint.restore import blobs_of, pieces, places
+from moelab.checkpoint.rounding import Inputs, plan_bits, quantize_expert, read_inputs
 from moelab.models.experts import Weights, seam_of
-from moelab.models.seam import MoELayer
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Blobs
 from moelab.store.headers import WEIGHT_MAP, raw_header
@@ -42,6 +42,7 @@ def convert(
     codec: str = codecs.DEFAULT,
     *,
     quantize: str | None = None,
+    calibration: Any = None,
     seconds: float = math.inf,
 ) -> ExpertStore:
     """Convert a checkpoint to an expert store, or resume a conversion that was interrupted.
@@ -50,9 +51,11 @@ def convert(
         model.
     destination : the store's folder; until it is whole and verified, `destination.part`.
     codec : how exponents are compressed; see `moelab.store.codecs`.
-    quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded; what
+    quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded, or
+        "auto:4.5", which gives each a format within so many bits a weight (`checkpoint.rounding`); what
         does not fit keeps its bits. The store's model is then another one than the source, which
         cannot be restored.
+    calibration : a `Calibration` with inputs, or its file: what rounding then looks at.
     seconds : after which it stops, with TimeoutError.
 
     Of a conversion that was interrupted it goes on with what is missing or damaged, or begins anew
@@ -63,12 +66,11 @@ def convert(
     is full or fails, or time is over; what is written is kept, and the same call goes on from
     there."""
     vacant(destination)
-    if quantize is not None:
-        fewbit.find_format(quantize)
     checkpoint = Checkpoint.at(source)
     end = time.monotonic() + seconds
     _require_convertible(checkpoint)
     plan = checkpoint.plan
+    inputs = _inputs(checkpoint, quantize, calibration)
     experts = CheckpointExperts(checkpoint)
     files, looked = _other_files(checkpoint, quantize)
     others = {key: checkpoint.plain(key) for key in checkpoint.tensors.keys() - plan.expert_keys}
@@ -78,15 +80,37 @@ def convert(
         checkpoint.identity,
         store_layers(plan.layers),
         codec,
-        quantize,
+        rounding_of(quantize, inputs),
         checkpoint.content,
     )
     with closing(writer):
-        _write_experts(experts, writer, quantize, end)
+        _write_experts(experts, writer, quantize, inputs, end)
         writer.finish(dict(sorted(others.items())), files, looked)
         checkpoint.require_unchanged()
         verify(writer.folder)
         return ExpertStore(writer.publish())
+
+
+def _inputs(checkpoint: Checkpoint, quantize: str | None, calibration: Any) -> Inputs | None:
+    """What rounding looks at; ValueError for another model's, or for none where there must be some."""
+    if quantize:
+        fewbit.require_rounding(quantize)
+    if isinstance(calibration, str | Path):
+        calibration = read_inputs(calibration, checkpoint.spec)
+    inputs = getattr(calibration, "inputs", calibration) if quantize else None
+    if inputs is not None:
+        return inputs.require(checkpoint.identity)
+    if quantize and quantize.startswith("auto"):
+        raise ValueError(
+            f"{quantize} looks at what experts are given: give the file of `moelab calibrate MODEL FILE "
+            f"--inputs 4096` as calibration"
+        )
+    return None
+
+
+def rounding_of(quantize: str | None, inputs: Inputs | None) -> str | None:
+    """What a store says of how it was rounded."""
+    return quantize if inputs is None else f"{quantize}@{inputs.digest}"
 
 
 def _require_convertible(checkpoint: Checkpoint) -> None:
@@ -122,10 +146,18 @@ def _other_files(
 
 
 def _write_experts(
-    experts: CheckpointExperts, writer: StoreWriter, quantize: str | None, end: float
+    experts: CheckpointExperts,
+    writer: StoreWriter,
+    quantize: str | None,
+    inputs: Inputs | None,
+    end: float,
 ) -> None:
     """Read and write what is still missing, one expert at a time."""
     layers = experts.checkpoint.plan.layers
+    forms: list[Any] = [quantize] * len(layers)
+    if quantize and quantize.startswith("auto"):
+        bits = float(quantize.partition(":")[2])
+        forms = plan_bits(bits, lambda *key: read_expert(experts, *key)[0], layers, inputs)
     done = len(writer.records)
     total = sum(layer.E for layer in layers)
     with progress(total=total, desc="converting", unit="expert", initial=done) as bar:
@@ -138,7 +170,8 @@ def _write_experts(
             tensors, blobs, read = read_expert(experts, layer, expert)
             found = None
             if quantize:
-                quantize_expert(quantize, tensors, blobs, layers[layer])
+                given = inputs and inputs.of(layer, expert)
+                quantize_expert(forms[layer], tensors, blobs, seam_of(layers[layer].experts), given)
             elif read:
                 found = places(read, pieces(tensors, blobs))
             del read  # one expert at a time is in memory
@@ -165,21 +198,6 @@ def read_expert(
     return tensors, blobs, read
 
 
-def quantize_expert(quantize: str, tensors: Weights, blobs: Blobs, layer: MoELayer) -> None:
-    """Round the matrices of an expert to a format, in place; those that it does not fit keep their
-    bits."""
-    if seam_of(layer.experts).is_transposed:
-        quantize += ".T"
-    form = fewbit.find_format(quantize)
-    for name, tensor in tensors.items():
-        if name in blobs and blobs[name][0] == form:
-            continue
-        blobs.pop(name, None)
-        if (blob := form.compress(tensor)) is not None:
-            blobs[name] = form, blob
-            form.decompress(blob, tensor)
-
-
 _converting = threading.Lock()  # another thread waits for the store, and takes it
 in_children(_converting._at_fork_reinit)
 
@@ -189,14 +207,15 @@ def kept_store(
     codec: str = codecs.DEFAULT,
     quantize: str | None = None,
     seconds: float = math.inf,
+    calibration: Any = None,
 ) -> ExpertStore:
     """The store of a model in the cache (`cache_root`), to which it is converted when it is first
     asked for, and again when any byte of it was changed.
 
-    codec, quantize, seconds : as of `convert`; a store that is of that form is taken as it is.
+    codec, quantize, seconds, calibration : as of `convert`; a store that is of that form is taken as it is.
     Raises what `convert` raises."""
     checkpoint = Checkpoint.at(source)
-    form = quantize or codec
+    form = rounding_of(quantize, _inputs(checkpoint, quantize, calibration)) or codec
     store = checkpoint.store
     if store is not None and form == (store.quantized or store.codec):
         return store
@@ -208,7 +227,8 @@ def kept_store(
                 return ExpertStore(destination)
             shutil.rmtree(destination)
         place = cache_folder(".") / name
-        return convert(checkpoint, place, codec, quantize=quantize, seconds=seconds)
+        how = {"quantize": quantize, "calibration": calibration, "seconds": seconds}
+        return convert(checkpoint, place, codec, **how)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -230,13 +250,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quantize",
-        choices=registry.names("format"),
-        help="round the experts to a few-bit format",
+        metavar="FORMAT",
+        help=f"round the experts to a few-bit format: {', '.join(registry.names('format'))}, or auto:4.5, "
+        f"each matrix to one, within so many bits a weight",
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="of `moelab calibrate MODEL FILE --inputs 4096`: rounding then looks at what experts are given",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    store = convert(args.source, args.destination, args.codec, quantize=args.quantize)
+    how = {"quantize": args.quantize, "calibration": args.calibration}
+    store = convert(args.source, args.destination, args.codec, **how)
+    if (args.quantize or "").startswith("auto"):
+        for layer in store.layers:
+            print(layer.module, *(f"{name} {e.codec.name}" for name, e in layer.experts[0].items()))
     everything = store.table()[-1]
     rounded = f", rounded to {store.quantized}" if store.quantized else ""
     print(

@@ -21,6 +21,7 @@ from moelab.base.library import token_count
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.opening import require_tokenizer
 from moelab.evaluation import questions
+from moelab.evaluation.imatrix import write_imatrix
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 
@@ -30,6 +31,20 @@ SOURCES = ("code", "prose", "needle_multikey", "lookup")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser, 16)
     add_batch(parser)
+    parser.add_argument(
+        "--inputs",
+        type=whole(),
+        default=0,
+        metavar="N",
+        help="also keep what experts are given of N tokens, drawn from all: rounding then looks at it "
+        "(convert --quantize int4 --calibration FILE)",
+    )
+    parser.add_argument(
+        "--imatrix",
+        type=writable,
+        metavar="FILE.gguf",
+        help="also write what llama.cpp's quantizer reads, of these inputs",
+    )
     parser.add_argument(
         "--new-tokens",
         type=whole(),
@@ -104,9 +119,13 @@ def prompts(model: Any, args: argparse.Namespace, n: int, seed: int) -> list[que
 def main(args: argparse.Namespace) -> int:
     model = opened(args)
     seen = prompts(model, args, args.prompts, args.seed)
-    trace = record(model, seen, max_new_tokens=args.new_tokens, batch_size=args.batch)
+    inputs = args.inputs or (4096 if args.imatrix else 0)
+    how = {"max_new_tokens": args.new_tokens, "batch_size": args.batch}
+    trace = record(model, seen, hidden=bool(inputs), **how)
     source = f"{args.prompts} prompts each of {', '.join(args.sources)}, seed {args.seed}"
-    found = calibrate(trace, source)
+    found = calibrate(trace, source, inputs)
+    if args.imatrix:
+        print(write_imatrix(args.imatrix, model, found))
     print(f"{found.save(args.file)}\n{summary(found)}")
     return 0
 

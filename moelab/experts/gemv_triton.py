@@ -60,7 +60,7 @@ def bank(of: Matrices, table: Tensor, gate: Gate | None = SILU) -> Bank:
 
 def multiplies(of: Matrices) -> bool:
     """Whether matrices are multiplied here: of any kind but GGML's, but few bits in rows."""
-    return of.kind in NAMES and not (of.transposed and hasattr(of.kind, "scales"))
+    return of.kind in NAMES and not (of.transposed and hasattr(of.kind, "scales_of"))
 
 
 @triton.jit

@@ -103,6 +103,9 @@ class Mxfp4(Blocks):
     def scales(self, weights, other):
         return halved_e8m0(self._both(weights, I8))
 
+    def factors(self, weights, other):
+        return halved_e8m0(self._both(weights, I8), exact=False)
+
     def whole(self, codes, block):
         return from_e2m1(codes)
 

@@ -4,7 +4,8 @@ processor has.
 With AVX512_BF16, one instruction multiplies pairs of bf16: bf16 weights and packed ones become such
 pairs, which takes half the instructions. Inputs are cut into their upper 8 bits and the rest, if
 there is one; subnormals are 0. Codes of few bits are else multiplied as whole numbers, with inputs in
-fixed point of 16 bits for 32 of them: a third of the instructions, and llama.cpp's take 8 bits.
+fixed point of 16 bits for 32 of them: a third of the instructions, and llama.cpp's take 8 bits. Where
+their bytes have no signs, inputs are cut into bytes for them on AVX2 and with AVX512_VNNI.
 
 An instruction takes `prepared` inputs, from vectors of fp32 in its `order`, and `weights`: vectors
 that take their inputs one after the other."""
@@ -18,16 +19,20 @@ from typing import Any
 
 from llvmlite import ir
 
-from moelab.kernels.emit import F32, I16, I32, Value
+from moelab.kernels.emit import F32, I8, I16, I32, Value
 from moelab.kernels.vectors import (
     BFLOAT16,
     BLOCK,
+    FLOATS,
     GROUP,
+    HAS_BYTE_SUMS,
     HAS_PAIRS,
+    INT8,
     PROCESSOR,
     WIDTH,
     WORDS,
     FewBits,
+    FourBits,
     Kind,
     joined,
 )
@@ -97,10 +102,49 @@ class Pairs(Floats):
         have."""
         pairs = self.kind.pairs(*at)
         scales = None
-        if hasattr(self.kind, "scales"):
+        if hasattr(self.kind, "scales_of"):
             groups = [lane % 8 // 4 for lane in range(WIDTH)]
-            scales = self.kind.scales(*at[:2]).shuffled(groups)
+            scales = self.kind.scales_of(at[1], groups)
         return [(scales, pairs if x_kind is BFLOAT16 else pairs * 2)]
+
+
+class Bytes(Floats):
+    """Products of codes as bytes and inputs in fixed point, summed in whole numbers."""
+
+    ordered = "byte_order"
+
+    def prepared(self, inputs):
+        """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the
+        scales of both groups.
+
+        A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to
+        1/128 of that."""
+        group_of = [self.order[i * WIDTH] // GROUP for i in range(len(inputs))]
+        found = [
+            _exponent([one for one, of in zip(inputs, group_of) if of == group]) for group in (0, 1)
+        ]
+        wholes = [_fixed_point(one, found[of][1]) for one, of in zip(inputs, group_of)]
+        # Infinities make NaN.
+        scales = [(exponent - (14 << 23)).to(F32) + (most - most) for most, exponent in found]
+        scale = scales[0].shuffled([2 * lane // WIDTH * WIDTH for lane in range(WIDTH)], scales[1])
+        inputs = [
+            joined([one.to(I8, "trunc") for one in half[at : at + 4]])
+            for half in ([one + 128 >> 8 for one in wholes], wholes)
+            for at in range(0, len(wholes), 4)
+        ]
+        offset = [inputs[0].of(self.kind.byte_offset)] * (len(inputs) // 2)
+        sums = _whole_sums(offset, inputs).to(FLOATS)
+        return [*(one.to(FLOATS) for one in inputs), sums, scale * (1 / self.kind.factor)]
+
+    def weights(self, x_kind, at):
+        groups = [2 * lane // WIDTH for lane in range(WIDTH)]
+        return [(self.kind.scales_of(at[1], groups), self.kind.bytes(at[0]))]
+
+    def terms(self, inputs, part, vectors, scales):
+        *inputs, offset, scale = inputs[: 2 * len(vectors) + 2]
+        inputs = [one.to(vectors[0].type) for one in inputs]
+        whole = _whole_sums(vectors, inputs) - offset.to(I32)
+        return [(whole.to(F32, "sitofp"), scale * scales)]
 
 
 class Integers(Floats):
@@ -127,7 +171,7 @@ class Integers(Floats):
         to 1/128 of that. An infinity makes NaN."""
         size = GROUP // inputs[0].type.count
         parts = [joined(inputs[at : at + size]) for at in range(0, len(inputs), size)]
-        wholes, scales = zip(*map(_fixed_point, parts))
+        wholes, scales = zip(*map(_group_in_fixed_point, parts))
         found = []
         for at in range(0, len(wholes), BLOCK // GROUP):
             block = joined(wholes[at : at + BLOCK // GROUP]).to(I16, "trunc")
@@ -153,7 +197,7 @@ class Integers(Floats):
     def weights(self, x_kind, at):
         """For each 32 weights (their number, the scales of all groups) and codes, at last what is
         added."""
-        scales = self.kind.scales(*at[:2])
+        scales = self.kind.factors(*at[:2])
         for number, codes in enumerate(self.kind.codes(*at[:2])):
             yield (number, scales), codes
         if added := scales if self.kind.offset else self.kind.minima(*at[:2]):
@@ -169,7 +213,7 @@ class Integers(Floats):
         return [(_dot(vectors, codes).to(F32, "sitofp"), (scales * mine).shuffled(of))]
 
 
-def _fixed_point(group: Value) -> tuple[Value, Value]:
+def _group_in_fixed_point(group: Value) -> tuple[Value, Value]:
     """32 inputs as whole numbers of at most 15 bits and a sign, and the power of two that is one."""
     sizes = group.to(I32) & 0x7FFFFFFF  # as integers NaN is larger than all numbers
     largest = sizes.call("vector.reduce.umax.v32i32", of=I32).call("umax.i32", 27 << 23)
@@ -185,6 +229,44 @@ def _dot(a: Sequence[Value], b: Sequence[Value]) -> Value:
     instruction has them."""
     products = (one.to(I32, "sext") * other.to(I32, "sext") for one, other in zip(a, b))
     return reduce(add, [reduce(add, map(one.shuffled, _PAIRED)) for one in products])
+
+
+def _exponent(parts: list[Value]) -> tuple[Value, Value]:
+    """The largest size among vectors of fp32 and the exponent by which they are scaled, in each
+    lane."""
+    largest = parts[0].of(2.0**-100).to(I32)  # of zeros and subnormals
+    for size in [part.to(I32) & 0x7FFFFFFF for part in parts]:
+        # as integers NaN is larger than all numbers
+        largest = size.is_(">", largest).made("select", size, largest)
+    largest = largest.call(f"vector.reduce.umax.v{WIDTH}i32", of=I32).to(F32).everywhere(WIDTH)
+    return largest, (largest * 1.004).to(I32) & 0x7F800000  # 128 upper bytes would be too many
+
+
+def _fixed_point(part: Value, exponent: Value) -> Value:
+    scaled = part * (exponent.of(268 << 23) - exponent).to(F32)
+    return scaled.call(f"rint.v{WIDTH}f32").call(f"fptosi.sat.v{WIDTH}i32.v{WIDTH}f32", of=WORDS)
+
+
+def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
+    """Σ code × input of four bytes of each register of codes, in whole numbers.
+
+    inputs : the upper bytes for each of these registers, then the lower ones; all with signs, codes
+        without.
+    """
+    total = codes[0].to(WORDS).of(0)
+    for half in (inputs[: len(codes)], inputs[len(codes) :]):
+        total = total << 8
+        if WIDTH == 16:
+            for code, one in zip(codes, half):
+                total = total.call("x86.avx512.vpdpbusd.512", code.to(WORDS), one.to(WORDS))
+            continue
+        sixteen = ir.VectorType(I16, 2 * WIDTH)  # in 16 bits: at most 4 · 24 · 128
+        pairs = (
+            code.call("x86.avx2.pmadd.ub.sw", one, of=sixteen) for code, one in zip(codes, half)
+        )
+        pairs = reduce(add, pairs)
+        total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)
+    return total
 
 
 def product(x: Value, weights: Value, total: Value | None) -> Value:
@@ -203,4 +285,6 @@ def instruction(kind: Kind) -> Floats:
     """How weights of a kind are multiplied on this processor."""
     if HAS_PAIRS and hasattr(kind, "pairs"):
         return Pairs(kind)
+    if kind is INT8 and HAS_BYTE_SUMS or WIDTH == 8 and isinstance(kind, FourBits):
+        return Bytes(kind)
     return Integers(kind) if isinstance(kind, FewBits) else Floats(kind)

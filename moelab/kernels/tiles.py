@@ -60,8 +60,8 @@ def dots(
     before = [(kind.span(n * r), kind.beside_rows(n.of(r), n)) for r in range(rows)]
     matrix = [(w + first, other + second) for first, second in before]
     # Rows in turn where memory limits: read from front to back. What takes less than a byte
-    # computes too much.
-    in_turn = tokens == 1 or tokens == 2 and kind.size >= kind.block
+    # computes too much, unless it is one stream for one token.
+    in_turn = tokens <= 2 and kind.size >= kind.block or tokens == 1 and not kind.other
     turns = [[r] for r in range(rows)] if in_turn else [list(range(rows))]
     chains = 4 if tokens * len(turns[0]) == 1 else 1
     floats = instruction(kind).floats

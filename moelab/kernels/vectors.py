@@ -44,6 +44,7 @@ BYTES = ir.VectorType(I8, 4 * WIDTH)
 #: whether bytes are looked up in tables of 64 and 128, by their low bits
 LOOKS_UP_BYTES = bool(_FEATURES.get("avx512vbmi"))
 HAS_PAIRS = WIDTH == 16 and LOOKS_UP_BYTES and bool(_FEATURES.get("avx512bf16"))
+HAS_BYTE_SUMS = WIDTH == 16 and bool(_FEATURES.get("avx512vnni"))
 #: (processor, bytes) → its instruction that looks up each byte of a vector in a table of 16
 _LOOK_UPS = {
     ("x86_64", 64): f"x86.avx512.{'permvar.qi' if LOOKS_UP_BYTES else 'pshuf.b'}.512",
@@ -74,7 +75,8 @@ class Kind:
         `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
 
     A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
-    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`.
+    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`; or, as bytes, has
+    `bytes(weights)`, codes as bytes without signs, each `byte_offset` larger than `factor` times its value, in `byte_order`.
     """
 
     size = 128
@@ -192,7 +194,18 @@ class FewBits(Kind):
 
     def scales(self, weights: Value, other: Value) -> Value:
         """fp32 [step / group], of a step; here bf16, for each 32 weights."""
-        return (other.load(ir.VectorType(I16, 2)).to(I32, "zext") << 16).to(F32)
+        return self.scales_of(other, [0, 1])
+
+    def scales_of(self, address: Value, groups: list[int]) -> Value:
+        """A vector of the scales of the given groups of a block, 0 or 1.
+
+        Both lie in one word: each lane moves its own to where fp32 has those bits."""
+        both = address.load(I32).everywhere(len(groups))
+        return (both << [16 - 16 * group for group in groups] & 0xFFFF0000).to(F32)
+
+    def factors(self, weights: Value, other: Value) -> Value:
+        """Scales as products take them: subnormals, with which processors are slow, may be 0."""
+        return self.scales(weights, other)
 
     def minima(self, weights: Value, other: Value) -> Value | None:
         """What is added, as `scales`."""
@@ -225,16 +238,24 @@ class FewBits(Kind):
 
 class Int8(FewBits):
     size = 64
+    byte_offset = 128
+    factor = 1.0
+    byte_order = FewBits.order
 
     def codes(self, weights, other):
         for begin in range(0, BLOCK, GROUP):
             yield bytes_with_signs(weights + begin)
 
+    def bytes(self, weights):
+        return [weights.load(ir.VectorType(I8, BLOCK)) + self.byte_offset]
+
 
 class FourBits(FewBits):
     """Two codes a byte.
 
-    values : of the 16 codes, whole numbers."""
+    values : of the 16 codes, times `factor` whole numbers."""
+
+    factor = 1.0
 
     order = [
         begin + 4 * i + lane + 2 * odd
@@ -250,6 +271,8 @@ class FourBits(FewBits):
         for lane in range(WIDTH)
     ]
 
+    byte_order = [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
+
     def codes(self, weights, other):
         for begin in range(0, BLOCK // 2, GROUP // 2):
             yield self.in_turn(self.whole(halves(weights + begin)))
@@ -261,28 +284,45 @@ class FourBits(FewBits):
     def pairs(self, weights, other, table):
         # A code of each word in one half of a register, the next one in the other.
         words = weights.load(ir.VectorType(I16, WIDTH)).shuffled([*range(WIDTH)] * 2)
-        table = words.of([_in_bf16(value) for value in self.values] * 2)
+        table = words.of([_in_bf16(value / self.factor) for value in self.values] * 2)
         codes = (words >> [4 * k] * WIDTH + [4 * k + 4] * WIDTH for k in (0, 2))
         return [table.call("x86.avx512.permvar.hi.512", one).to(WORDS) for one in codes]
 
 
 class Int4(FourBits):
-    offset = 8
+    offset = byte_offset = 8
     values = [*range(-8, 8)]
+
+    def bytes(self, weights):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+        return [codes & 15, codes >> 4]
 
 
 class Mxfp4(FourBits):
-    """Twice e2m1 times half of e8m0, a byte for each 32 weights."""
+    """e2m1 times e8m0, a byte for each 32 weights; in whole numbers twice e2m1 times half of it."""
 
     other = 2
     shift = "ashr"
+    byte_offset = 12
+    factor = 2.0
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
     def scales(self, weights, other):
         return halved_e8m0(other.load(ir.VectorType(I8, 2)))
 
+    def factors(self, weights, other):
+        return halved_e8m0(other.load(ir.VectorType(I8, 2)), exact=False)
+
+    def scales_of(self, address, groups):
+        both = address.load(I16).everywhere(2 * len(groups)).to(ir.VectorType(I32, len(groups)))
+        return (both << [23 - 8 * group for group in groups] & 0x7F800000).to(F32)
+
     def whole(self, codes):
         return from_e2m1(codes)
+
+    def bytes(self, weights):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+        return [from_e2m1(part, self.byte_offset) for part in (codes, codes >> 4)]
 
     def vectors(self, weights, other, table):
         """With the sign of −0, which whole numbers do not have."""
@@ -308,12 +348,12 @@ class Fp8(Kind):
     def beside_rows(self, rows, n):
         return (rows >> 7) * (n + 127 >> 7) * 4
 
-    def scales(self, weights, other):
-        return other.load(F32).everywhere(2)
+    def scales_of(self, address: Value, groups: list[int]) -> Value:
+        return address.load(F32).everywhere(len(groups))
 
     def vectors(self, weights, other, table):
         found = [(weights + at).load(ir.VectorType(I8, STEP)) for at in range(0, BLOCK, STEP)]
-        scale = (other.load(F32) * 256.0).everywhere(WIDTH)
+        scale = self.scales_of(other, [0] * WIDTH) * 256.0
         return [vector * scale for codes in found for vector in _from_e4m3(codes)]
 
     def pairs(self, weights, other, table):
@@ -342,17 +382,19 @@ def halves(address: Value) -> Value:
     return (twice >> [0] * 4 + [4] * 4 & 0x0F0F0F0F).to(ir.VectorType(I8, 32))
 
 
-def from_e2m1(codes: Value) -> Value:
-    """Twice the values of codes: bytes."""
-    table = codes.of([*map(int, Mxfp4.values)], ir.VectorType(I8, 16))
-    return looked_up(table, codes)
+def from_e2m1(codes: Value, offset: int = 0) -> Value:
+    """Twice the values of codes, plus an offset: bytes."""
+    values = [int(value) + offset for value in Mxfp4.values]
+    return looked_up(codes.of(values, ir.VectorType(I8, 16)), codes)
 
 
-def halved_e8m0(codes: Value) -> Value:
-    """Half of each power of two, fp32; the lowest two are subnormals."""
+def halved_e8m0(codes: Value, exact: bool = True) -> Value:
+    """Half of each power of two, fp32; the lowest two are subnormals, or 0."""
     bits = codes.to(I32, "zext")
-    subnormal = bits.of(0x200000) << bits
-    return bits.is_("<", 2).made("select", subnormal, bits - 1 << 23).to(F32)
+    if not exact:
+        return (bits.call(f"usub.sat.v{bits.type.count}i32", 1) << 23).to(F32)
+    name = f"smax.v{bits.type.count}i32"  # (0 + 1) << 21 and (1 + 1) << 21 are the subnormals
+    return (bits - 1 << 23).call(name, bits + 1 << 21).to(F32)
 
 
 def _e4m3(code: int) -> float:
@@ -388,7 +430,7 @@ def _widened(words: Value) -> list[Value]:
 def looked_up(table: Value, codes: Value) -> Value:
     """For each byte of a vector, table[its low four bits]; `table` has 16 bytes."""
     n = codes.type.count
-    if (PROCESSOR, n) not in _LOOK_UPS:
+    if n > BYTES.count:
         halves = (codes.shuffled(list(range(at, at + n // 2))) for at in (0, n // 2))
         return joined([looked_up(table, half) for half in halves])
     table = table.shuffled([i % 16 for i in range(n)])

@@ -26,6 +26,7 @@ says."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
@@ -45,10 +46,9 @@ from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.fewbit_kernels import round_groups
 from moelab.store.headers import DTYPES, Shape, Tensors
+from moelab.store.rounding import E2M1, GROUP, fit
 
-GROUP = 32
 BLOCK = 128
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by code; bit 3 of a code is the sign
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 
@@ -141,14 +141,19 @@ class Format(FewBits):
             scales = (-(-R // BLOCK), -(-n // BLOCK))
         return {"codes": (self.code, codes, 1), "scales": (self.scale, scales, 1)}
 
-    def compress(self, data: Tensor) -> np.ndarray | None:
-        """The blob of a tensor, uint8; None for one that stays as it is."""
+    def compress(self, data: Tensor, moments: Tensor | None = None) -> np.ndarray | None:
+        """The blob of a tensor, uint8; None for one that stays as it is.
+
+        moments : of its inputs, which rounding then looks at (`moelab.store.rounding`)."""
         w = data.mT if self.transposed and data.dim() > 1 else data
         fits = w.dim() > 1 and w.numel() and w.shape[-1] % GROUP == 0 and w.is_floating_point()
         if not fits or not w.abs().max().isfinite():
             return None
         rows = w.detach().reshape(-1, w.shape[-1]).float().contiguous()
-        return joined(*(_quantize_groups(self, rows) if self.group else _quantize_fp8(rows)))
+        codes, scales = _quantize_groups(self, rows) if self.group else _quantize_fp8(rows)
+        if moments is not None:
+            codes, scales = _fitted(self, rows, scales, moments)
+        return joined(codes, scales)
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
@@ -193,6 +198,26 @@ def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
     return scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
 
 
+def _fitted(form: Format, w: Tensor, scales: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of finite weights, fp32 [R, n], whose naive scales are given."""
+    naive = scales.float()
+    if form.kind == "fp8":
+        naive = spread_blocks(scales, *w.shape)[:, ::GROUP]
+    if form.kind == "mxfp4":
+        naive = (naive - 127).exp2()
+    values, found = fit(form.kind, w, naive, moments)
+    found = scales if form.kind == "fp8" else found
+    if form.kind == "mxfp4":
+        codes = torch.bucketize(values.abs(), torch.tensor(E2M1)).byte()
+        codes, found = codes | values.signbit().byte() << 3, found.log2() + 127
+    else:
+        codes = (values + 8).byte() if form.kind == "int4" else values.to(form.code)
+    found = found.to(form.scale)
+    if form.code != torch.uint8:
+        return codes, found
+    return codes[:, ::2] | codes[:, 1::2] << 4, found
+
+
 def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of blocks of 128 × 128 finite weights, fp32 [R, n]."""
     R, n = w.shape
@@ -234,6 +259,14 @@ FORMATS: dict[str, Entry] = {
         "4.5 bits: the most accurate of the four-bit formats",
     ),
 }
+
+
+def require_rounding(text: str) -> None:
+    """ValueError unless a text is a format or "auto:BITS", perhaps with a calibration's digest behind
+    an "@"."""
+    name = text.partition("@")[0]
+    if not re.fullmatch(r"auto:\d+(\.\d+)?", name):
+        require("format", name, [*FORMATS, "auto:4.5"])
 
 
 def find_format(name: str) -> Format:

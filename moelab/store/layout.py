@@ -361,8 +361,8 @@ class ExpertStore(ExpertFiles):
     are not read.
 
     codec : how the experts are compressed, by name.
-    quantized : the few-bit format that the weights were rounded to; None where they are the
-        source's own.
+    quantized : the few-bit format that the weights were rounded to, and by which calibration, as of
+        `fewbit.require_rounding`; None where they are the source's own.
     identity : of the model that the store was made from, see `moelab.models.identity`, and the
         format.
     weights : key → dtype, shape, offset, bytes, checksums of its pieces, of the weights that are
@@ -401,7 +401,7 @@ class ExpertStore(ExpertFiles):
         _need(re.fullmatch("[0-9a-f]{16}", self.identity), "an impossible identity")
         self.quantized: str | None = fields.get("quantized") or None
         if self.quantized:
-            fewbit.find_format(self.quantized)
+            fewbit.require_rounding(self.quantized)
             self.identity += f"-{self.quantized}"
         self.codec = fields["codec"]
         find_codec(self.codec)

@@ -14,7 +14,7 @@ from moelab.fast.dense import linear
 from moelab.kernels import feed_forward, threads
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import exponential
-from moelab.kernels.instructions import Integers, instruction
+from moelab.kernels.instructions import Bytes, Integers, instruction
 from moelab.kernels.products import KINDS, PACKED, Matrices, multiply
 from moelab.store import bf12, fewbit
 
@@ -82,7 +82,9 @@ def test_products_of_any_size(kind, T, counts, blocks, rows, dtype, transposed, 
         mine, wide = slice(bounds[i], bounds[i + 1]), wide if transposed else wide.T
         found = x[who[mine]].double() @ wide + (bias.double() if biased else 0)
         size = x[who[mine]].double().abs()
-        if isinstance(instruction(of.kind), Integers):  # half a quantum of each group of inputs
+        if isinstance(
+            instruction(of.kind), Bytes | Integers
+        ):  # half a quantum of each group of inputs
             size += 3 * size.view(-1, n // 32, 32).amax(2).repeat_interleave(32, 1)
         assert ((y[mine].double() - found).abs() <= 1e-5 * (size @ wide.abs() + 1)).all()
 
