@@ -25,7 +25,7 @@ from torch import Tensor
 from moelab.kernels.compile import c_function, kernel
 from moelab.kernels.emit import address, kept, pointer, read, take, together
 from moelab.kernels.ggml import GGML
-from moelab.kernels.instructions import Integers, Pairs, instruction
+from moelab.kernels.instructions import Pairs, instruction
 from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
     ROWS,
@@ -53,6 +53,7 @@ from moelab.kernels.vectors import (
     INT8,
     MXFP4,
     WIDTH,
+    FewBits,
     Kind,
 )
 
@@ -72,7 +73,7 @@ JOB = np.dtype([(field, np.int64) for field in FIELDS])
 _IN_ORDER = np.empty(0, np.int64)
 TILE = 4  # rows of a tile
 TOKENS = 3 if WIDTH == 8 else 4  # of a tile: the sums leave registers for what is multiplied
-MANY = 8  # tokens a matrix, for which codes are decoded once, to fp32
+MANY = 12  # tokens a matrix, for which codes are decoded once, to fp32
 PAD = 16  # numbers between inputs: at a distance of 4 KB, few would have room in the L1
 PIECE = 64  # rows that a thread takes at a time
 SHARES = 16  # or more, where it still takes so many times
@@ -449,7 +450,7 @@ def plan_of(
 
     if transposed:
         return np.array([_order(x, FLOAT32), c_function(columns), OUTPUTS])
-    if many and isinstance(instruction(kind), Integers):
+    if many and isinstance(kind, FewBits) and not isinstance(instruction(kind), Pairs):
         return np.array([_order(x, kind, True), c_function(wide_rows), PIECE])
     return np.array([_order(x, kind), c_function(rows), PIECE])
 
