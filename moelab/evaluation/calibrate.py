@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import open_model
-from moelab.base.arguments import one_of, several, whole
+from moelab.base.arguments import one_of, output, several, whole
 from moelab.base.files import writable
 from moelab.base.library import token_count
 from moelab.calibration import Calibration, calibrate
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--imatrix",
-        type=writable,
+        type=output,
         metavar="FILE.gguf",
         help="also write what llama.cpp's quantizer reads, of these inputs",
     )
