@@ -241,10 +241,17 @@ class Residency:
                 f"the step is {dict(tokens)} in layer {layer}; it is {{expert: tokens}}, of {self.L} "
                 f"layers with {self.E} experts"
             ) from None
+        full = State.FULL
         before = [self.state(key) for key in keys]
-        if self.holds_all and all(state is State.FULL for state in before):  # nobody ever leaves
+        if self.holds_all and before.count(full) == len(before):  # nobody ever leaves
             keep = dict(zip(keys, before))
             evicted = []
+            if not away:
+                self.counters.hits[full] += len(keys)
+                self._now += 1
+                return Step(
+                    layer, [Request(key, tokens[key.expert], full, full) for key in keys], []
+                )
         else:
             if self._phase == "prefill":
                 self._prompts[layer % len(self._prompts)].update(

@@ -1,14 +1,12 @@
 """The fast executor: GEMV for few tokens an expert, for many a GEMM of weights that are widened once;
 where that takes over is measured on this machine. On a GPU it is `GEMV`.
 
-The first time in a process that a kind of experts has several tokens an expert, both compute one expert with 8,
-32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose. Both
-are lossless, so the choice changes no result beyond rounding."""
+The first time in a process that a kind of weights has several tokens an expert, both multiply a matrix
+with 8, 32 and 128 tokens, a few milliseconds each; GEMV is used up to about where it starts to lose.
+Both are lossless, so the choice changes no result beyond rounding."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,8 @@ from torch import Tensor
 
 from moelab.experts.gemv import GEMV, Choices
 from moelab.kernels.feed_forward import combine
-from moelab.kernels.linear import product, wide
-from moelab.kernels.products import Matrices, crossover
+from moelab.kernels.linear import few_rows, product, wide
+from moelab.kernels.products import Matrices
 
 PAIR = 2  # tokens that GEMV multiplies as fast as one
 
@@ -28,22 +26,9 @@ class Fast(GEMV):
 
     def compute(self, up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:
         each = len(of.tokens) / (len(of.bounds) - 1)
-        few = len(of.x) == 1 or each <= PAIR or each <= self._few(up, down, of.x, experts)
+        one, n = up._replace(rows=up.rows[:1]), of.x.shape[1]
+        few = len(of.x) == 1 or each <= PAIR or each <= few_rows(of.x.dtype, one, n)
         return (super().compute if few else gemm)(up, down, of, experts)
-
-    @torch.no_grad()
-    def _few(self, up: Matrices, down: Matrices, x: Tensor, experts: Any) -> float:
-        one = [of._replace(rows=of.rows[:1]) for of in (up, down)]
-
-        def run(way: Callable[..., Tensor], size: int) -> Tensor:
-            order = np.arange(size)
-            rows = x[torch.from_numpy(order % len(x))]
-            of = Choices(order[[0, -1]] + [0, 1], rows, order, order[:, None], x.new_ones(size, 1))
-            return way(*one, of, experts)
-
-        kinds = tuple((of.kind, of.transposed) for of in one)
-        what = "experts", kinds, *experts.shapes.values(), x.dtype, torch.get_num_threads()
-        return crossover(what, partial(run, super().compute), partial(run, gemm))
 
 
 def gemm(up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:

@@ -86,16 +86,16 @@ def feed_forward(
     out = torch.empty(len(x), down.R, dtype=x.dtype)
     inputs = (x.data_ptr(), *x.shape)
     weights = (KINDS[w.dtype].tag, w.data_ptr())
-    both = plans(up, down, kind, gate), up.rows, down.rows
+    both = plans(up, down, kind, gate, bounds[-1] / len(up.rows)), up.rows, down.rows
     outputs = kind.tag, out.data_ptr()
     gated(*both, bounds, *inputs, tokens, rows, *weights, *outputs, team())
     return out
 
 
-def plans(up: Matrices, down: Matrices, x: Kind, gate: Gate = SILU) -> tuple:
-    """Of `gated`: how these matrices are multiplied, with inputs x, int64 [2, 3], or [L, 2, 3] of L
-    layers, how many rows they have, and what is between them."""
-    return np.stack([up.plan(x), down.plan(FLOAT32)], -2), up.R, down.R, tuple(gate)
+def plans(up: Matrices, down: Matrices, x: Kind, gate: Gate = SILU, each: float = 1) -> tuple:
+    """Of `gated`: how these matrices are multiplied, with inputs x, so many a matrix, int64 [2, 3],
+    or [L, 2, 3] of L layers, how many rows they have, and what is between them."""
+    return np.stack([up.plan(x, each), down.plan(FLOAT32, each)], -2), up.R, down.R, tuple(gate)
 
 
 def _readable(w: Tensor) -> Tensor:

@@ -53,7 +53,8 @@ class Floats:
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
-        self.order = getattr(kind, self.ordered)
+        order = getattr(kind, self.ordered)
+        self.order = [at + i for at in range(0, kind.step, len(order)) for i in order]
 
     @property
     def floats(self) -> ir.VectorType:

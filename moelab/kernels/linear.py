@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from moelab.kernels.compile import c_function
-from moelab.kernels.emit import emitted, read, take
+from moelab.kernels.emit import read, take
 from moelab.kernels.products import KINDS, Matrices, crossover, multiply
 from moelab.kernels.threads import TEAM, in_threads
-from moelab.kernels.tiles import beside, span, step, weight, write
-from moelab.kernels.vectors import Kind, joined
+from moelab.kernels.tiles import beside, decode, span, step, weight, write
+from moelab.kernels.vectors import Kind
 
 ROWS = 32  # that a thread widens at a time
 PANEL = 1 << 20  # weights that are widened before they are multiplied
@@ -32,16 +32,16 @@ _PLAIN = {kind: dtype for dtype, kind in KINDS.items()}
 def linear(x: Tensor, of: Matrices) -> Tensor:
     """`F.linear` of x [..., n] with one matrix, summed in fp32."""
     rows = x.reshape(-1, x.shape[-1])
-    few = len(rows) == 1 or len(rows) <= _few(x.dtype, of, x.shape[-1])
+    few = len(rows) == 1 or len(rows) <= few_rows(x.dtype, of, x.shape[-1])
     y = multiply(of, np.array([0, len(rows)]), rows) if few else product(of, 0, rows)
     return y.to(x.dtype).view(*x.shape[:-1], of.R)
 
 
 @torch.inference_mode()
-def _few(dtype: torch.dtype, of: Matrices, n: int) -> float:
-    """Up to how many rows are multiplied with weights as they lie."""
+def few_rows(dtype: torch.dtype, of: Matrices, n: int) -> float:
+    """Up to how many rows are multiplied with weights [R, n] as they lie."""
     return crossover(
-        ("linear", dtype, of.kind, torch.get_num_threads()),
+        (dtype, of.kind, of.transposed, torch.get_num_threads()),
         lambda rows: multiply(of, np.array([0, rows]), torch.ones(rows, n, dtype=dtype)),
         lambda rows: product(of, 0, torch.ones(rows, n, dtype=dtype)),
     )
@@ -134,23 +134,8 @@ def _widening(kind: Kind, to: Kind) -> int:
                 second = other + beside(tag, begin + r, n)
                 to_row = out + span(to_tag, r * n)
                 whole = n - n % step(tag)
-                _widen(tag, to_tag, at, second, w - 16, whole, to_row)
+                decode(1, tag, to_tag, at, second, w - 16, whole, to_row)
                 for i in range(whole, n):
                     write(to_tag, to_row, i, weight(tag, at, i))
 
     return c_function(work)
-
-
-@emitted()
-def _widen(kind: Kind, to: Kind, w, other, table, n, out):
-    """Write n weights of a kind, a multiple of `step`, as numbers of the plain kind `to` at `out`."""
-    table = kind.table(table)
-    size = len(kind.order)
-    places = [kind.order.index(number) for number in range(size)]
-    with n.steps(kind.step) as i:
-        found = kind.vectors(w + kind.span(i), other + kind.beside(i), table)
-        each = size // found[0].type.count
-        for begin in range(0, len(found), each):
-            numbers = joined([to.rounded(part) for part in found[begin : begin + each]])
-            at = i + begin * found[0].type.count
-            (out + to.span(at)).store(numbers.shuffled(places))

@@ -30,17 +30,32 @@ from moelab.kernels.threads import team
 from moelab.kernels.tiles import (
     ROWS,
     add_rows,
+    arranged,
     beside,
+    decode,
     dots,
     given,
     place,
+    prefetch,
     span,
     spread,
     step,
     weight,
     write,
 )
-from moelab.kernels.vectors import BF12, BFLOAT16, FLOAT16, FLOAT32, FP8, INT4, INT8, MXFP4, Kind
+from moelab.kernels.vectors import (
+    BF12,
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    FP8,
+    INT4,
+    INT8,
+    MXFP4,
+    WIDTH,
+    FewBits,
+    Kind,
+)
 
 #: torch's types of weights → kinds
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
@@ -56,7 +71,10 @@ BF16 = BFLOAT16.tag
 FIELDS = "taken", "M", "n", "R", "pieces", "outputs", "matrices", "bounds", "inputs", "y"
 JOB = np.dtype([(field, np.int64) for field in FIELDS])
 _IN_ORDER = np.empty(0, np.int64)
-TILE = 4  # tokens and rows of a tile: 16 sums leave registers for what is multiplied
+TILE = 4  # rows of a tile
+TOKENS = 3 if WIDTH == 8 else 4  # of a tile: the sums leave registers for what is multiplied
+MANY = 12  # tokens a matrix, for which codes are decoded once, to fp32
+PAD = 16  # numbers between inputs: at a distance of 4 KB, few would have room in the L1
 PIECE = 64  # rows that a thread takes at a time
 SHARES = 16  # or more, where it still takes so many times
 GROUP = 96  # tokens whose inputs stay in a core's second-level cache
@@ -86,11 +104,12 @@ class Matrices(NamedTuple):
     owner: Any = None
     biases: Kind | None = None
 
-    def plan(self, x: Kind) -> np.ndarray:
-        """Of `multiply_into`, for inputs x: [3], or [L, 3]."""
+    def plan(self, x: Kind, each: float = 1) -> np.ndarray:
+        """Of `multiply_into`, for inputs x, so many a matrix: [3], or [L, 3]."""
+        how = self.transposed, x, self.biases, each >= MANY
         if isinstance(self.kind, Kind):
-            return plan_of(self.kind, self.transposed, x, self.biases)
-        return np.stack([plan_of(kind, self.transposed, x, self.biases) for kind in self.kind])
+            return plan_of(self.kind, *how)
+        return np.stack([plan_of(kind, *how) for kind in self.kind])
 
 
 def layers(of: Sequence[Matrices], rows: np.ndarray) -> Matrices:
@@ -115,7 +134,8 @@ def multiply(
     y = torch.empty(int(bounds[-1]), of.R)
     kind = KINDS[x.dtype]
     inputs = x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
-    multiply_into(of.plan(kind), of.rows, bounds, *inputs, of.R, y.data_ptr(), team())
+    each = bounds[-1] / max(len(of.rows), 1)
+    multiply_into(of.plan(kind, each), of.rows, bounds, *inputs, of.R, y.data_ptr(), team())
     return y.to(dtype)
 
 
@@ -165,14 +185,14 @@ def multiply_into(plan, matrices, bounds, x, T, n, tokens, R, y, team):
     M, N, (run, threads) = len(matrices), bounds[-1], team
     while 2 * outputs <= min(OUTPUTS, M * R // (SHARES * threads)):
         outputs *= 2
-    wide = np.empty(T * n + 16, np.float32)
+    wide = np.empty(T * (n + PAD) + 16, np.float32)
     inputs = np.empty(N, np.int64)
     begin = (address(wide) + 63) // 64 * 64  # no vector lies across two cache lines
     given = np.array((x, T, n, begin))
     together(run, order, 1, address(given))
     kept(given)
     for j in range(N):
-        inputs[j] = begin + 4 * n * (tokens[j] if len(tokens) > 0 else j)
+        inputs[j] = begin + 4 * (n + PAD) * (tokens[j] if len(tokens) > 0 else j)
     pieces = (R + outputs - 1) // outputs
     where = address(matrices), address(bounds), address(inputs), y
     job = np.array((0, M, n, R, pieces, outputs) + where)  # in the order of `FIELDS`
@@ -227,6 +247,7 @@ def _rows(x_kind, kind, b_kind, at):
                 group_end,
                 begin,
                 end,
+                True,
             )
         if matrices[m, 3] > 0:
             mine = inputs[bounds[m] : bounds[m + 1]]
@@ -234,8 +255,8 @@ def _rows(x_kind, kind, b_kind, at):
 
 
 @kernel
-def _rows_of_group(x_kind, kind, b_kind, job, matrix, inputs, first, last, begin, end):
-    """Rows begin…end of a matrix times the tokens first…last, by tiles."""
+def _rows_of_group(x_kind, kind, b_kind, job, matrix, inputs, first, last, begin, end, far):
+    """Rows begin…end of a matrix, which may be `far`, times the tokens first…last, by tiles."""
     n, R, (w, other, bias) = job.n, job.R, (matrix[0], matrix[1], matrix[2])
     whole = n - n % step(kind)
     table = w - 16
@@ -248,6 +269,7 @@ def _rows_of_group(x_kind, kind, b_kind, job, matrix, inputs, first, last, begin
         second = other + beside(kind, r, n)
         tile = span(kind, rows * n)
         ahead = (AHEAD + tile - 1) // tile * tile if rows == TILE and several else near
+        ahead = ahead if far else 0
         token = first
         while token < last:
             x = inputs + 8 * token
@@ -255,9 +277,9 @@ def _rows_of_group(x_kind, kind, b_kind, job, matrix, inputs, first, last, begin
             tokens = 1
             if rows == 1:  # few matrices have rows beyond whole tiles
                 dots(1, 1, x_kind, kind, x, at, second, table, n, to, R, ahead)
-            elif last - token >= TILE:
-                tokens = TILE
-                dots(TILE, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
+            elif last - token >= TOKENS:
+                tokens = TOKENS
+                dots(TOKENS, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
             elif last - token >= 2:
                 tokens = 2
                 dots(2, TILE, x_kind, kind, x, at, second, table, n, to, R, ahead)
@@ -267,6 +289,39 @@ def _rows_of_group(x_kind, kind, b_kind, job, matrix, inputs, first, last, begin
                 _add_rest(kind, b_kind, x, tokens, at, whole, n, bias, r, rows, to, R)
             token += tokens
         r += rows
+
+
+@kernel
+def _wide_rows(kind, b_kind, at):
+    """`_rows` of codes that are decoded, a tile's at a time, for all tokens of a group."""
+    jobs, matrices, bounds, inputs = _job_at(at)
+    job = jobs[0]
+    n = job.n
+    tile = np.empty((TILE, n), np.float32)
+    to = address(tile)
+    here = np.zeros(4, np.int64)
+    while True:
+        piece = take(at)
+        if piece >= job.M * job.pieces:
+            return
+        m = piece // job.pieces
+        begin = piece % job.pieces * job.outputs
+        end = min(begin + job.outputs, job.R)
+        here[2] = matrices[m, 2]
+        for group in range(bounds[m], bounds[m + 1], GROUP):
+            last = min(group + GROUP, bounds[m + 1])
+            for r in range(begin, end, TILE):
+                here[0] = to - 4 * r * n
+                rows = min(TILE, end - r)
+                for i in range(rows):
+                    w = matrices[m, 0] + span(kind, (r + i) * n)
+                    second = matrices[m, 1] + beside(kind, r + i, n)
+                    decode(0, kind, F32, w, second, 0, n, to + 4 * n * i)
+                    for line in range(0, span(kind, n), 64):
+                        prefetch(w + span(kind, TILE * n) + line)
+                given = job, here, address(inputs), group, last
+                _rows_of_group(F32, F32, b_kind, *given, r, r + rows, False)
+        kept(tile)
 
 
 @kernel
@@ -371,9 +426,14 @@ def _store_columns(kind, b_kind, job, matrix, inputs, token, begin, end, whole, 
 
 @cache
 def plan_of(
-    kind: Kind, transposed: bool = False, x: Kind = FLOAT32, biases: Kind | None = None
+    kind: Kind,
+    transposed: bool = False,
+    x: Kind = FLOAT32,
+    biases: Kind | None = None,
+    many: bool = False,
 ) -> np.ndarray:
-    """Of `multiply_into`, for weights of a kind, inputs x and biases, see `Matrices`."""
+    """Of `multiply_into`, for weights of a kind, inputs x, `many` a matrix, and biases, see
+    `Matrices`."""
     in_pairs = x is BFLOAT16 and isinstance(instruction(kind), Pairs)
     tag = kind.tag
     x_tag = x.tag if in_pairs else F32
@@ -382,16 +442,21 @@ def plan_of(
     def rows(at):
         _rows(x_tag, tag, b_tag, at)
 
+    def wide_rows(at):
+        _wide_rows(tag, b_tag, at)
+
     def columns(at):
         _columns(tag, b_tag, at)
 
     if transposed:
         return np.array([_order(x, FLOAT32), c_function(columns), OUTPUTS])
+    if many and isinstance(kind, FewBits) and not isinstance(instruction(kind), Pairs):
+        return np.array([_order(x, kind, True), c_function(wide_rows), PIECE])
     return np.array([_order(x, kind), c_function(rows), PIECE])
 
 
 @cache
-def _order(x: Kind, kind: Kind) -> int:
+def _order(x: Kind, kind: Kind, decoded: bool = False) -> int:
     """The address of what widens inputs x, in the order of weights of a kind."""
     x_tag = x.tag
     tag = kind.tag
@@ -399,6 +464,13 @@ def _order(x: Kind, kind: Kind) -> int:
     def order(job):
         n = read(job, 2)
         for t in range(read(job, 1)):
-            widen(x_tag, tag, read(job, 0) + span(x_tag, t * n), n, read(job, 3) + 4 * n * t)
+            to = read(job, 3) + 4 * (n + PAD) * t
+            widen(x_tag, tag, read(job, 0) + span(x_tag, t * n), n, to)
 
-    return c_function(order)
+    def of_decoded(job):
+        n = read(job, 2)
+        for t in range(read(job, 1)):
+            to = read(job, 3) + 4 * (n + PAD) * t
+            arranged(x_tag, tag, read(job, 0) + span(x_tag, t * n), n, to)
+
+    return c_function(of_decoded if decoded else order)

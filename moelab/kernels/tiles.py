@@ -18,7 +18,7 @@ from numba import types
 from numba.core import cgutils
 
 from moelab.kernels.emit import F16, F32, I8, I16, I32, I64, VOID, Value, emitted, fill
-from moelab.kernels.instructions import Pairs, fma, instruction, product
+from moelab.kernels.instructions import Floats, Pairs, fma, instruction, product
 from moelab.kernels.vectors import (
     BLOCK,
     FLOAT16,
@@ -152,20 +152,45 @@ def add_rows(kind: Kind, x, rows, w, other, table, stride, n, sums):
 
 
 @emitted()
+def decode(in_turn: int, kind: Kind, to: Kind, w, other, table, n, out):
+    """Write n weights of a kind, a multiple of `step`, as numbers of the plain kind `to` at `out`:
+    one after the other, if they are to be `in_turn`, else in the kind's order."""
+    table = kind.table(table)
+    size = len(kind.order)
+    places = [kind.order.index(number) for number in range(size)]
+    with n.steps(kind.step) as i:
+        found = kind.vectors(w + kind.span(i), other + kind.beside(i), table)
+        each = size // found[0].type.count
+        for begin in range(0, len(found), each):
+            numbers = joined([to.rounded(part) for part in found[begin : begin + each]])
+            at = i + begin * found[0].type.count
+            (out + to.span(at)).store(numbers.shuffled(places) if in_turn else numbers)
+
+
+@emitted()
 def spread(kind: Kind, order: Kind, x, n, out):
     """Write n numbers, a multiple of `step(order)`, of a plain kind as fp32 in the order of weights
     of `order`, as these are multiplied."""
-    size = order.step
-    wanted = instruction(order).order
+    _spread(instruction(order), kind, x, n, out)
+
+
+@emitted()
+def arranged(kind: Kind, order: Kind, x, n, out):
+    """`spread`, for weights of `order` as `decode` writes them."""
+    _spread(Floats(order), kind, x, n, out)
+
+
+def _spread(how: Floats, kind: Kind, x: Value, n: Value, out: Value) -> None:
+    size = how.kind.step
     begins = range(0, size, STEP)
     given = [begin + number for begin in begins for number in kind.order]
     with n.steps(size) as i:
         parts = [part for at in begins for part in kind.vectors(x + kind.span(i + at), x, None)]
-        if wanted != given:
-            where = [given.index(number) for number in wanted]
+        if how.order != given:
+            where = [given.index(number) for number in how.order]
             whole = joined(parts)
             parts = [whole.shuffled(where[at : at + WIDTH]) for at in range(0, size, WIDTH)]
-        for at, vector in enumerate(instruction(order).prepared(parts)):
+        for at, vector in enumerate(how.prepared(parts)):
             (out + i * 4 + 4 * vector.type.count * at).store(vector)
 
 

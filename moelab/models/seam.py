@@ -153,8 +153,10 @@ def discover(model: nn.Module) -> list[MoELayer]:
 def require_adaptable(model: nn.Module) -> None:
     """ValueError if PEFT has an adapter for experts that are not in memory: it does not find them
     and leaves it out."""
+    if not (configs := vars(model).get("peft_config")):
+        return  # this is asked in every forward pass
     absent = {name for layer in discover(model) if not layer.resident for name in layer.seam.shapes}
-    for config in vars(model).get("peft_config", {}).values():
+    for config in configs.values():
         modules = config.target_modules or ()
         meant = getattr(config, "target_parameters", None)
         named = [] if isinstance(modules, str) else [f"{module}.weight" for module in modules]

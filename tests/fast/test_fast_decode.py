@@ -70,7 +70,7 @@ def test_packed_layers_are_packed_for_prompts_and_tokens_alike(name, monkeypatch
 
     plain, wanted, exact = logits(model), logits(twin), logits(twin.float())
     for rows in (1e9, 1):  # prompts by our kernels, and by torch's
-        monkeypatch.setattr("moelab.kernels.linear._few", lambda *_, rows=rows: rows)
+        monkeypatch.setattr("moelab.kernels.linear.few_rows", lambda *_, rows=rows: rows)
         with FastDecode(model, dense=name) as fast:
             found = counts(fast)
             assert found[DecodeAttention] == model.spec.num_layers
