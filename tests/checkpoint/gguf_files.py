@@ -26,6 +26,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("llama", {}),
     "qwen2_moe": ("qwen2moe", {}),
     "qwen3_moe": ("qwen3moe", {"mlp_only_layers": []}),
+    "qwen3_next": ("qwen3next", {}),
     "qwen3_5_moe_text": ("qwen35moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
@@ -217,13 +218,22 @@ def laid(
                 found[f"{blk}ffn_up_exps.{end}"] = kind, w[:, 1::2]
             else:
                 found[f"{blk}ffn_down_exps.{end}"] = kind, w
+        elif "in_proj_qkvz" in key:
+            keys, k = c.linear_num_key_heads, c.linear_key_head_dim
+            v = c.linear_num_value_heads // keys * c.linear_value_head_dim
+            heads = np.split(w.reshape(keys, -1, w.shape[-1]), np.cumsum([k, k, v]), 1)
+            q, k, v, z = (part.reshape(-1, w.shape[-1]) for part in heads)
+            found[f"{blk}attn_qkv.weight"] = kind, np.concatenate([q, k, v])
+            found[f"{blk}attn_gate.weight"] = kind, z
         elif "kv_b_proj" in key:
             w = w.reshape(c.num_attention_heads, -1, w.shape[-1])
             found[f"{blk}attn_k_b.weight"] = kind, w[:, : c.qk_nope_head_dim].swapaxes(1, 2)
             found[f"{blk}attn_v_b.weight"] = kind, w[:, c.qk_nope_head_dim :]
         else:
-            if "linear_attn" in key or arch == "qwen35moe" and key.endswith("norm.weight"):
+            if arch == "qwen35moe" and re.search("linear_attn|norm.weight$", key):
                 w = _qwen35(c, key, w)
+            elif arch == "qwen3next" and re.search("A_log|(?<!attn.)norm.weight$", key):
+                w = -np.exp(w) if "A_log" in key else w + 1
             w = w.squeeze(1) if "conv" in key and w.ndim == 3 else w
             found[_name(names, key)] = kind, w
     for name, stack in stacks.items():

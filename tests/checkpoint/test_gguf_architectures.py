@@ -16,7 +16,7 @@ from tests.depth import depth
 IDS = torch.tensor([[3, 17, 42, 9, 80, 5, 33, 61, 7, 90, 12, 55]])
 EXPORTED = sorted(
     gguf_files.NAMES.keys()
-    - {"gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2_moe", "qwen3_5_moe_text"}
+    - {"gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text"}
 )
 
 
