@@ -188,7 +188,6 @@ ARCHITECTURES: dict[str, tuple[str, int, Any]] = {
     "lfm2moe": ("lfm2_moe", 2, _convolutions),
     "minimax-m2": ("minimax_m2", 2, {}),
     "dots1": ("dots1", 2, {"sliding_window": None}),
-    "afmoe": ("afmoe", 2, {"mup_enabled": True}),
     "exaone-moe": ("exaone_moe", 2, {}),
 }
 #: an architecture → a tensor that makes it another one
@@ -218,8 +217,8 @@ FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
     "expert_shared_count": "n_shared_experts num_shared_experts moe_num_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
-    "expert_weights_scale": "routed_scaling_factor route_scale",
-    "expert_weights_norm": "norm_topk_prob route_norm",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
     "interleave_moe_layer_step": "moe_layer_interval",
