@@ -61,7 +61,7 @@ class GGUF:
 
     def tokenizer(self) -> Any:
         """Its tokenizer; None for none."""
-        if "tokenizer.ggml.model" not in self.fields:
+        if self.fields.get("tokenizer.ggml.model", "no_vocab") == "no_vocab":
             return None
         return compat.gguf_tokenizer(self.fields)
 

@@ -54,7 +54,7 @@ def test_experts_are_multiplied_in_the_blocks_of_the_file(name, kinds, size, tmp
     scale = expected.abs().max()
     rounding = (prompt_and_token(rounded) - expected).abs().max()  # of all inputs to 8 bits
     for executor in "exact", "fast":
-        for memory in None, "40%":
+        for memory in None, "50%":
             how = {"executor": executor, "memory": memory, "dtype": "float32"}
             with moelab.open_model(file, **how) as model:
                 found = prompt_and_token(model)
