@@ -143,15 +143,20 @@ def decoded_by(device: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", default=".", help="on the disk that shall be measured (default: here)"
+        "folder",
+        nargs="?",
+        default=".",
+        help="or a file, on the disk that shall be measured (default: here)",
     )
 
 
 def main(args: argparse.Namespace) -> int:
-    if not Path(args.folder).is_dir():
+    folder = Path(args.folder)
+    folder = folder.absolute().parent if folder.is_file() else folder
+    if not folder.is_dir():
         raise FileNotFoundError(
-            f"there is no folder at {args.folder}, on whose disk reads could be measured"
+            f"there is no folder at {folder}, on whose disk reads could be measured"
         )
-    for what, found in findings(args.folder):
+    for what, found in findings(folder):
         print(f"{what:<25}{found}", flush=True)
     return 0

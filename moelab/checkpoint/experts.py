@@ -35,7 +35,7 @@ from moelab.models.seam import MoELayer
 from moelab.store import fewbit, packings
 from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
-from moelab.store.headers import NAMES, Shape, Stored, Tensors, nbytes
+from moelab.store.headers import NAMES, Shape, Stored, Tensors
 from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import Chunks, StoreExperts
 
@@ -209,10 +209,11 @@ class CheckpointStore(ExpertFiles):
         decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
         self.scratch = max(
             (
-                source.nbytes + decoded * nbytes(NAMES[dtype], layer.experts[0][source.name].shape)
+                source.nbytes + decoded * entry.codec.nbytes(entry.shape, NAMES[dtype])
                 for i, layer in enumerate(self.layers)
                 for source in expert_sources(self.checkpoint, i, 0)
-                if not self._straight(source, layer.experts[0][source.name].codec)
+                if (entry := layer.experts[0][source.name])
+                and not self._straight(source, entry.codec)
             ),
             default=0,
         )

@@ -61,7 +61,7 @@ class GGUF:
 
     def tokenizer(self) -> Any:
         """Its tokenizer; None for none."""
-        if "tokenizer.ggml.model" not in self.fields:
+        if self.fields.get("tokenizer.ggml.model", "no_vocab") == "no_vocab":
             return None
         return compat.gguf_tokenizer(self.fields)
 
@@ -119,9 +119,10 @@ def codec_of(entries: Iterable[Stored | Made]) -> Codec:
     """The codec of GGML's in which entries, one after another, are one blob; RAW for none."""
     kinds = {part.dtype for entry in entries for part in parts_of(entry)}
     made = [entry for entry in entries if isinstance(entry, Made)]
-    if len(kinds) > 1 or not kinds <= GGML.keys() or any(of.make or of.transposed for of in made):
+    if len(kinds) > 1 or not kinds <= GGML.keys() or any(of.make for of in made):
         return RAW
-    return GGML[kinds.pop()]
+    codec = GGML[kinds.pop()]
+    return codec.T if any(of.transposed for of in made) else codec
 
 
 def decoded(stored: Stored, read: torch.Tensor) -> torch.Tensor:

@@ -151,6 +151,7 @@ def _latent(m: Metadata) -> Record:
 def _linear_attention(m: Metadata) -> Record:
     values = m["ssm.time_step_rank"]
     return {
+        "norm_topk_prob": True,
         "linear_conv_kernel_dim": m["ssm.conv_kernel"],
         "linear_key_head_dim": m["ssm.state_size"],
         "linear_num_key_heads": m["ssm.group_count"],
@@ -173,6 +174,7 @@ ARCHITECTURES: dict[str, tuple[str, int, Any]] = {
     "qwen2moe": ("qwen2_moe", 1, {}),
     "qwen3moe": ("qwen3_moe", 1, {"norm_topk_prob": True}),
     "qwen3vlmoe": ("qwen3_moe", 1, {"norm_topk_prob": True}),
+    "qwen3next": ("qwen3_next", 1, _linear_attention),
     "qwen35moe": ("qwen3_5_moe_text", 1, _linear_attention),
     "olmoe": ("olmoe", 1, {}),
     "phimoe": ("phimoe", 1, {}),
@@ -186,7 +188,6 @@ ARCHITECTURES: dict[str, tuple[str, int, Any]] = {
     "lfm2moe": ("lfm2_moe", 2, _convolutions),
     "minimax-m2": ("minimax_m2", 2, {}),
     "dots1": ("dots1", 2, {"sliding_window": None}),
-    "afmoe": ("afmoe", 2, {"mup_enabled": True}),
     "exaone-moe": ("exaone_moe", 2, {}),
 }
 #: an architecture → a tensor that makes it another one
@@ -216,8 +217,8 @@ FIELDS = {
     "expert_feed_forward_length": "moe_intermediate_size intermediate_size",
     "expert_shared_count": "n_shared_experts num_shared_experts moe_num_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size shared_intermediate_size",
-    "expert_weights_scale": "routed_scaling_factor route_scale",
-    "expert_weights_norm": "norm_topk_prob route_norm",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
     "expert_group_count": "n_group",
     "expert_group_used_count": "topk_group",
     "interleave_moe_layer_step": "moe_layer_interval",
@@ -364,6 +365,15 @@ def _latent_heads(config: Any, of: Tensor) -> Parts:
     return [heads[:, :nope].mT, heads[:, nope:]]
 
 
+def _apart(config: Any, of: Tensor) -> Parts:
+    """q, k, v and z, which a checkpoint has of one key head after the other."""
+    keys, k = config.linear_num_key_heads, config.linear_key_head_dim
+    heads = of.unflatten(0, (keys, -1))
+    v = heads.shape[1] // 2 - k
+    q, k, v, z = (part.flatten(0, 1) for part in heads.split([k, k, v, v], 1))
+    return [torch.cat([q, k, v]), z]
+
+
 def _tiled(config: Any, of: Tensor) -> Parts:
     """Value heads, the last rows, which a checkpoint has by their key head, and llama.cpp one of each
     in turn."""
@@ -383,7 +393,7 @@ COLUMNS = lambda config, of: [_tiled(config, of.mT)[0].mT]  # noqa: E731
 DECAY = (lambda of: -of.exp(), lambda of: (-of).log())
 SHIFT = (lambda of: of + 1, lambda of: of - 1)
 PLAIN = Rule("")
-NEWER, GRANITE, OSS = ("qwen35moe",), ("granitemoe",), ("gpt-oss",)
+NEXT, NEWER, GRANITE, OSS = ("qwen3next",), ("qwen35moe",), ("granitemoe",), ("gpt-oss",)
 RULES = (
     Rule(r"self_attn\.[qk]_proj\.\w+", ("llama", "granitemoe", "deepseek"), (), _in_pairs),
     Rule(r"block_sparse_moe\.input_linear\.weight", GRANITE, GATE_UP, HALVES),
@@ -399,10 +409,12 @@ RULES = (
         _latent_heads,
         rows=False,
     ),
+    Rule(r"in_proj_qkvz\.weight", NEXT, ("attn_qkv.weight", "attn_gate.weight"), _apart),
     Rule(r"in_proj_(qkv|z|a|b)\.weight|conv1d\.weight|dt_bias", NEWER, (), _tiled),
     Rule(r"linear_attn\.out_proj\.weight", NEWER, (), COLUMNS, rows=False),
     Rule(r"A_log", NEWER, ("ssm_a",), _tiled, rows=False, change=DECAY),
-    Rule(r"(?<!attn\.)norm\.weight", NEWER, rows=False, change=SHIFT),
+    Rule(r"A_log", NEXT, ("ssm_a",), rows=False, change=DECAY),
+    Rule(r"(?<!attn\.)norm\.weight", NEXT + NEWER, rows=False, change=SHIFT),
 )
 #: what gguf-py's tables call otherwise than transformers: pattern → replacement
 RENAMED = {
@@ -448,8 +460,9 @@ def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored |
     found: dict[str, Stored | Made] = {}
     used = {"rope_factors_long.weight", "rope_factors_short.weight"}
     for key, names, rule, expert in places(values["general.architecture"], config, twin):
-        if names[0] not in header and ".attn_k_b" in names[0]:  # a file of before 2025
-            names, rule = [names[0].replace("k_b", "kv_b")], PLAIN
+        older = names[0].replace("attn_k_b", "attn_kv_b").replace("attn_qkv", "ssm_in")
+        if names[0] not in header and older in header:
+            names, rule = [older], PLAIN
         parts = [_part(header, name, expert) for name in names]
         if None not in parts:
             used |= {part.key for part in parts}

@@ -144,7 +144,8 @@ def restore(source: ExpertStore | str | Path, destination: str | Path) -> Path:
         raise StoreError(
             f"{store.folder} does not hold the bytes of the checkpoint that it was made from "
             f"({f'it was quantised to {store.quantized}' if store.quantized else 'no ' + SOURCE_LAYOUT}), "
-            f"so that cannot be restored; convert the checkpoint without quantize="
+            f"so that cannot be restored; convert the checkpoint without quantize=, and of a GGUF file keep "
+            f"the file, or write one with `moelab export`"
         )
     with atomic(destination) as folder:
         folder.mkdir()

@@ -30,7 +30,9 @@ def locate(
         if getattr(getattr(experts.source, "device", None), "type", "cpu") != device:
             return None
         if (found := find(experts.layer, chosen.tolist(), dtype)) is not None:
-            if device != "cpu" and any(codec in GGML for codec, _ in found.values()):
+            if device != "cpu" and any(
+                codec.removesuffix(".T") in GGML for codec, _ in found.values()
+            ):
                 return None  # no kernel of GPUs reads these
             return _matrices(experts, found, experts.shapes, dtype, found)
     parts = parts_of(experts)

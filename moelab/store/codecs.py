@@ -59,9 +59,10 @@ def read_codec(record: Any) -> Codec:
     ValueError."""
     if isinstance(record, dict):
         return packings.from_record(record)
-    if record in GGML:
-        return GGML[record]
-    if record.removesuffix(".T") in fewbit.FORMATS:
+    kind = record.removesuffix(".T")
+    if kind in GGML:
+        return GGML[kind] if kind == record else GGML[kind].T
+    if kind in fewbit.FORMATS:
         return fewbit.find_format(record)
     return find_codec(record)
 

@@ -72,6 +72,25 @@ class FewBits(Codec):
 
     in_place = few_bits = True
 
+    @property
+    def kind(self) -> str:
+        """The format's name without ".T"."""
+        return self.name.removesuffix(".T")
+
+    @property
+    def transposed(self) -> bool:
+        """Whether a blob is that of the transpose."""
+        return self.name.endswith(".T")
+
+    @property
+    def T(self) -> Any:
+        """The format of matrices whose inputs are their first axis."""
+        return replace(self, name=f"{self.kind}.T")
+
+    def stored(self, shape: Shape) -> Shape:
+        """The shape of what is in the blob of a tensor of a shape."""
+        return (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
+
     def nbytes(self, shape: Shape, dtype: str = "") -> int:
         parts = self.parts(shape).values()
         return sum(prod(of) * times * dtype.itemsize for dtype, of, times in parts)
@@ -105,28 +124,16 @@ class Format(FewBits):
     code, scale : their dtypes.
     group : codes' entries for 32 weights, or 0 for blocks of 128 × 128.
     dequantize : codes, scales → fp32 weights of as many entries.
-    transposed : whether the blob is that of the transpose; the name then ends in ".T".
     """
 
     code: torch.dtype
     group: int
     scale: torch.dtype
     dequantize: Callable[[Tensor, Tensor], Tensor]
-    transposed: bool = False
-
-    @property
-    def kind(self) -> str:
-        """The format's name without ".T"."""
-        return self.name.removesuffix(".T")
-
-    @property
-    def T(self) -> Format:
-        """The format of matrices whose inputs are their first axis."""
-        return replace(self, name=f"{self.kind}.T", transposed=True)
 
     def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
         """Of the "codes" and of the "scales"."""
-        shape = (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
+        shape = self.stored(shape)
         if len(shape) < 2 or shape[-1] % GROUP:
             raise ValueError(
                 f"a tensor {list(shape)} cannot be {self.name}: its inputs are no multiple of {GROUP}"
@@ -168,7 +175,7 @@ class Format(FewBits):
             target.copy_(widen(PACKED[self.kind], codes, scales, made))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
-        return self.name if rows_in_blocks(shape[::-1] if self.transposed else shape) else ""
+        return self.name if rows_in_blocks(self.stored(shape)) else ""
 
     def row(self, address: int, length: int, shape: Shape) -> list[int]:
         dtype, of, _ = self.parts(shape)["codes"]

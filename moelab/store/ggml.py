@@ -31,6 +31,7 @@ class GGMLFormat(FewBits):
 
     def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
         """Of the "blocks", all there is."""
+        shape = self.stored(shape)
         if not shape or shape[-1] % self.block:
             raise ValueError(
                 f"a tensor {list(shape)} cannot be {self.name}: its rows are no multiple of "
@@ -54,14 +55,17 @@ class GGMLFormat(FewBits):
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
-        if self.kernel("", out.shape) and out.is_contiguous() and out.dtype in KINDS:
+        target = out.mT if self.transposed else out
+        if self.kernel("", out.shape) and target.is_contiguous() and out.dtype in KINDS:
             blocks = self.split(blob, tuple(out.shape))["blocks"]
-            widen(PACKED[self.name], blocks, blocks, out)
+            widen(PACKED[self.kind], blocks, blocks, target)
         else:
             out.copy_(self.dequantize(blob, tuple(out.shape)))
 
     def dequantize(self, blob: Any, shape: Shape) -> Tensor:
         """The weights of a blob in fp32, bit for bit as gguf-py has them."""
+        if self.transposed:
+            return GGML[self.kind].dequantize(blob, self.stored(shape)).mT
         blocks = self.split(blob, shape)["blocks"]
         if self.kernel("", shape):
             return widen(PACKED[self.name], blocks, blocks, torch.empty(shape))
@@ -72,8 +76,9 @@ class GGMLFormat(FewBits):
         return torch.from_numpy(found).view(shape)
 
     def kernel(self, dtype: str, shape: Shape) -> str:
-        known = self.name in PACKED and len(shape) > 1 and prod(shape) > 0
-        return self.name if known and shape[-1] % PACKED[self.name].step == 0 else ""
+        known = self.kind in PACKED and len(shape) > 1 and prod(shape) > 0
+        n = self.stored(shape)[-1]
+        return self.name if known and n % PACKED[self.kind].step == 0 else ""
 
 
 #: GGML's name of a type → its format

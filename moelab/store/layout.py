@@ -384,7 +384,7 @@ class ExpertStore(ExpertFiles):
         if not index.is_file():
             raise FileNotFoundError(
                 f"there is no expert store at {self.folder} (no {INDEX}); `moelab convert SOURCE "
-                f"{self.folder}` makes one, or goes on with one that was cut off"
+                f"FOLDER` makes one, or goes on with one that was cut off"
             )
         what = "it is no index of an expert store; convert the model again"
         with blamed(index, what, raising=StoreError):

@@ -129,6 +129,10 @@ class Bench:
             disk,
             rounds,
         )
+        if self.store.few_bits:
+            raise ValueError(
+                f"experts of {model} are in few bits, with no parts to keep apart: give a model in bf16"
+            )
         self.spec, self.sizes = self.store.spec, Sizes.of(self.store)
         self.L, self.E, self.K = self.spec.L, self.spec.E, self.spec.K
         every = self.L * self.E * self.sizes.full

@@ -7,6 +7,7 @@ decoded, and the file beside it."""
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("llama", {}),
     "qwen2_moe": ("qwen2moe", {}),
     "qwen3_moe": ("qwen3moe", {"mlp_only_layers": []}),
+    "qwen3_next": ("qwen3next", {}),
     "qwen3_5_moe_text": ("qwen35moe", {}),
     "olmoe": ("olmoe", {}),
     "phimoe": ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
@@ -43,16 +45,22 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 SIZES = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), 32)
 #: types of matrices, which take turns
 KINDS = ("Q8_0", "F16", "Q4_0", "BF16", "F32")
+PLAIN = ("F16", "BF16", "F32")
 
 
 def write(
-    name: str, folder: Path, experts: str = "stacked", kinds: tuple[str, ...] = KINDS
+    name: str,
+    folder: Path,
+    experts: str = "stacked",
+    kinds: tuple[str, ...] = KINDS,
+    **sizes: int,
 ) -> Path:
     """Save a model to a folder, and what llama.cpp makes of it to folder.gguf; returns the file.
 
-    experts : "stacked"; "apart", each in tensors of its own; "together", gate above up."""
+    experts : "stacked"; "apart", each in tensors of its own; "together", gate above up.
+    sizes : fields of the config that differ."""
     arch, changes = NAMES[name]
-    config = tiny.config(name, **{**SIZES, **changes})
+    config = tiny.config(name, **{**SIZES, **changes, **sizes})
     torch.manual_seed(0)
     model = tiny.randomise(compat.model_class(config)._from_config(config, dtype=torch.float32))
     with torch.no_grad():
@@ -65,15 +73,21 @@ def write(
     model.save_pretrained(folder)
     saved = next(folder.glob("*.safetensors"))
     tensors, turn, rows = load_file(saved), cycle(kinds), {}
+    of_stack = defaultdict(lambda: next(turn))
     for key, values in tensors.items():
         plain = values.dim() == 1 or re.search(r"norm|router|\.gate\.|A_log|bias|conv", key)
-        kind = "F32" if plain else next(turn)
-        whole = not re.search("kv_b_proj|out_proj|experts.(gate_up|down)_proj$", key)
-        if kind[0] == "Q" and (not whole or values.shape[-1] % 32):
+        kind = "F32" if plain else of_stack[re.sub(r"(experts)\.\d+", r"\1", key)]
+        turned = re.search(r"experts\.(gate_up|down)_proj$", key)  # inputs are the first axis
+        values = values.mT.contiguous() if turned else values
+        whole = not re.search("kv_b_proj|out_proj", key)
+        if kind not in PLAIN and (
+            not whole or values.shape[-1] % gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0]
+        ):
             kind = "BF16"
-        found = quants.quantize(values.numpy(), GGMLQuantizationType[kind])
-        tensors[key] = torch.from_numpy(quants.dequantize(found, GGMLQuantizationType[kind]).copy())
-        rows[key] = (kind, found if kind[0] == "Q" else tensors[key].numpy())
+        found = blocks(values.numpy(), GGMLQuantizationType[kind])
+        back = torch.from_numpy(quants.dequantize(found, GGMLQuantizationType[kind]).copy())
+        rows[key] = (kind, back.numpy() if kind in PLAIN else found)
+        tensors[key] = back.mT.contiguous() if turned else back
     save_file(tensors, saved, {"format": "pt"})
     file = folder.with_suffix(".gguf")
     writer = gguf.GGUFWriter(file, arch)
@@ -90,6 +104,16 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def blocks(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """Rows of a type; of one that gguf-py only decodes, of random codes and scales of 2 ** -11 or so."""
+    try:
+        return quants.quantize(values, kind)
+    except NotImplementedError:
+        block, size = gguf.GGML_QUANT_SIZES[kind]
+        shape = (*values.shape[:-1], values.shape[-1] // block * size)
+        return np.random.default_rng(values.size).integers(0, 17, shape, dtype=np.uint8)
 
 
 def metadata(c: Any) -> dict[str, Any]:
@@ -167,7 +191,7 @@ def laid(
     number = {name: of for of, name in gguf.MODEL_ARCH_NAMES.items()}[arch]
     names = gguf.get_tensor_name_map(number, c.num_hidden_layers)
     found: dict[str, tuple[str, np.ndarray]] = {}
-    stacks: dict[str, list[np.ndarray]] = {}
+    stacks: dict[str, list[tuple[str, np.ndarray]]] = {}
     for key, (kind, w) in sorted(tensors.items(), key=lambda of: _natural(of[0])):
         layer = re.search(r"layers\.(\d+)\.", key)
         blk = f"blk.{layer[1]}." if layer else ""
@@ -178,7 +202,7 @@ def laid(
             if experts == "apart":
                 found[f"{blk}ffn_{part}.{expert[1]}.weight"] = "F16", _decoded(kind, w)
             else:
-                stacks.setdefault(f"{blk}ffn_{part}_exps.weight", []).append(_decoded(kind, w))
+                stacks.setdefault(f"{blk}ffn_{part}_exps.weight", []).append((kind, w))
         elif arch in ("llama", "granitemoe") and re.search("[qk]_proj", key):
             heads = c.num_attention_heads if "q_proj" in key else c.num_key_value_heads
             w = w.reshape(heads, 2, -1, w.shape[-1]).swapaxes(1, 2).reshape(w.shape)
@@ -189,27 +213,36 @@ def laid(
                 found[f"{blk}ffn_{part}_{which}.weight"] = kind, half
         elif arch == "gpt-oss" and ".experts." in key:
             end = "bias" if "bias" in key else "weight"
-            w = w if end == "bias" else w.swapaxes(1, 2)
             if "gate_up" in key:
                 found[f"{blk}ffn_gate_exps.{end}"] = kind, w[:, ::2]
                 found[f"{blk}ffn_up_exps.{end}"] = kind, w[:, 1::2]
             else:
                 found[f"{blk}ffn_down_exps.{end}"] = kind, w
+        elif "in_proj_qkvz" in key:
+            keys, k = c.linear_num_key_heads, c.linear_key_head_dim
+            v = c.linear_num_value_heads // keys * c.linear_value_head_dim
+            heads = np.split(w.reshape(keys, -1, w.shape[-1]), np.cumsum([k, k, v]), 1)
+            q, k, v, z = (part.reshape(-1, w.shape[-1]) for part in heads)
+            found[f"{blk}attn_qkv.weight"] = kind, np.concatenate([q, k, v])
+            found[f"{blk}attn_gate.weight"] = kind, z
         elif "kv_b_proj" in key:
             w = w.reshape(c.num_attention_heads, -1, w.shape[-1])
             found[f"{blk}attn_k_b.weight"] = kind, w[:, : c.qk_nope_head_dim].swapaxes(1, 2)
             found[f"{blk}attn_v_b.weight"] = kind, w[:, c.qk_nope_head_dim :]
         else:
-            if "linear_attn" in key or arch == "qwen35moe" and key.endswith("norm.weight"):
+            if arch == "qwen35moe" and re.search("linear_attn|norm.weight$", key):
                 w = _qwen35(c, key, w)
+            elif arch == "qwen3next" and re.search("A_log|(?<!attn.)norm.weight$", key):
+                w = -np.exp(w) if "A_log" in key else w + 1
             w = w.squeeze(1) if "conv" in key and w.ndim == 3 else w
             found[_name(names, key)] = kind, w
     for name, stack in stacks.items():
-        found[name] = "F32", np.stack(stack)
+        found[name] = stack[0][0], np.stack([w for _, w in stack])
     for i in range(c.num_hidden_layers) if experts == "together" else ():
         if gate := found.pop(f"blk.{i}.ffn_gate_exps.weight", None):
             up = found.pop(f"blk.{i}.ffn_up_exps.weight")
-            found[f"blk.{i}.ffn_gate_up_exps.weight"] = "F32", np.concatenate([gate[1], up[1]], 1)
+            both = np.concatenate([_decoded(*gate), _decoded(*up)], 1)
+            found[f"blk.{i}.ffn_gate_up_exps.weight"] = "F32", both
     return found
 
 

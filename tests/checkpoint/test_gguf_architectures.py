@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+import moelab
 from moelab.checkpoint.export import export
 from moelab.checkpoint.gguf_names import config_of
 from moelab.checkpoint.opening import open_checkpoint
@@ -15,7 +16,7 @@ from tests.depth import depth
 IDS = torch.tensor([[3, 17, 42, 9, 80, 5, 33, 61, 7, 90, 12, 55]])
 EXPORTED = sorted(
     gguf_files.NAMES.keys()
-    - {"gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2_moe", "qwen3_5_moe_text"}
+    - {"gpt_oss", "deepseek_v2", "deepseek_v3", "lfm2_moe", "qwen3_next", "qwen3_5_moe_text"}
 )
 
 
@@ -32,6 +33,49 @@ def test_logits_are_those_of_transformers(name, tmp_path):
     file = gguf_files.write(name, tmp_path / name)
     reference = open_checkpoint(tmp_path / name, dtype="float32")
     require_same(reference, open_checkpoint(file, dtype="float32"))
+
+
+BLOCKS = [
+    ("gpt_oss", ("MXFP4",), 64),  # transposed in transformers, gate and up in turn
+    ("mixtral", ("Q8_0", "Q4_0"), 64),
+    ("granitemoe", ("Q4_0",), 64),
+    ("qwen3_moe", ("Q4_K", "Q6_K", "Q8_0"), 256),
+]
+
+
+@pytest.mark.parametrize("name, kinds, size", depth([BLOCKS[0], BLOCKS[3]], BLOCKS))
+def test_experts_are_multiplied_in_the_blocks_of_the_file(name, kinds, size, tmp_path):
+    names = "hidden_size", "intermediate_size", "moe_intermediate_size"
+    sizes = dict.fromkeys(names, size)
+    file = gguf_files.write(name, tmp_path / name, kinds=kinds, **sizes)
+    reference = open_checkpoint(tmp_path / name, dtype="float32")
+    rounded = open_checkpoint(tmp_path / name, dtype="bfloat16")
+    expected = prompt_and_token(reference)
+    scale = expected.abs().max()
+    rounding = (prompt_and_token(rounded) - expected).abs().max()  # of all inputs to 8 bits
+    for executor in "exact", "fast":
+        for memory in None, "50%":
+            how = {"executor": executor, "memory": memory, "dtype": "float32"}
+            with moelab.open_model(file, **how) as model:
+                found = prompt_and_token(model)
+                kept = {e.codec.name for of in model.moelab.store.layers for e in kept_of(of)}
+            apart = (found - expected).abs().max()
+            assert apart <= (1e-5 * scale if executor == "exact" else rounding), how
+            assert {kind.removesuffix(".T") for kind in kept} <= {*kinds, "raw"}
+            assert kept != {"raw"}
+
+
+def kept_of(layer):
+    """What is kept of the matrices of a layer's first expert."""
+    return [entry for entry in layer.experts[0].values() if len(entry.shape) > 1]
+
+
+def prompt_and_token(model):
+    """Logits of a prompt, and of a token after it."""
+    with torch.no_grad():
+        prompt = model(IDS[:, :-1], use_cache=True)
+        token = model(IDS[:, -1:], past_key_values=prompt.past_key_values)
+    return torch.cat([prompt.logits, token.logits], 1)
 
 
 @pytest.mark.parametrize("experts", ["apart", "together"])

@@ -144,7 +144,7 @@ def test_products_of_many_rows(dtype, R, n, T, transposed, biased, panel, seed):
 def test_rows_are_widened(name, begin, end, seed):
     end = max(begin + 1, end)
     w, values = packed(name, seed=seed)
-    row = w.codec.row(w.data_ptr(), w.nbytes, tuple(w.shape))
+    row = w.codec.row(w.blob.data_ptr(), w.nbytes, tuple(w.shape))
     of = Matrices(PACKED[name], np.array([row]), len(w))
     got = widened(of, 0, begin, torch.empty(end - begin, w.shape[1]))
     assert torch.equal(got.bfloat16(), values[begin:end])
