@@ -45,7 +45,8 @@ from moelab.store.reader import Chunks, cast, decode
 class Lying(NamedTuple):
     """Experts of L layers that lie in the CPU's memory as they are stored.
 
-    up, down : their matrices; rows [L, E, 4] are as if each expert's bytes began at address 0.
+    up, down : their matrices, a kind a layer; rows [L, E, 4] are as if each expert's bytes began at
+        address 0.
     rows : int64 [2, L, E, 4], those of both.
     moves : int64 [2, 4], by how much a row of up and one of down move with where an expert begins.
     home : int64 [L, E], where it begins; 0 where it is not there. May change between tokens.

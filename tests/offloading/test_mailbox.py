@@ -37,7 +37,7 @@ class Experts:
         home = self.memory.data_ptr() + 4 * 3 * I * H * places
         for key in missing:
             home[key] = 0
-        up, down = Matrices(FP32, rows[0], 2 * I), Matrices(FP32, rows[1], H)
+        up, down = (Matrices((FP32,) * L, *of) for of in ((rows[0], 2 * I), (rows[1], H)))
         self.lying = Lying(up, down, SILU, rows, np.array([[1, 0, 0, 0]] * 2), home)
 
     def naive(self, layer, x, away, w):
