@@ -48,10 +48,10 @@ LIMITS = (1.5, 0.5, 0.25, 1.0, 0.75, 0.15)
 ARMS: dict[str, tuple[str, Record]] = {
     "moelab": ("moelab", {"options": {"executor": "fast"}, "predictor": "auto"}),
     "llama.cpp": ("llama.cpp", {}),
-    "llama.cpp, as it lies": ("llama.cpp", {"how": {"use_extra_bufts": False}}),
-    "llama.cpp, direct reading": ("llama.cpp", {"how": {"load_mode": 4}}),
+    "llama.cpp as it lies": ("llama.cpp", {"how": {"use_extra_bufts": False}}),
+    "llama.cpp direct reading": ("llama.cpp", {"how": {"load_mode": 4}}),
     "ik_llama.cpp": ("ik_llama.cpp", {}),
-    "ik_llama.cpp, repacked": ("ik_llama.cpp", {"how": {"repack_tensors": True}}),
+    "ik_llama.cpp repacked": ("ik_llama.cpp", {"how": {"repack_tensors": True}}),
 }
 REFERENCE = "llama.cpp"
 #: best tokens that agree, at least; the norm of what logits differ by over theirs, at most: the two
@@ -282,7 +282,7 @@ OPTIONS: dict[str, Any] = {
     "kinds": (several(one_of([*FILE_TYPES, "BF16"])), "of the file"),
     "limits": (several(number(above=0)), "shares of the file: memory of a process"),
     "prompts": (several(whole(1)), "tokens of a prompt"),
-    "arms": (several(str), "engines: " + "; ".join(ARMS)),
+    "arms": (several(one_of(ARMS)), "engines: " + "; ".join(ARMS)),
     "decode": (whole(1), "tokens after it"),
     "rounds": (whole(1), "processes an arm"),
     "minutes": (number(above=0), "after which no process begins; the next run goes on"),

@@ -211,6 +211,6 @@ OPTIONS = {
     "windows": (whole(2), "of the test split"),
     "tokens": (whole(2), "a window"),
     "calibration": (whole(1), "windows of the training split, from which inputs come"),
-    "ggml": (str, "libggml-base.so of a package of llama.cpp, for its kinds beside ours"),
+    "ggml": (None, "libggml-base.so of a package of llama.cpp, for its kinds beside ours"),
     "seed": (whole(), "picks the windows"),
 }

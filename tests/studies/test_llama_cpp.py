@@ -10,7 +10,7 @@ from notebooks.studies.grid import synthetic
 pytest.importorskip("gguf")
 SPEC = synthetic("tiny", 3, 8, 2, 256, 256, heads=4)
 PROMPT, DECODE = 24, 4
-SECONDS = {"moelab": 0.6, "llama.cpp": 2.0, "llama.cpp, as it lies": 1.5}
+SECONDS = {"moelab": 0.6, "llama.cpp": 2.0, "llama.cpp as it lies": 1.5}
 
 
 @pytest.fixture(scope="module")
