@@ -73,10 +73,11 @@ def test_bits_stay_within_the_budget_and_experts_of_a_layer_alike(
             weights += sum(entries[name].n for entries in layer.experts)
     assert 8 * stored / weights <= bits
     ids = torch.tensor([PROMPTS[0]])
-    with open_model(store.folder, memory="50%", executor="fast") as fast, torch.no_grad():
+    wide = {"dtype": "float32"}  # in bf16 a router may choose otherwise
+    with open_model(store.folder, memory="50%", executor="fast", **wide) as fast, torch.no_grad():
         logits = fast(ids).logits
-    with open_model(store.folder) as plain, torch.no_grad():
-        torch.testing.assert_close(logits, plain(ids).logits, atol=0.05, rtol=0.05)
+    with open_model(store.folder, **wide) as plain, torch.no_grad():
+        torch.testing.assert_close(logits, plain(ids).logits, atol=1e-3, rtol=1e-3)
 
 
 def test_what_is_missing_foreign_or_too_little_is_refused(source, calibration, tmp_path, capsys):
