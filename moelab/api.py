@@ -22,6 +22,7 @@ import torch
 from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.opening import backend_for, open_beside, prompts_through
 from moelab.base import registry
+from moelab.base.arguments import checked
 from moelab.base.library import passages, token_count
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -48,6 +49,7 @@ from moelab.speculate import (
 from moelab.speculate.predictors import require_parts
 from moelab.static.static import NEED_SALIENCY, ORDERS, OVERFLOW, Saliency
 from moelab.static.tiers import executor_options
+from moelab.store.fewbit import require_rounding
 from moelab.store.layout import ExpertStore
 from moelab.trace import RoutingTrace
 from moelab.zipmoe.measure import quick_delays
@@ -131,6 +133,7 @@ class OpenOptions(Offloading):
         "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that: int8, fp8, "
         "mxfp4, int4 or, each matrix to one of them within so many bits a weight, auto:4.5; a calibration "
         "with inputs is looked at",
+        type=checked(require_rounding),
         metavar="FORMAT",
     )
     experts: str = option(

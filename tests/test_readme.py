@@ -138,7 +138,7 @@ def test_readme_is_one_screen_and_names_all_that_is_there():
     lines = [re.split(r"\s{2,}", line.rstrip())[:2] for line in tree.splitlines()]
     inside = {name for line in lines if not line[0] for name in line[1].split()}
     there = {path.name + "/" * path.is_dir() for path in (ROOT / "moelab").iterdir()}
-    assert inside == there - {"__init__.py", "__main__.py", "__pycache__/"}
+    assert inside == there - {"__init__.py", "__main__.py", "__main__.toml", "__pycache__/"}
     assert all((ROOT / line[0]).exists() for line in lines if line[0])
     assert all(f"(docs/{page.parent.name}/{page.name})" in text for page in GUIDES)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):

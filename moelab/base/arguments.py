@@ -117,6 +117,19 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
     return read
 
 
+def checked(require: Callable[[str], Any]) -> Callable[[str], str]:
+    """Reads what `require` raises no ValueError for."""
+
+    def read(text: str) -> str:
+        try:
+            require(text)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+        return text
+
+    return read
+
+
 def folder(text: str) -> Path:
     """Reads the path of a folder that is there."""
     if not text or not Path(text).is_dir():

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.base import registry
+from moelab.base.arguments import checked
 from moelab.base.files import cache_folder, cache_root, vacant
 from moelab.base.forks import in_children
 from moelab.base.progress import progress
@@ -250,6 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--quantize",
+        type=checked(fewbit.require_rounding),
         metavar="FORMAT",
         help=f"round the experts to a few-bit format: {', '.join(registry.names('format'))}, or auto:4.5, "
         f"each matrix to one, within so many bits a weight",
