@@ -173,12 +173,14 @@ def measuring(parameters: Mapping[str, Any], busy: bool = False) -> Iterator[Rec
 
 
 def provenance(parameters: Mapping[str, Any]) -> Record:
-    """When, with what and on what something is measured."""
+    """When, with what and on what something is measured; of files and folders, their names."""
     import psutil
 
+    said = json.loads(json.dumps(parameters, default=str))
+    absolute = {k: v for k, v in said.items() if isinstance(v, str) and Path(v).is_absolute()}
     return environment() | {
         "memory GB": round(psutil.virtual_memory().total / 1e9, 1),
-        "parameters": json.loads(json.dumps(parameters, default=str)),
+        "parameters": said | {name: Path(path).name for name, path in absolute.items()},
     }
 
 
