@@ -145,7 +145,7 @@ class DeviceTables:
             made = cls(loader, where, box, worker)
             for layer, of in enumerate(modules):
                 found = [
-                    one._replace(rows=rows[layer])
+                    one._replace(kind=one.kind[layer], rows=rows[layer])
                     for one, rows in zip((where.up, where.down), where.rows)
                 ]
                 if (forward := make(of, found, made._rows)) is None:
