@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.models import compat
+from moelab.store import packed
 
 
 def watched() -> bool:
@@ -108,9 +109,7 @@ class Unchanged:
     def _state(self) -> list[list]:
         weights = self.weights
         ids = chain.from_iterable(map(dict.values, self.held))
-        with (
-            torch._C.DisableTorchFunctionSubclass()
-        ):  # of packed weights, which would answer slowly
+        with packed.untouched():  # packed weights would answer slowly
             return [
                 list(map(type, self.modules)),
                 [cls.forward for cls in self.classes],

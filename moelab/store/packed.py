@@ -42,6 +42,10 @@ def unpacked(weight: Tensor) -> Tensor:
     return weight.dense() if weight.origin is None else weight.origin
 
 
+#: a context in which tensors of subclasses are taken as tensors
+untouched = torch._C.DisableTorchFunctionSubclass
+
+
 class Packed(Tensor):
     """A weight as a blob.
 
@@ -99,7 +103,7 @@ class Packed(Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         given = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with untouched():
             found = _COMPUTED[func](*args, **given) if func in _COMPUTED else None
             return func(*args, **given) if found is None else found
 
