@@ -65,6 +65,7 @@ class Packed(Tensor):
 
     nbytes = property(lambda self: self.blob.nbytes)
 
+    @torch.compiler.disable  # which would trace what decodes
     def dense(self) -> Tensor:
         """The weight, decoded."""
         with torch.inference_mode(False):  # of which there may be views, as of this

@@ -231,7 +231,7 @@ def refused(what, way, error):
     """Whether an error is a refusal by name of a change that cannot be honoured."""
     said = str(error)
     if way == "bf12":
-        return "edited after copies of it" in said
+        return "cannot be edited" in said
     return ".experts." in what and ("no attribute" in said or "not have a parameter" in said)
 
 
@@ -345,14 +345,14 @@ DONE = {
         "target_parameters",
     ),
     "router's adapter": (lambda m: adapted(m, (), ["mlp.gate.weight"]), (), ""),
-    "merged adapter": (merged, ("bf12",), "q_proj.weight was edited after copies of it in bf12"),
+    "merged adapter": (merged, ("bf12",), "kept as bf12 cannot be edited"),
     "adapter taken off": (lambda m: adapted(m, ["q_proj"]).unload(), (), ""),
     # vllm-project/vllm pull request 11810
     "adapter switched off": (switched_off, (), ""),
     "edited head": (
         lambda m: [m.lm_head.weight.data.mul_(2)] and None,  # noqa: SIM223
         ("bf12",),
-        "lm_head.weight was edited",
+        "kept as bf12 cannot be edited",
     ),
     # pytorch/pytorch issue 128061
     "compiled": (compiled, (), ""),
