@@ -244,6 +244,10 @@ def locate(source: str | Path | None) -> tuple[str, Path]:
             f"({load_card(card).get('hub')}) or a folder; `moelab synthesize FOLDER --model {card}` "
             f"writes one with random weights"
         )
+    if text == "small":
+        return text, small_model()
+    if path.suffix == ".gguf":
+        raise FileNotFoundError(f"there is no file at {path}")
     if text.count("/") > 1 or text.startswith((".", "/", "~")) or os.sep * 2 in text:
         raise FileNotFoundError(f"there is no checkpoint folder at {path}")
     return text, from_hub(text, [f"*{suffix}" for suffix in SUFFIXES])
