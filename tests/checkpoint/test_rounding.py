@@ -86,13 +86,15 @@ def test_what_is_missing_foreign_or_too_little_is_refused(source, calibration, t
     other = tiny.save("mixtral", tmp_path / "other", torch.bfloat16)
     for model, how, told in (
         (source, ["auto:5"], "--inputs"),
-        (source, ["int5"], "int5"),
         (source, ["auto:5", "--calibration", str(without)], "none of their inputs"),
         (source, ["auto:3", "--calibration", str(file)], "more bits"),
         (other, ["int4", "--calibration", str(file)], "calibration"),
     ):
         assert main(["convert", str(model), str(tmp_path / "no"), "--quantize", *how]) == 2
         assert told in capsys.readouterr().err and not (tmp_path / "no").exists()
+    with pytest.raises(SystemExit, match="2"):
+        main(["convert", str(source), str(tmp_path / "no"), "--quantize", "int5"])
+    assert "Did you mean 'int8'" in capsys.readouterr().err
     with pytest.raises(ValueError, match="hidden"):
         calibrate(record(open_model(source), PROMPTS), inputs=8)
 
