@@ -1,7 +1,6 @@
 """GGML's blocks of weights, as kinds: codes with their scales inside, at one address.
 
-A weight is scale · (code − offset) or scale · code + minimum; the codes come out as whole numbers of 16 bits,
-in `order`. Byte by byte the layouts are those of `ggml-common.h`:
+A weight is scale · (code − offset) or scale · code + minimum. Byte by byte the layouts are those of `ggml-common.h`:
 
     Q8_0         scale fp16, 32 codes of 8 bits with a sign
     Q4_0 Q4_1    scale fp16, of the second the minimum fp16, 16 bytes: the codes of weights i and i + 16
@@ -24,7 +23,6 @@ from moelab.kernels.vectors import (
     bytes_with_signs,
     from_e2m1,
     halved_e8m0,
-    halves,
     joined,
 )
 
@@ -38,28 +36,32 @@ class Blocks(FewBits):
     block = 32
     other = 0
     first = 2  # where the codes of a block begin
-    order = [begin + i for begin in (0, 32) for odd in (0, 1) for i in range(odd, 32, 2)]
+    byte_order = [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
 
     def scales(self, weights, other):
         return self._both(weights, F16).to(F32, "fpext")
 
-    def codes(self, weights, other):
-        for block in (weights, weights + self.size):
-            yield self.in_turn(self.whole(halves(block + self.first), block))
+    def bytes(self, weights, other):
+        codes = joined(self._loaded(weights + self.first, ir.VectorType(I8, 16)))
+        for half in (0, 1):
+            yield self.whole(codes >> 4 * half, weights, half)
 
-    def whole(self, codes: Value, block: Value) -> Value:
-        """The codes of a block, bytes, from their lower four bits."""
-        return codes
+    def whole(self, codes: Value, weights: Value, half: int) -> Value:
+        """Of a half of both blocks, from their codes' lower four bits."""
+        return codes & 15
+
+    def _loaded(self, weights: Value, of: ir.Type) -> list[Value]:
+        return [weights.load(of), (weights + self.size).load(of)]
 
     def _both(self, weights: Value, of: ir.Type) -> Value:
         """A number of each block."""
-        one = ir.VectorType(of, 1)
-        return joined([weights.load(one), (weights + self.size).load(one)])
+        return joined(self._loaded(weights, ir.VectorType(of, 1)))
 
 
 class Q8(Blocks):
     size = 34
     order = list(range(BLOCK))
+    byte_order = []
 
     def codes(self, weights, other):
         for block in (weights, weights + self.size):
@@ -84,9 +86,9 @@ class Q5(Blocks):
     offset = 16
     first = 6
 
-    def whole(self, codes, block):
-        bits = (block + (self.first - 4)).load(I32).to(ir.VectorType(I1, 32))
-        return codes | bits.to(I8, "sext") & 16
+    def whole(self, codes, weights, half):
+        fifth = self._both(weights + (self.first - 4 + 2 * half), I16)
+        return codes & 15 | fifth.to(ir.VectorType(I1, 32)).to(I8, "sext") & 16
 
 
 class Q5Min(Q5, Q4Min):
@@ -97,7 +99,7 @@ class Q5Min(Q5, Q4Min):
 
 class Mxfp4(Blocks):
     size = 17
-    shift = "ashr"
+    offset = 12
     first = 1
 
     def scales(self, weights, other):
@@ -106,7 +108,7 @@ class Mxfp4(Blocks):
     def factors(self, weights, other):
         return halved_e8m0(self._both(weights, I8), exact=False)
 
-    def whole(self, codes, block):
+    def whole(self, codes, weights, half):
         return from_e2m1(codes)
 
 
@@ -114,7 +116,7 @@ class Q4K(FewBits):
     block = step = 256
     size = 144
     other = 0
-    order = Blocks.order
+    byte_order = list(range(BLOCK))
 
     def scales(self, weights, other):
         return self._times(weights, 0)
@@ -131,12 +133,10 @@ class Q4K(FewBits):
         factor = (block + 2 * which).load(F16).to(F32, "fpext")
         return joined(parts).to(I32, "zext").to(F32, "uitofp") * factor.everywhere(8)
 
-    def codes(self, weights, other):
+    def bytes(self, weights, other):
         for group in range(8):
             words = (weights + (self.size - 128 + group // 2 * 32)).load(WORDS)
-            yield self.in_turn(
-                self.whole(words >> group % 2 * 4 & 0x0F0F, weights, group).to(BYTES)
-            )
+            yield self.whole(words >> group % 2 * 4 & 0x0F0F, weights, group).to(BYTES)
 
     def whole(self, codes: Value, block: Value, group: int) -> Value:
         """The codes of a group, from their lower four bits."""
@@ -156,18 +156,18 @@ class Q6K(FewBits):
     other = 0
     group = 16
     offset = 32
-    order = Blocks.order
+    byte_order = Q4K.byte_order
 
     def scales(self, weights, other):
         times = (weights + 192).load(ir.VectorType(I8, 16)).to(I32, "sext").to(F32, "sitofp")
         return times * (weights + 208).load(F16).to(F32, "fpext").everywhere(16)
 
-    def codes(self, weights, other):
+    def bytes(self, weights, other):
         for group in range(8):
             half, part = group // 4, group % 4
             low = (weights + (64 * half + 32 * (part % 2))).load(WORDS) >> part // 2 * 4
             high = _moved((weights + (128 + 32 * half)).load(WORDS), 4 - 2 * part)
-            yield self.in_turn((low & 0x0F0F | high & 0x3030).to(BYTES))
+            yield (low & 0x0F0F | high & 0x3030).to(BYTES)
 
 
 def _moved(words: Value, up: int) -> Value:

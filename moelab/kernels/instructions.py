@@ -4,15 +4,15 @@ processor has.
 With AVX512_BF16, one instruction multiplies pairs of bf16: bf16 weights and packed ones become such
 pairs, which takes half the instructions. Inputs are cut into their upper 8 bits and the rest, if
 there is one; subnormals are 0. Codes of few bits are else multiplied as whole numbers, with inputs in
-fixed point of 16 bits for 32 of them: a third of the instructions, and llama.cpp's take 8 bits. Where
-their bytes have no signs, inputs are cut into bytes for them on AVX2 and with AVX512_VNNI.
+fixed point of 16 bits for 32 of them: a third of the instructions, and llama.cpp's take 8 bits. On
+AVX2 inputs are cut into bytes where codes are bytes without signs, with AVX512_VNNI for int8.
 
 An instruction takes `prepared` inputs, from vectors of fp32 in its `order`, and `weights`: vectors
 that take their inputs one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache, reduce
 from operator import add
 from typing import Any
@@ -23,6 +23,7 @@ from moelab.kernels.emit import F32, I8, I16, I32, Value
 from moelab.kernels.vectors import (
     BFLOAT16,
     BLOCK,
+    BYTES,
     FLOATS,
     GROUP,
     HAS_BYTE_SUMS,
@@ -32,11 +33,11 @@ from moelab.kernels.vectors import (
     WIDTH,
     WORDS,
     FewBits,
-    FourBits,
     Kind,
     joined,
 )
 
+_SHORTS = ir.VectorType(I16, 16)
 #: of 16 numbers those that an instruction multiplies and adds to the others
 _PAIRED = (
     ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
@@ -108,50 +109,12 @@ class Pairs(Floats):
         return [(scales, pairs if x_kind is BFLOAT16 else pairs * 2)]
 
 
-class Bytes(Floats):
-    """Products of codes as bytes and inputs in fixed point, summed in whole numbers."""
-
-    ordered = "byte_order"
-
-    def prepared(self, inputs):
-        """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the
-        scales of both groups.
-
-        A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to
-        1/128 of that."""
-        group_of = [self.order[i * WIDTH] // GROUP for i in range(len(inputs))]
-        found = [
-            _exponent([one for one, of in zip(inputs, group_of) if of == group]) for group in (0, 1)
-        ]
-        wholes = [_fixed_point(one, found[of][1]) for one, of in zip(inputs, group_of)]
-        # Infinities make NaN.
-        scales = [(exponent - (14 << 23)).to(F32) + (most - most) for most, exponent in found]
-        scale = scales[0].shuffled([2 * lane // WIDTH * WIDTH for lane in range(WIDTH)], scales[1])
-        inputs = [
-            joined([one.to(I8, "trunc") for one in half[at : at + 4]])
-            for half in ([one + 128 >> 8 for one in wholes], wholes)
-            for at in range(0, len(wholes), 4)
-        ]
-        offset = [inputs[0].of(self.kind.byte_offset)] * (len(inputs) // 2)
-        sums = _whole_sums(offset, inputs).to(FLOATS)
-        return [*(one.to(FLOATS) for one in inputs), sums, scale * (1 / self.kind.factor)]
-
-    def weights(self, x_kind, at):
-        groups = [2 * lane // WIDTH for lane in range(WIDTH)]
-        return [(self.kind.scales_of(at[1], groups), self.kind.bytes(at[0]))]
-
-    def terms(self, inputs, part, vectors, scales):
-        *inputs, offset, scale = inputs[: 2 * len(vectors) + 2]
-        inputs = [one.to(vectors[0].type) for one in inputs]
-        whole = _whole_sums(vectors, inputs) - offset.to(I32)
-        return [(whole.to(F32, "sitofp"), scale * scales)]
-
-
 class Integers(Floats):
     """Products of codes and inputs, both whole numbers of 16 bits, summed in 32; by vectors of 256
     bits, which LLVM cuts into what the processor has."""
 
     lanes = 8
+    each = 2  # vectors of 32 codes
 
     def __init__(self, kind: FewBits) -> None:
         self.kind = kind
@@ -172,10 +135,8 @@ class Integers(Floats):
         size = GROUP // inputs[0].type.count
         parts = [joined(inputs[at : at + size]) for at in range(0, len(inputs), size)]
         wholes, scales = zip(*map(_group_in_fixed_point, parts))
-        found = []
-        for at in range(0, len(wholes), BLOCK // GROUP):
-            block = joined(wholes[at : at + BLOCK // GROUP]).to(I16, "trunc")
-            found += [block.shuffled(self.kind.order[i : i + 16]) for i in range(0, BLOCK, 16)]
+        blocks = zip(wholes[::2], wholes[1::2])
+        found = [part for both in blocks for part in self.laid(joined([*both]))]
         sums = []
         for at in range(0, self.kind.step, size := self.kind.group):
             mine = wholes[at // GROUP].shuffled([at % GROUP + i for i in range(size)])
@@ -187,6 +148,11 @@ class Integers(Floats):
             found += self._spread(whole)
         return [one.to(self.floats) for one in found]
 
+    def laid(self, block: Value) -> list[Value]:
+        """64 inputs, two vectors for each 32 codes."""
+        short = block.to(I16, "trunc")
+        return [short.shuffled(self.kind.order[i : i + 16]) for i in range(0, BLOCK, 16)]
+
     def _spread(self, groups: Value) -> list[Value]:
         """Numbers of the groups in as many lanes as there are, or again and again."""
         return [
@@ -194,23 +160,117 @@ class Integers(Floats):
             for begin in range(0, max(self.groups, self.lanes), self.lanes)
         ]
 
+    def codes(self, *at: Value) -> Iterable[list[Value]]:
+        """Vectors whose products are added up as whole numbers."""
+        return self.kind.codes(*at)
+
+    def dot(self, codes: list[Value], inputs: list[Value]) -> Value:
+        """The products, of two neighbours added up, as the processor's instruction has them."""
+        products = (
+            one.to(I32, "sext") * other.to(one.type).to(I32, "sext")
+            for one, other in zip(codes, inputs)
+        )
+        return reduce(add, [reduce(add, map(one.shuffled, _PAIRED)) for one in products])
+
     def weights(self, x_kind, at):
-        """For each 32 weights (their number, the scales of all groups) and codes, at last what is
-        added."""
+        """(The scales of all groups, codes), at last what is added."""
         scales = self.kind.factors(*at[:2])
-        for number, codes in enumerate(self.kind.codes(*at[:2])):
-            yield (number, scales), codes
+        for codes in self.codes(*at[:2]):
+            yield scales, codes
         if added := scales if self.kind.offset else self.kind.minima(*at[:2]):
-            yield (None, added), []
+            yield added, []
 
     def terms(self, inputs, part, vectors, scales):
-        number, scales = scales
-        if number is None:
+        if not vectors:
             return list(zip(inputs[self.sums], self._spread(scales)))
         mine = joined(inputs[self.scales]).shuffled(list(range(self.groups)))
+        number = part // self.each
         of = [self.kind.group_of(GROUP * number + 2 * lane) for lane in range(self.lanes)]
-        codes = [one.to(vectors[0].type) for one in inputs[part : part + len(vectors)]]
-        return [(_dot(vectors, codes).to(F32, "sitofp"), (scales * mine).shuffled(of))]
+        whole = self.dot(vectors, inputs[2 * number :])
+        return [(whole.to(F32, "sitofp"), (scales * mine).shuffled(of))]
+
+
+class Bytes(Integers):
+    """Products of codes as bytes and of inputs' upper and lower bytes, summed in whole numbers: the
+    same sums, by AVX2's instruction for bytes without signs times bytes with signs."""
+
+    each = 1
+
+    def __init__(self, kind: FewBits) -> None:
+        super().__init__(kind)
+        of = [[kind.group_of(at + lane) for lane in range(0, GROUP, 4)] for at in (0, GROUP)]
+        #: vectors that lanes have of the same groups; sums in 16 bits: at most 4 · 31 · 128
+        self.together = 2 if of[0] == of[1] else 1
+
+    def laid(self, block):
+        parts = (block + 128).made("ashr", 8), block
+        order = self.kind.byte_order
+        return [
+            part.to(I8, "trunc").shuffled(order[at : at + GROUP])
+            for at in (0, GROUP)
+            for part in parts
+        ]
+
+    def codes(self, *at):
+        found = iter(self.kind.bytes(*at))
+        return map(list, zip(*[found] * self.together))
+
+    def dot(self, codes, inputs):
+        halves = (
+            reduce(
+                add,
+                (
+                    code.call("x86.avx2.pmadd.ub.sw", one.to(code.type), of=_SHORTS)
+                    for code, one in zip(codes, inputs[half::2])
+                ),
+            )
+            for half in (0, 1)
+        )
+        sums = (
+            one.call("x86.avx2.pmadd.wd", one.of(place), of=ir.VectorType(I32, 8))
+            for one, place in zip(halves, (256, 1))
+        )
+        return reduce(add, sums)
+
+
+class SignedBytes(Floats):
+    """Products of bytes with signs and inputs in fixed point, summed in whole numbers by
+    AVX512_VNNI."""
+
+    offset = 128
+
+    def prepared(self, inputs):
+        """Whole numbers as `_whole_sums` has them, what the codes' offset adds to its sums, and the
+        scales of both groups.
+
+        A scale is a power of two, a quantum at most 2⁻¹⁴ of a group's largest: bf16 is exact down to
+        1/128 of that."""
+        group_of = [self.order[i * WIDTH] // GROUP for i in range(len(inputs))]
+        found = [
+            _exponent([one for one, of in zip(inputs, group_of) if of == group]) for group in (0, 1)
+        ]
+        wholes = [_fixed_point(one, found[of][1]) for one, of in zip(inputs, group_of)]
+        # Infinities make NaN.
+        scales = [(exponent - (14 << 23)).to(F32) + (most - most) for most, exponent in found]
+        scale = scales[0].shuffled([2 * lane // WIDTH * WIDTH for lane in range(WIDTH)], scales[1])
+        inputs = [
+            joined([one.to(I8, "trunc") for one in half[at : at + 4]])
+            for half in ([one + 128 >> 8 for one in wholes], wholes)
+            for at in range(0, len(wholes), 4)
+        ]
+        offset = [inputs[0].of(self.offset)] * (len(inputs) // 2)
+        sums = _whole_sums(offset, inputs).to(FLOATS)
+        return [*(one.to(FLOATS) for one in inputs), sums, scale]
+
+    def weights(self, x_kind, at):
+        groups = [2 * lane // WIDTH for lane in range(WIDTH)]
+        return [(self.kind.scales_of(at[1], groups), [at[0].load(BYTES) + self.offset])]
+
+    def terms(self, inputs, part, vectors, scales):
+        *inputs, offset, scale = inputs[: 2 * len(vectors) + 2]
+        inputs = [one.to(vectors[0].type) for one in inputs]
+        whole = _whole_sums(vectors, inputs) - offset.to(I32)
+        return [(whole.to(F32, "sitofp"), scale * scales)]
 
 
 def _group_in_fixed_point(group: Value) -> tuple[Value, Value]:
@@ -218,17 +278,10 @@ def _group_in_fixed_point(group: Value) -> tuple[Value, Value]:
     sizes = group.to(I32) & 0x7FFFFFFF  # as integers NaN is larger than all numbers
     largest = sizes.call("vector.reduce.umax.v32i32", of=I32).call("umax.i32", 27 << 23)
     largest = largest.to(F32)
-    exponent = (largest * (1 + 2.0**-14)).to(I32) & 0x7F800000
+    exponent = (largest * 1.004).to(I32) & 0x7F800000  # 128 upper bytes would be too many
     scaled = group * (exponent.of(268 << 23) - exponent).to(F32).everywhere(GROUP)
     whole = scaled.call("rint.v32f32").call("fptosi.sat.v32i32.v32f32", of=scaled.to(I32).type)
     return whole, (exponent - (14 << 23)).to(F32) + (largest - largest)
-
-
-def _dot(a: Sequence[Value], b: Sequence[Value]) -> Value:
-    """The products of vectors of 16 numbers of 16 bits, two of each added up, as the processor's
-    instruction has them."""
-    products = (one.to(I32, "sext") * other.to(I32, "sext") for one, other in zip(a, b))
-    return reduce(add, [reduce(add, map(one.shuffled, _PAIRED)) for one in products])
 
 
 def _exponent(parts: list[Value]) -> tuple[Value, Value]:
@@ -239,7 +292,7 @@ def _exponent(parts: list[Value]) -> tuple[Value, Value]:
         # as integers NaN is larger than all numbers
         largest = size.is_(">", largest).made("select", size, largest)
     largest = largest.call(f"vector.reduce.umax.v{WIDTH}i32", of=I32).to(F32).everywhere(WIDTH)
-    return largest, (largest * 1.004).to(I32) & 0x7F800000  # 128 upper bytes would be too many
+    return largest, (largest * 1.004).to(I32) & 0x7F800000  # as in `_group_in_fixed_point`
 
 
 def _fixed_point(part: Value, exponent: Value) -> Value:
@@ -256,16 +309,8 @@ def _whole_sums(codes: list[Value], inputs: list[Value]) -> Value:
     total = codes[0].to(WORDS).of(0)
     for half in (inputs[: len(codes)], inputs[len(codes) :]):
         total = total << 8
-        if WIDTH == 16:
-            for code, one in zip(codes, half):
-                total = total.call("x86.avx512.vpdpbusd.512", code.to(WORDS), one.to(WORDS))
-            continue
-        sixteen = ir.VectorType(I16, 2 * WIDTH)  # in 16 bits: at most 4 · 24 · 128
-        pairs = (
-            code.call("x86.avx2.pmadd.ub.sw", one, of=sixteen) for code, one in zip(codes, half)
-        )
-        pairs = reduce(add, pairs)
-        total += pairs.call("x86.avx2.pmadd.wd", pairs.of(1), of=WORDS)
+        for code, one in zip(codes, half):
+            total = total.call("x86.avx512.vpdpbusd.512", code.to(WORDS), one.to(WORDS))
     return total
 
 
@@ -285,6 +330,8 @@ def instruction(kind: Kind) -> Floats:
     """How weights of a kind are multiplied on this processor."""
     if HAS_PAIRS and hasattr(kind, "pairs"):
         return Pairs(kind)
-    if kind is INT8 and HAS_BYTE_SUMS or WIDTH == 8 and isinstance(kind, FourBits):
-        return Bytes(kind)
-    return Integers(kind) if isinstance(kind, FewBits) else Floats(kind)
+    if kind is INT8 and HAS_BYTE_SUMS:
+        return SignedBytes(kind)
+    if not isinstance(kind, FewBits):
+        return Floats(kind)
+    return Bytes(kind) if WIDTH == 8 and kind.byte_order else Integers(kind)

@@ -75,8 +75,7 @@ class Kind:
         `vectors(weights, other, table)` returns, vectors of fp32 of the weights of a step, exact.
 
     A kind that is multiplied as pairs of bf16 has `pairs(weights, other, table)`, words of two bf16 in
-    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`; or, as bytes, has
-    `bytes(weights)`, codes as bytes without signs, each `byte_offset` larger than `factor` times its value, in `byte_order`.
+    `pair_order`. One that is multiplied in whole numbers is one of `FewBits`.
     """
 
     size = 128
@@ -181,7 +180,7 @@ class FewBits(Kind):
     """Codes, whole numbers less an offset, times scales, of some plus minima.
 
     group : weights that share a scale. offset : by how much codes are larger than what scales
-        multiply. shift : "ashr" for bytes with signs. order : which of 64 weights comes when in `codes`.
+        multiply. byte_order : which of 64 weights comes when in `bytes`, order : in `codes`.
     """
 
     size = 32
@@ -189,8 +188,7 @@ class FewBits(Kind):
     step = BLOCK
     group = GROUP
     offset = 0
-    shift = "lshr"
-    order = list(range(BLOCK))
+    byte_order: list[int] = []
 
     def scales(self, weights: Value, other: Value) -> Value:
         """fp32 [step / group], of a step; here bf16, for each 32 weights."""
@@ -211,14 +209,22 @@ class FewBits(Kind):
         """What is added, as `scales`."""
         return None
 
-    def codes(self, weights: Value, other: Value) -> Iterator[list[Value]]:
-        """For each 32 weights two vectors of 16 whole numbers of 16 bits."""
+    def bytes(self, weights: Value, other: Value) -> Iterator[Value]:
+        """For each 32 weights a vector of bytes, below 64; none of kinds whose codes have signs. Those of
+        four bytes in a row share a scale."""
         raise NotImplementedError
 
-    def in_turn(self, codes: Value) -> list[Value]:
-        """32 bytes as 16 bits: the even ones, the odd ones."""
-        words = codes.to(ir.VectorType(I16, 16))
-        return [(words << 8).made(self.shift, 8), words.made(self.shift, 8)]
+    def codes(self, weights: Value, other: Value) -> Iterator[list[Value]]:
+        """For each 32 weights two vectors of 16 whole numbers of 16 bits."""
+        for codes in self.bytes(weights, other):
+            words = codes.to(ir.VectorType(I16, 16))
+            yield [words & 255, words >> 8]
+
+    @property
+    def order(self) -> list[int]:
+        """The even ones of 32 bytes, then the odd ones."""
+        starts = (begin + odd for begin in range(0, BLOCK, GROUP) for odd in (0, 1))
+        return [self.byte_order[at + i] for at in starts for i in range(0, GROUP, 2)]
 
     def group_of(self, place: int) -> int:
         """Of the code that comes in this place of a step."""
@@ -238,16 +244,11 @@ class FewBits(Kind):
 
 class Int8(FewBits):
     size = 64
-    byte_offset = 128
-    factor = 1.0
-    byte_order = FewBits.order
+    order = list(range(BLOCK))
 
     def codes(self, weights, other):
         for begin in range(0, BLOCK, GROUP):
             yield bytes_with_signs(weights + begin)
-
-    def bytes(self, weights):
-        return [weights.load(ir.VectorType(I8, BLOCK)) + self.byte_offset]
 
 
 class FourBits(FewBits):
@@ -256,14 +257,7 @@ class FourBits(FewBits):
     values : of the 16 codes, times `factor` whole numbers."""
 
     factor = 1.0
-
-    order = [
-        begin + 4 * i + lane + 2 * odd
-        for begin in (0, GROUP)
-        for odd in (0, 1)
-        for lane in (0, 1)
-        for i in range(8)
-    ]
+    byte_order = [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
     pair_order = [
         8 * (lane % 8) + 4 * odd + lane // 8 + k
         for k in (0, 2)
@@ -271,15 +265,14 @@ class FourBits(FewBits):
         for lane in range(WIDTH)
     ]
 
-    byte_order = [*range(0, BLOCK, 2), *range(1, BLOCK, 2)]
-
-    def codes(self, weights, other):
-        for begin in range(0, BLOCK // 2, GROUP // 2):
-            yield self.in_turn(self.whole(halves(weights + begin)))
+    def bytes(self, weights, other):
+        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
+        for part in (codes, codes >> 4):
+            yield self.whole(part)
 
     def whole(self, codes: Value) -> Value:
-        """Bytes from codes of four bits."""
-        return codes
+        """Bytes from codes in their lower four bits."""
+        return codes & 15
 
     def pairs(self, weights, other, table):
         # A code of each word in one half of a register, the next one in the other.
@@ -290,20 +283,15 @@ class FourBits(FewBits):
 
 
 class Int4(FourBits):
-    offset = byte_offset = 8
+    offset = 8
     values = [*range(-8, 8)]
-
-    def bytes(self, weights):
-        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
-        return [codes & 15, codes >> 4]
 
 
 class Mxfp4(FourBits):
     """e2m1 times e8m0, a byte for each 32 weights; in whole numbers twice e2m1 times half of it."""
 
     other = 2
-    shift = "ashr"
-    byte_offset = 12
+    offset = 12
     factor = 2.0
     values = [0, 1, 2, 3, 4, 6, 8, 12, -0.0, -1, -2, -3, -4, -6, -8, -12]
 
@@ -320,13 +308,11 @@ class Mxfp4(FourBits):
     def whole(self, codes):
         return from_e2m1(codes)
 
-    def bytes(self, weights):
-        codes = weights.load(ir.VectorType(I8, BLOCK // 2))
-        return [from_e2m1(part, self.byte_offset) for part in (codes, codes >> 4)]
-
     def vectors(self, weights, other, table):
         """With the sign of −0, which whole numbers do not have."""
-        codes = (code for at in (0, 16) for code in self.in_turn(halves(weights + at)))
+        found = weights.load(ir.VectorType(I8, BLOCK // 2))
+        words = [part.to(ir.VectorType(I16, 16)) for part in (found, found >> 4)]
+        codes = (code for both in words for code in (both & 255, both >> 8))
         return [
             ((code & 8).to(I32, "zext") << 28 | value.to(I32)).to(F32)
             for code, value in zip(codes, super().vectors(weights, other, table))
@@ -376,15 +362,9 @@ def bytes_with_signs(address: Value) -> list[Value]:
     return [part.to(I16, "sext") for part in parts]
 
 
-def halves(address: Value) -> Value:
-    """The low halves of 16 bytes, then the high ones: 32 bytes."""
-    twice = address.load(ir.VectorType(I32, 4)).shuffled([*range(4)] * 2)
-    return (twice >> [0] * 4 + [4] * 4 & 0x0F0F0F0F).to(ir.VectorType(I8, 32))
-
-
-def from_e2m1(codes: Value, offset: int = 0) -> Value:
-    """Twice the values of codes, plus an offset: bytes."""
-    values = [int(value) + offset for value in Mxfp4.values]
+def from_e2m1(codes: Value) -> Value:
+    """Twice the values of codes, plus 12: bytes."""
+    values = [int(value) + Mxfp4.offset for value in Mxfp4.values]
     return looked_up(codes.of(values, ir.VectorType(I8, 16)), codes)
 
 
