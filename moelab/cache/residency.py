@@ -244,14 +244,13 @@ class Residency:
         full = State.FULL
         before = [self.state(key) for key in keys]
         if self.holds_all and before.count(full) == len(before):  # nobody ever leaves
-            keep = dict(zip(keys, before))
-            evicted = []
             if not away:
-                self.counters.hits[full] += len(keys)
-                self._now += 1
+                self.found(len(keys))
                 return Step(
                     layer, [Request(key, tokens[key.expert], full, full) for key in keys], []
                 )
+            keep = dict(zip(keys, before))
+            evicted = []
         else:
             if self._phase == "prefill":
                 self._prompts[layer % len(self._prompts)].update(
@@ -270,6 +269,11 @@ class Residency:
         apart = [[of for of in requests if (of.key.expert in away) is far] for far in (False, True)]
         self.counters.away += len(apart[1])
         return Step(layer, apart[0], evicted, apart[1])
+
+    def found(self, n: int) -> None:
+        """Count a step whose n experts are there for good."""
+        self.counters.hits[State.FULL] += n
+        self._now += 1
 
     def elsewhere(self, layer: int, tokens: Mapping[int, int]) -> None:
         """Tokens of a prompt whose experts are computed from another memory: a policy's `turn` counts

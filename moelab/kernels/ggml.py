@@ -87,8 +87,10 @@ class Q5(Blocks):
     first = 6
 
     def whole(self, codes, weights, half):
-        fifth = self._both(weights + (self.first - 4 + 2 * half), I16)
-        return codes & 15 | fifth.to(ir.VectorType(I1, 32)).to(I8, "sext") & 16
+        bits = self._loaded(weights + (self.first - 4 + 2 * half), I16)
+        first, second = (one.to(I32, "zext") for one in bits)
+        fifth = (first | second << 16).to(ir.VectorType(I1, 32)).to(I8, "sext")
+        return codes & 15 | fifth & 16
 
 
 class Q5Min(Q5, Q4Min):

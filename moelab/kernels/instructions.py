@@ -37,7 +37,6 @@ from moelab.kernels.vectors import (
     joined,
 )
 
-_SHORTS = ir.VectorType(I16, 16)
 #: of 16 numbers those that an instruction multiplies and adds to the others
 _PAIRED = (
     ([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15])
@@ -192,15 +191,12 @@ class Integers(Floats):
 
 class Bytes(Integers):
     """Products of codes as bytes and of inputs' upper and lower bytes, summed in whole numbers: the
-    same sums, by AVX2's instruction for bytes without signs times bytes with signs."""
+    same sums, by AVX2's instruction for bytes without signs times bytes with signs.
+
+    It pays where two vectors have the same groups in their lanes; their sums in 16 bits are at most
+    4 · 31 · 128."""
 
     each = 1
-
-    def __init__(self, kind: FewBits) -> None:
-        super().__init__(kind)
-        of = [[kind.group_of(at + lane) for lane in range(0, GROUP, 4)] for at in (0, GROUP)]
-        #: vectors that lanes have of the same groups; sums in 16 bits: at most 4 · 31 · 128
-        self.together = 2 if of[0] == of[1] else 1
 
     def laid(self, block):
         parts = (block + 128).made("ashr", 8), block
@@ -212,25 +208,14 @@ class Bytes(Integers):
         ]
 
     def codes(self, *at):
-        found = iter(self.kind.bytes(*at))
-        return map(list, zip(*[found] * self.together))
+        yield [*self.kind.bytes(*at)]
 
     def dot(self, codes, inputs):
         halves = (
-            reduce(
-                add,
-                (
-                    code.call("x86.avx2.pmadd.ub.sw", one.to(code.type), of=_SHORTS)
-                    for code, one in zip(codes, inputs[half::2])
-                ),
-            )
+            reduce(add, map(_bytes_in_pairs, codes, inputs[half : 2 * len(codes) : 2]))
             for half in (0, 1)
         )
-        sums = (
-            one.call("x86.avx2.pmadd.wd", one.of(place), of=ir.VectorType(I32, 8))
-            for one, place in zip(halves, (256, 1))
-        )
-        return reduce(add, sums)
+        return reduce(add, map(_in_pairs, halves, (256, 1)))
 
 
 class SignedBytes(Floats):
@@ -284,6 +269,16 @@ def _group_in_fixed_point(group: Value) -> tuple[Value, Value]:
     return whole, (exponent - (14 << 23)).to(F32) + (largest - largest)
 
 
+def _bytes_in_pairs(codes: Value, inputs: Value) -> Value:
+    """Bytes without signs times bytes with signs, two of them added up: 16 bits."""
+    return codes.call("x86.avx2.pmadd.ub.sw", inputs.to(codes.type), of=ir.VectorType(I16, 16))
+
+
+def _in_pairs(sums: Value, times: int) -> Value:
+    """Numbers of 16 bits times one, two of them added up: 32 bits."""
+    return sums.call("x86.avx2.pmadd.wd", sums.of(times), of=ir.VectorType(I32, 8))
+
+
 def _exponent(parts: list[Value]) -> tuple[Value, Value]:
     """The largest size among vectors of fp32 and the exponent by which they are scaled, in each
     lane."""
@@ -334,4 +329,5 @@ def instruction(kind: Kind) -> Floats:
         return SignedBytes(kind)
     if not isinstance(kind, FewBits):
         return Floats(kind)
-    return Bytes(kind) if WIDTH == 8 and kind.byte_order else Integers(kind)
+    pays = WIDTH == 8 and kind.step == BLOCK and kind.byte_order
+    return Bytes(kind) if pays else Integers(kind)

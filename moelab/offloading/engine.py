@@ -295,13 +295,13 @@ class Engine:
         if leaving := [request for request in requests if request.keep is not State.FULL]:
             with self.loader.changing() as queue:
                 queue.computed(leaving)
-        self._report(requests, start, clock())
+        experts = [request.key.expert for request in requests]
+        self._report(requests[0].key.layer, experts, start, clock())
 
-    def _report(self, requests: list[Request], start: float, end: float) -> None:
-        self.idle_since, (layer, expert) = end, requests[0].key
-        self.timeline.add(
-            Event("compute", "expert", layer, expert if len(requests) == 1 else -1, start, end)
-        )
+    def _report(self, layer: int, experts: list[int], start: float, end: float) -> None:
+        self.idle_since = end
+        expert = experts[0] if len(experts) == 1 else -1
+        self.timeline.add(Event("compute", "expert", layer, expert, start, end))
 
     def _report_other(self, now: float, layer: int) -> None:
         if self.idle_since is not None:
@@ -328,8 +328,8 @@ class Engine:
         chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
         for of, experts, (begin, end) in chosen:
             self._report_other(begin, of.layer)
-            step = self.controller.decide(of.layer, dict.fromkeys(experts, 1))
-            self._report(step.requests, begin, end)
+            self.controller.found(of.layer, experts)
+            self._report(of.layer, experts, begin, end)
         modules[0].executor.count_layers(found)
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:

@@ -142,7 +142,7 @@ class Bench:
             self.missing[name] = found["missing"]
             return {"result": found["missing"]}
         keep = {"ttft_s", "tpot_s", "open_s", "decode_read_bytes", "decode_hit_rate"}
-        keep |= {"peak_rss_bytes", "peak_group_bytes", "limit"}
+        keep |= {"least_read_bytes", "peak_rss_bytes", "peak_group_bytes", "limit"}
         return {key: of for key, of in found.items() if key in keep}
 
     def budget(self, cell: Cell, size: int) -> float | int:
@@ -176,6 +176,7 @@ class Bench:
             "TTFT s": median(report["ttft_s"] for report in found),
             "opening s": median(report["open_s"] for report in found),
             "MB a token": mean(found, "decode_read_bytes", 1e6 * self.decode),
+            "simulated MB a token of Belady": mean(found, "least_read_bytes", 1e6),
             "hit rate": mean(found, "decode_hit_rate"),
             "peak GB": mean(found, "peak_group_bytes", 1e9),
             "peak of the process GB": mean(found, "peak_rss_bytes", 1e9),

@@ -209,10 +209,13 @@ class Moelab(Transformers):
     def report(self) -> Record:
         """What the run took, its limits and its memory, and what the simulator needs to play it
         again; the model is closed."""
+        from moelab.simulation.simulator import replay
+
         from . import limits
 
         this = self.offloading
         metrics = this.metrics()
+        least = metrics.read_bytes and replay(this.run, cache="belady").metrics()
         settings = this.run.settings
         workers = self.options.get("options", {}).get("workers", 1)
         forwards = list(this.forwards)
@@ -228,6 +231,7 @@ class Moelab(Transformers):
             "others_bytes": this.store.weights_bytes,
             **stored(this.store),
             "decode_hit_rate": hits / max(hits + misses, 1),
+            "least_read_bytes": least.read_bytes_per_token if least else 0.0,
             "metrics": asdict(metrics),
             "on_demand_s": limits.on_demand_limit(records, rate, decoded, workers),
             "overlapped_s": limits.overlapped_limit(records, rate, decoded, workers),
