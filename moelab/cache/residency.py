@@ -45,6 +45,7 @@ SPARE = (
 LEAST = 4  # of these slots, one in so many is left free at least
 MORE = 1.5  # times the slots that tokens lately took
 LATELY = 8  # tokens
+LONGEST = 64  # tokens
 
 
 class Request(NamedTuple):
@@ -236,6 +237,7 @@ class Residency:
             keep = dict(zip(keys, before))
             evicted = []
             if not away:
+                self._untold.append((layer, tokens))
                 self.counters.hits[full] += len(keys)
                 self._now += 1
                 return Step(
@@ -275,14 +277,16 @@ class Residency:
             if pool is not None and len(pool.keys) < pool.size:
                 pool.keys[key] = None
                 found.append(key)
-        if not self.holds_all:  # as if each layer had chosen them once, before the first step
-            for key in sorted(reversed(found), key=attrgetter("layer")):
-                self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
+        # as if each layer had chosen them once, before the first step
+        for key in sorted(reversed(found), key=attrgetter("layer")):
+            self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
         return found
 
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
+        #: the latest steps in which nobody could leave, so that no policy was told of them
+        self._untold: deque[tuple[int, Mapping[int, int]]] = deque(maxlen=LONGEST * self.L)
         self._groups: list[dict[State, Pool]] = [
             {} for _ in range(self.L if self.scope == "layer" else 1)
         ]
@@ -298,7 +302,10 @@ class Residency:
     def resize(self, pools: Pools) -> list[ExpertKey]:
         """Between two forward passes, let pools hold more or fewer. Returns who leaves, as the
         policies choose, which know what they knew."""
-        self.pools = pools
+        counters, self.counters, self.holds_all = self.counters, CacheCounters(), False
+        while self._untold:
+            self.begin(*self._untold.popleft())
+        self.counters, self.pools = counters, pools
         everyone = self.E if self.scope == "layer" else self.L * self.E  # who share pools
         self.holds_all = pools.F == pools.capacity >= everyone
         self.spare *= not self.holds_all
