@@ -149,18 +149,17 @@ def test_what_is_refused_leaves_all_as_it_was(qwen):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts pages as Linux does")
 def test_memory_is_the_systems_again(tmp_path):
-    sizes = {"hidden_size": 256, "moe_intermediate_size": 1024, "num_hidden_layers": 2}
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 1024, "num_hidden_layers": 8}
     folder = tiny.save("qwen3_moe", tmp_path, torch.bfloat16, **sizes)
     rss = psutil.Process().memory_info
     with open_model(folder, memory="100%") as lm:
-        wanted, everything, full = generate(lm), lm.moelab.budget, rss().rss
-        lm.moelab.resize("40%")
-        assert full - rss().rss > 0.8 * (everything - lm.moelab.budget)
-        for budget in ("70%", "30%", "90%", "20%", "100%"):
+        wanted, there, full = generate(lm), lm.moelab.tiers["memory"], rss().rss
+        for budget in ("40%", "70%", "20%", "90%", "30%"):
             lm.moelab.resize(budget)
+            freed = there - lm.moelab.tiers["memory"]
+            assert full - rss().rss > 0.8 * freed - 2**20  # which torch may have taken since
             assert torch.equal(generate(lm), wanted)
-            freed = everything - max(lm.moelab.budget, everything // 2)
-            assert rss().rss < full - 0.5 * freed + 8 * 2**20  # and what torch has taken since
+            assert rss().rss < full + 2**20
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lrfu"])
@@ -169,7 +168,7 @@ def test_who_was_hottest_stays(policy):
     for expert, times in zip(range(8), (1, 9, 2, 8, 3, 7, 4, 6)):
         for _ in range(times):
             residency.begin(0, {expert: 1})
-    for expert in (1, 3, 5):  # the latest, too
+    for expert in 6 * (1, 3, 5):  # often and lately
         residency.begin(0, {expert: 1})
     assert len(residency.resize(Pools(F=3))) == 5
     assert residency.full() == [[1, 3, 5]]
