@@ -311,15 +311,11 @@ class Residency:
         self.spare *= not self.holds_all
         evicted = []
         for group in self._groups:
-            for state in HIERARCHY:
-                if (pool := group.pop(state, None)) is None and pools[state]:
-                    pool = Pool(0, self._make())
-                    for name, given in ("shape", (self.L, self.E)), ("follow", (self._scores,)):
-                        getattr(pool.policy, name, lambda *_: None)(*given)
-                if pool is not None:
-                    pool.size = pools[state] - self.spare
-                    evicted += pool.shrink(frozenset(), frozenset())
-                    group |= {state: pool} if pools[state] else {}
+            for state in HIERARCHY:  # in this order
+                pool = group.pop(state, None) or self._pool()
+                pool.size = pools[state] - self.spare
+                evicted += pool.shrink(frozenset(), frozenset())
+                group |= {state: pool} if pools[state] else {}
         self.counters.evictions += len(evicted)
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
@@ -331,6 +327,15 @@ class Residency:
         places = accumulate(pool.size for pool in group.values())
         self._thresholds = [(of, n + self.margin) for of, n in zip(group, places)]  # τ of §3.4
         return evicted
+
+    def _pool(self) -> Pool:
+        """A new one, for nobody yet."""
+        pool = Pool(0, self._make())
+        if hasattr(pool.policy, "shape"):
+            pool.policy.shape(self.L, self.E)
+        if hasattr(pool.policy, "follow"):
+            pool.policy.follow(self._scores)
+        return pool
 
     def state(self, key: tuple[int, int]) -> State:
         """What of the expert (layer, expert) is in memory."""

@@ -134,9 +134,8 @@ def simulate(
             simulated.finish()
             for key in residency.resize(now.pools):
                 simulated.queue.leave(key)
-            slots, old = slot_counts(now.pools, copies, now.staging), simulated.queue
-            new = simulated.new_queue(slots, now.ahead, held=old.held, counts=old.counts)
-            simulated.queue = controller.queue = new
+            slots = slot_counts(now.pools, copies, now.staging)
+            simulated.queue.resize(slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
         took = None if one.drafts else simulated.now - begun
