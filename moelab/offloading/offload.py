@@ -187,7 +187,7 @@ def offload(
 
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
-    budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all
+    budget : memory for experts, see `parse_budget`; never exceeded. Where all
         of them fit, they are read while the model is opened, and no prompt reads any.
     how, options : an `Offloading`, or fields of one.
 

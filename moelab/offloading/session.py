@@ -274,6 +274,8 @@ class Session:
                 self._forward = None  # one that was interrupted
             if self.engine is not None:
                 self.engine.widen()
+            with self.turn:
+                self._resize()
 
     def _drafting(self, below: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a generation's source of drafts, around transformers' own."""
@@ -330,7 +332,6 @@ class Session:
         self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
-        self._resize()
 
     def _path(self, model: Any) -> str:
         """What a GPU ran as one graph in the forward pass that ends, as of `Forward`."""
