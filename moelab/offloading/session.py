@@ -221,14 +221,14 @@ class Session:
             )
         self._resizes.append(self._again(memory, self.budget))
         if not self._running:
-            with self.turn:
-                self._resize()
+            self._resize()
 
     def _resize(self) -> None:
-        while self._resizes:
-            memory = self._resizes.pop(0)
-            self.engine.resize(memory)
-            self.budget = memory.budget
+        with self.turn:
+            while self._resizes:
+                memory = self._resizes.pop(0)
+                self.engine.resize(memory)
+                self.budget = memory.budget
 
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""
@@ -274,7 +274,7 @@ class Session:
                 self._forward = None  # one that was interrupted
             if self.engine is not None:
                 self.engine.widen()
-            with self.turn:
+            if self._resizes:  # since the last pass began
                 self._resize()
 
     def _drafting(self, below: Callable[..., Any]) -> Callable[..., Any]:
