@@ -45,6 +45,7 @@ SPARE = (
 LEAST = 4  # of these slots, one in so many is left free at least
 MORE = 1.5  # times the slots that tokens lately took
 LATELY = 8  # tokens
+LONGEST = 64  # tokens
 
 
 class Request(NamedTuple):
@@ -136,32 +137,21 @@ class Residency:
             raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
         self.L = L
         self.E = E
-        self.pools = pools
         self.scope = scope
-        everyone = E if scope == "layer" else L * E  # the experts that share pools
-        self.holds_all = pools.F == pools.capacity >= everyone
         if spare and not (scope == "model" and 0 < spare <= pools.F == pools.capacity):
             raise ValueError(
                 f"{spare} spare slots of {pools} of each {scope!r}; they are slots of one pool F of the "
                 "whole 'model', at most as many as it has"
             )
-        self.spare = 0 if self.holds_all else spare
+        self.spare, self._margin = spare, margin
         self.free: int | None = None
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
+        self.pools = pools
         self.clear()
-        group = self._pools[0]
-        follows = any(hasattr(pool.policy, "follow") for pool in group.values())
-        if margin is None:
-            ranked = len(group) > 1 or follows
-            margin = math.ceil(0.05 * everyone) if ranked else math.inf
-        self.margin = margin
-        self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
-        places = accumulate(pool.size for pool in group.values())
-        self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
     def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
         """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"); of a `token`
@@ -245,7 +235,7 @@ class Residency:
         before = [self.state(key) for key in keys]
         if self.holds_all and before.count(full) == len(before):  # nobody ever leaves
             if not away:
-                self.found(len(keys))
+                self.found(layer, tokens)
                 return Step(
                     layer, [Request(key, tokens[key.expert], full, full) for key in keys], []
                 )
@@ -270,9 +260,10 @@ class Residency:
         self.counters.away += len(apart[1])
         return Step(layer, apart[0], evicted, apart[1])
 
-    def found(self, n: int) -> None:
-        """Count a step whose n experts are there for good."""
-        self.counters.hits[State.FULL] += n
+    def found(self, layer: int, tokens: Mapping[int, int]) -> None:
+        """Count a step whose experts are all there for good."""
+        self._untold.append((layer, tokens))
+        self.counters.hits[State.FULL] += len(tokens)
         self._now += 1
 
     def elsewhere(self, layer: int, tokens: Mapping[int, int]) -> None:
@@ -290,25 +281,20 @@ class Residency:
             if pool is not None and len(pool.keys) < pool.size:
                 pool.keys[key] = None
                 found.append(key)
-        if not self.holds_all:  # as if each layer had chosen them once, before the first step
-            for key in sorted(reversed(found), key=attrgetter("layer")):
-                self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
+        # as if each layer had chosen them once, before the first step
+        for key in sorted(reversed(found), key=attrgetter("layer")):
+            self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
         return found
 
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
-        states = [state for state in HIERARCHY if self.pools[state]]
-        self._groups = [
-            {state: Pool(self.pools[state] - self.spare, self._make()) for state in states}
-            for _ in range(self.L if self.scope == "layer" else 1)
+        #: the latest steps in which nobody could leave, so that no policy was told of them
+        self._untold: deque[tuple[int, Mapping[int, int]]] = deque(maxlen=LONGEST * self.L)
+        self._groups: list[dict[State, Pool]] = [
+            {} for _ in range(self.L if self.scope == "layer" else 1)
         ]
-        policies = [pool.policy for group in self._groups for pool in group.values()]
-        for policy in policies:
-            if hasattr(policy, "shape"):
-                policy.shape(self.L, self.E)
-            if hasattr(policy, "follow"):
-                policy.follow(self._scores)
+        self.resize(self.pools)
         #: of each group, tokens of the latest prompt by expert
         self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
         self._phase, self.free, self._taken = "", None, float(self.spare)
@@ -316,8 +302,45 @@ class Residency:
         self._left: set[ExpertKey] = set()
         self._lacked: Counter[ExpertKey] = Counter()
         self.begin_forward("prefill")
+
+    def resize(self, pools: Pools) -> list[ExpertKey]:
+        """Between two forward passes, let pools hold more or fewer. Returns who leaves, as the
+        policies choose, which know what they knew."""
+        counters, self.counters, self.holds_all = self.counters, CacheCounters(), False
+        while self._untold:
+            self.begin(*self._untold.popleft())
+        self.counters, self.pools = counters, pools
+        everyone = self.E if self.scope == "layer" else self.L * self.E  # who share pools
+        self.holds_all = pools.F == pools.capacity >= everyone
+        self.spare *= not self.holds_all
+        evicted = []
+        for group in self._groups:
+            states = [state for state in HIERARCHY if pools[state] or state in group]
+            for state in states:  # in this order
+                pool = group.pop(state, None) or self._pool()
+                pool.size = pools[state] - self.spare
+                evicted += pool.shrink(frozenset(), frozenset())
+                group |= {state: pool} if pools[state] else {}
+        self.counters.evictions += len(evicted)
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
+        group = self._groups[0]
+        follows = any(hasattr(pool.policy, "follow") for pool in group.values())
+        self.margin = math.ceil(0.05 * everyone) if len(group) > 1 or follows else math.inf
+        self.margin = self.margin if self._margin is None else self._margin
+        self._scored = follows or not math.isinf(self.margin)  # whether anybody asks for scores
+        places = accumulate(pool.size for pool in group.values())
+        self._thresholds = [(of, n + self.margin) for of, n in zip(group, places)]  # τ of §3.4
+        return evicted
+
+    def _pool(self) -> Pool:
+        """A new one, for nobody yet."""
+        pool = Pool(0, self._make())
+        if hasattr(pool.policy, "shape"):
+            pool.policy.shape(self.L, self.E)
+        if hasattr(pool.policy, "follow"):
+            pool.policy.follow(self._scores)
+        return pool
 
     def state(self, key: tuple[int, int]) -> State:
         """What of the expert (layer, expert) is in memory."""

@@ -141,6 +141,15 @@ class Engine:
             self.loader.end()
             self._at_end.detach()
 
+    def resize(self, memory: Any) -> None:
+        """Between two forward passes, go on in other `Memory`: who stays, stays where it is."""
+        with self._one, self._sound():
+            evicted = self.residency.resize(memory.pools)
+            self.run.settings = memory.settings(self.residency)
+            self.run.resized = True
+            self.loader.resize(memory.slots, self.run.settings, evicted)
+            self._banks.clear()
+
     # a layer
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
@@ -328,7 +337,7 @@ class Engine:
         chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
         for of, experts, (begin, end) in chosen:
             self._report_other(begin, of.layer)
-            self.controller.found(of.layer, experts)
+            self.controller.found(of.layer, dict.fromkeys(experts, 1))
             self._report(of.layer, experts, begin, end)
         modules[0].executor.count_layers(found)
 

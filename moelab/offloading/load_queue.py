@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from moelab.base.registry import make
@@ -131,7 +131,7 @@ class Load:
 class LoadQueue:
     """All loads in flight, who holds which slot, and what disk and workers shall do next.
 
-    count : slots of each kind.
+    slots : how many there are of each kind: those that are held, and of others the first.
     ahead : prefetched experts that may hold slots at the same time.
     tensors : of an expert, which are decoded one by one.
     shards : of a tensor of a load that can be decoded apart, and decompressed before its SM-chunk is
@@ -150,7 +150,7 @@ class LoadQueue:
 
     def __init__(
         self,
-        count: Mapping[str, int],
+        slots: Mapping[str, int],
         ahead: int,
         tensors: Callable[[ExpertKey], Iterable[Any]],
         shards: Callable[[Load, Any], int],
@@ -161,17 +161,15 @@ class LoadQueue:
         in_place: bool = False,
         moved: Callable[[ExpertKey, int, bool], object] = lambda key, slot, stays: None,
     ) -> None:
-        self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
+        self.held, self.counts = held or {}, counts or PrefetchCounts()
         self._kinds, self._fills = KINDS, FILLS
         self._tensors, self._shards, self._workers = tensors, shards, workers
         self._moved = moved
         if in_place:
             self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
             self._tensors = lambda key: ()
-        taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
-        self.free = {
-            kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
-        }
+        self.free: dict[str, list[int]] = {}
+        self.resize(slots, ahead)
         self.demanded: dict[ExpertKey, Load] = {}
         self.prefetched: dict[ExpertKey, Load] = {}
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
@@ -179,6 +177,15 @@ class LoadQueue:
         self._reads: list[tuple[Load, tuple[str, ...]]] = []
         self._reading_ahead: Load | None = None  # the prefetched load that is being read
         self._ready: Callable[[Any], object] | None = None
+
+    def resize(self, slots: Mapping[str, int], ahead: int) -> None:
+        """Between two forward passes, when nothing runs, have other numbers of slots and of experts
+        that may be prefetched."""
+        self.ahead = ahead
+        for kind in KINDS:
+            taken = {of[kind] for of in self.held.values() if kind in of}
+            others = (i for i in count() if i not in taken)
+            self.free[kind] = [*islice(others, slots[kind] - len(taken))]
 
     def begin(
         self,

@@ -138,6 +138,7 @@ class EngineRun(Recorded):
     rates : what decided in each forward which experts are computed where they lie; None without
         `hybrid`.
     fetched : what became of prefetched experts.
+    resized : whether the settings were others before, with other pools.
     """
 
     def __init__(self, settings: EngineSettings, residency: Residency) -> None:
@@ -162,7 +163,7 @@ class EngineRun(Recorded):
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters = deepcopy(self.counters)
-        made.fetched = copy(self.fetched)
+        made.fetched, made.resized = copy(self.fetched), self.resized
         for name in ("forwards", "steps", "predictions", "rates"):
             setattr(made, name, getattr(self, name)[forward:])
         begin = made.forwards[0].start if made.forwards else float("inf")
@@ -179,6 +180,7 @@ class EngineRun(Recorded):
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
         self.rates: list[Rates | None] = []
+        self.resized = False
         self.begin_forward()
 
     def forget(self, forwards: int) -> None:

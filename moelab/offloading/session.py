@@ -116,10 +116,12 @@ class Session:
         engine: Engine | None = None,
         store: ExpertStore | None = None,
         budget: int | None = None,
+        again: Callable[..., Any] | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
-        self.budget = budget
+        self.budget, self._again = budget, again
+        self._resizes: list[Any] = []  # memory to go on in
         self.speculation = None
         if engine is None:
             spec = model.spec
@@ -205,6 +207,29 @@ class Session:
         "disk"."""
         return {} if self.engine is None else self.engine.loader.tiers
 
+    def resize(self, memory: str | float | int) -> None:
+        """Give the experts of an offloaded model other memory, as of `open_model`: at once or, of one
+        that runs, when its forward pass is over. Who stays in it is what the cache wants most; what is
+        computed stays what it was, and never takes more than the larger of both.
+
+        Raises ValueError for a model that is in memory or on a GPU, and for too little memory (the
+        message says the least): then all is as it was."""
+        if self._again is None:
+            raise ValueError(
+                "only experts that are offloaded for a CPU, on a system that reserves addresses "
+                "beyond its memory, can be given more or less: open the model again, with memory="
+            )
+        self._resizes.append(self._again(memory, self.budget))
+        if not self._running:
+            self._resize()
+
+    def _resize(self) -> None:
+        with self.turn:
+            while self._resizes:
+                memory = self._resizes.pop(0)
+                self.engine.resize(memory)
+                self.budget = memory.budget
+
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""
         return self._parts.enter_context(context)
@@ -249,6 +274,8 @@ class Session:
                 self._forward = None  # one that was interrupted
             if self.engine is not None:
                 self.engine.widen()
+            if self._resizes:  # since the last pass began
+                self._resize()
 
     def _drafting(self, below: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a generation's source of drafts, around transformers' own."""
@@ -278,6 +305,7 @@ class Session:
             return  # the encoder, called by the model
         if me in self._cancelled:
             raise Cancelled
+        self._resize()
         require_unwritten(module)
         require_adaptable(module)
         info = forward_info(args, kwargs)

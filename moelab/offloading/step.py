@@ -109,11 +109,11 @@ class StepController:
             self.log.layer(layer, tokens)
         return step
 
-    def found(self, layer: int, experts: list[int]) -> None:
+    def found(self, layer: int, tokens: Mapping[int, int]) -> None:
         """`decide` where all experts are there for good."""
-        self.residency.found(len(experts))
+        self.residency.found(layer, tokens)
         if self.log is not None:
-            self.log.layer(layer, dict.fromkeys(experts, 1))
+            self.log.layer(layer, tokens)
 
     def load(self, step: Step, ready: Callable[[Any], object]) -> None:
         """Let the queue load what the step lacks, and prefetch behind that what was announced.

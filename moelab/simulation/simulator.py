@@ -206,11 +206,16 @@ def replay(
     pools, scheduler : in place of the run's; the latter orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
 
-    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card
-    without the figures that are needed, a run whose policy is an instance, a trace of experts whose
+    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a run whose
+    memory was resized, without pools, a card without the figures that are needed, a run whose policy is an instance, a trace of experts whose
     sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
     GPU, unless that ran whole tokens alone."""
     run = _run(run, memory, hybrid, device, pools)
+    if run.resized and pools is None:
+        raise ValueError(
+            "the memory of this run was resized on its way: give pools=, such as run.settings.pools, "
+            "those that it has now, or reset the session (lm.moelab.reset) and run again"
+        )
     settings = run.settings
     policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
