@@ -140,7 +140,7 @@ class Chat:
 
     def cache(self, name: str) -> None:
         options = self.options | {"cache": name}
-        OpenOptions(**options)  # refuses what cannot be, as does
+        OpenOptions(**options)  # before the model is closed
         make("cache", name)
         self.lm.moelab.close()
         self.lm = self.talk.lm = moelab.open_model(self.model, **options)

@@ -94,7 +94,8 @@ def test_turns_are_processed_once_and_give_the_tokens_of_the_whole_text(folder, 
 
 @pytest.fixture
 def small():
-    with open_model(memory="50%") as lm, warnings.catch_warnings():
+    """In float32: bf16 has ties, which positions of one pass and of many break otherwise."""
+    with open_model(memory="50%", dtype="float32") as lm, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it has no template
         yield lm
 
@@ -136,9 +137,8 @@ def test_an_error_leaves_it_as_it_was(small):
         "".join(talk.say("the blue cat"))
     hook.remove()
     assert (talk.ids, talk.messages) == (before, messages)
-    for text in ("", "  \n"):
-        with pytest.raises(ValueError, match="tokens"):
-            next(talk.say(text))
+    with pytest.raises(ValueError, match="makes 0 tokens"):
+        next(Conversation(small).say(""))
     with pytest.raises(ValueError, match="the model takes"):
         next(talk.say("the red fox " * 2000))
     small.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
@@ -153,7 +153,7 @@ def test_an_error_leaves_it_as_it_was(small):
 def test_another_opening_of_the_same_weights_goes_on(small):
     talk = Conversation(small, 8)
     "".join(talk.say("the red fox 37\nthe red"))
-    before, again = talk.ids, open_model(memory="30%", cache="lru")
+    before, again = talk.ids, open_model(memory="30%", cache="lru", dtype="float32")
     with again:
         talk.lm, seen = again, processed(again)
         "".join(talk.say("the blue"))
