@@ -136,32 +136,21 @@ class Residency:
             raise ValueError(f"the margin is {margin}; it is a number of experts, 0 or more")
         self.L = L
         self.E = E
-        self.pools = pools
         self.scope = scope
-        everyone = E if scope == "layer" else L * E  # the experts that share pools
-        self.holds_all = pools.F == pools.capacity >= everyone
         if spare and not (scope == "model" and 0 < spare <= pools.F == pools.capacity):
             raise ValueError(
                 f"{spare} spare slots of {pools} of each {scope!r}; they are slots of one pool F of the "
                 "whole 'model', at most as many as it has"
             )
-        self.spare = 0 if self.holds_all else spare
+        self.spare, self._margin = spare, margin
         self.free: int | None = None
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
         self._now = 0
         self._scores = np.arange(L * E - 1, -1, -1, dtype=np.int64).reshape(L, E)
         self._make = make_policy(policy)
+        self.pools = pools
         self.clear()
-        group = self._pools[0]
-        follows = any(hasattr(pool.policy, "follow") for pool in group.values())
-        if margin is None:
-            ranked = len(group) > 1 or follows
-            margin = math.ceil(0.05 * everyone) if ranked else math.inf
-        self.margin = margin
-        self._scored = follows or not math.isinf(margin)  # whether anybody asks for scores
-        places = accumulate(pool.size for pool in group.values())
-        self._thresholds = [(state, n + margin) for state, n in zip(group, places)]  # τ of §3.4
 
     def begin_forward(self, phase: str, token: bool = False) -> list[Step]:
         """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"); of a `token`
@@ -294,17 +283,10 @@ class Residency:
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
-        states = [state for state in HIERARCHY if self.pools[state]]
-        self._groups = [
-            {state: Pool(self.pools[state] - self.spare, self._make()) for state in states}
-            for _ in range(self.L if self.scope == "layer" else 1)
+        self._groups: list[dict[State, Pool]] = [
+            {} for _ in range(self.L if self.scope == "layer" else 1)
         ]
-        policies = [pool.policy for group in self._groups for pool in group.values()]
-        for policy in policies:
-            if hasattr(policy, "shape"):
-                policy.shape(self.L, self.E)
-            if hasattr(policy, "follow"):
-                policy.follow(self._scores)
+        self.resize(self.pools)
         #: of each group, tokens of the latest prompt by expert
         self._prompts: list[Counter[ExpertKey]] = [Counter() for _ in self._groups]
         self._phase, self.free, self._taken = "", None, float(self.spare)
@@ -312,8 +294,36 @@ class Residency:
         self._left: set[ExpertKey] = set()
         self._lacked: Counter[ExpertKey] = Counter()
         self.begin_forward("prefill")
+
+    def resize(self, pools: Pools) -> list[ExpertKey]:
+        """Between two forward passes, let pools hold more or fewer. Returns who leaves, as the
+        policies choose, which know what they knew."""
+        self.pools = pools
+        everyone = self.E if self.scope == "layer" else self.L * self.E  # who share pools
+        self.holds_all = pools.F == pools.capacity >= everyone
+        self.spare *= not self.holds_all
+        evicted = []
+        for group in self._groups:
+            for state in HIERARCHY:
+                if (pool := group.pop(state, None)) is None and pools[state]:
+                    pool = Pool(0, self._make())
+                    for name, given in ("shape", (self.L, self.E)), ("follow", (self._scores,)):
+                        getattr(pool.policy, name, lambda *_: None)(*given)
+                if pool is not None:
+                    pool.size = pools[state] - self.spare
+                    evicted += pool.shrink(frozenset(), frozenset())
+                    group |= {state: pool} if pools[state] else {}
+        self.counters.evictions += len(evicted)
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
+        group = self._groups[0]
+        follows = any(hasattr(pool.policy, "follow") for pool in group.values())
+        ranked = math.ceil(0.05 * everyone) if len(group) > 1 or follows else math.inf
+        self.margin = ranked if self._margin is None else self._margin
+        self._scored = follows or not math.isinf(self.margin)  # whether anybody asks for scores
+        places = accumulate(pool.size for pool in group.values())
+        self._thresholds = [(of, n + self.margin) for of, n in zip(group, places)]  # τ of §3.4
+        return evicted
 
     def state(self, key: tuple[int, int]) -> State:
         """What of the expert (layer, expert) is in memory."""

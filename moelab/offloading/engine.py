@@ -141,6 +141,14 @@ class Engine:
             self.loader.end()
             self._at_end.detach()
 
+    def resize(self, memory: Any) -> None:
+        """Between two forward passes, go on in other `Memory`: who stays, stays where it is."""
+        with self._one, self._sound():
+            evicted = self.residency.resize(memory.pools)
+            self.run.settings = memory.settings(self.residency)
+            self.loader.resize(memory.slots, memory.how.workers, evicted)
+            self.controller.queue = self.loader.queue
+
     # a layer
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:

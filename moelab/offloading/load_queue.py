@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 from moelab.base.registry import make
@@ -131,7 +131,7 @@ class Load:
 class LoadQueue:
     """All loads in flight, who holds which slot, and what disk and workers shall do next.
 
-    count : slots of each kind.
+    slots : how many there are of each kind: those that are held, and of others the first.
     ahead : prefetched experts that may hold slots at the same time.
     tensors : of an expert, which are decoded one by one.
     shards : of a tensor of a load that can be decoded apart, and decompressed before its SM-chunk is
@@ -150,7 +150,7 @@ class LoadQueue:
 
     def __init__(
         self,
-        count: Mapping[str, int],
+        slots: Mapping[str, int],
         ahead: int,
         tensors: Callable[[ExpertKey], Iterable[Any]],
         shards: Callable[[Load, Any], int],
@@ -168,10 +168,11 @@ class LoadQueue:
         if in_place:
             self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
             self._tensors = lambda key: ()
-        taken = {kind: {slots.get(kind) for slots in self.held.values()} for kind in KINDS}
-        self.free = {
-            kind: [i for i in range(count[kind]) if i not in taken[kind]] for kind in KINDS
-        }
+        self.free: dict[str, list[int]] = {}
+        for kind in KINDS:
+            taken = {of[kind] for of in self.held.values() if kind in of}
+            others = (i for i in count() if i not in taken)
+            self.free[kind] = [*islice(others, slots[kind] - len(taken))]
         self.demanded: dict[ExpertKey, Load] = {}
         self.prefetched: dict[ExpertKey, Load] = {}
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots

@@ -81,48 +81,59 @@ class Loader:
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
         if self.pool is not None:
             self.pool.link = slots.link
-        self._make_queue = partial(
-            LoadQueue,
+        self._make_queue = lambda held: LoadQueue(
             slots.count,
             run.settings.ahead,
+            held=held,
             counts=run.fetched,
             tensors=lambda key: store.layers[key.layer].tensors,
             shards=lambda load, name: store.entries(*load.key)[name].shards * recovers(device),
-            workers=workers,
+            workers=self._workers,
             in_place=self.in_place,
             moved=self._moved,
         )
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
-        self._readers = readers
-        self._workers = 0 if self.in_place else workers
         self._served = 0.0  # when the disk has last ended a read
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
+        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
+        self._readers, self._workers = readers, workers
         self.start()
 
-    def start(self) -> None:
-        """Begin with nothing in memory, a queue and threads of its own."""
-        self.queue = self._make_queue()
+    def start(self, held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
+        """Begin with what is held, or nothing in memory, and a queue and threads of its own."""
+        self.queue = self._make_queue(held)
+        self.slots.give_back(self.queue.free, self.queue.held)
         far = self.slots.link is not None and not self.in_place
         self._passing = OnGPU(self.slots) if far else None  # what SM-chunks are announced to
         self._decode = self._passing or partial(on_cpu, self.slots)
         self.ready = SimpleQueue()
         self.closed = False
-        self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
         #: experts that have left the GPU's slots and are not yet being taken back → slot, event
         self._leaving: dict[ExpertKey, tuple[int, Any]] = {}
         if self.pool is not None:
             self.pool.rested()
         self._lock = threading.Lock()
-        self._disk, self._work = Bell(self._readers), Bell(self._workers)
+        workers = 0 if self.in_place else self._workers
+        self._disk, self._work = Bell(self._readers), Bell(workers)
         loops = [(self._read_loop, f"disk {i}") for i in range(self._readers)]
-        loops += [(self._work_loop, f"worker {i}") for i in range(self._workers)]
+        loops += [(self._work_loop, f"worker {i}") for i in range(workers)]
         self.threads = [
             threading.Thread(target=self._run, args=loop, name=f"moelab {loop[1]}", daemon=True)
             for loop in loops
         ]
         for thread in self.threads:
             thread.start()
+
+    def resize(self, count: dict[str, int], workers: int, evicted: Iterable[ExpertKey]) -> None:
+        """Have so many slots of each kind, and threads that decode; these experts leave."""
+        self.queue.drop_prefetched()
+        self.stop()
+        for key in evicted:
+            self.queue.leave(key)
+        self.slots.count = count
+        self._readers, self._workers = DEPTH, workers
+        self.start(self.queue.held)
 
     # what the thread that runs the model calls
 
@@ -416,7 +427,7 @@ def threads_to_fill(slots: Slots, scratch: int) -> int:
     `scratch` bytes of its own.
 
     The first touch of memory takes longer than reading into it, and any number of threads can do
-    both at once: so no page is touched before it is read into. No more memory is used than the
+    both at once. No more memory is used than the
     slots and what `DEPTH` threads read with: what others need is that of the loads in flight, of
     which there are none yet."""
     spare = slots.count["e"]

@@ -218,20 +218,26 @@ def offload(
         if callable(delays):
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
+
+        def again(asked: str | float | int, own: int = 0) -> Memory:
+            other = Memory.divided(store, asked, how, own + store.weights_bytes)
+            if callable(how.plan) and other.sizes.sm:
+                other = replace(other, pools=how.plan(model, other, delays))
+            return other
+
         if loader is None:
-            if callable(how.plan) and memory.sizes.sm:
-                memory = replace(memory, pools=how.plan(model, memory, delays))
-                residency = memory.residency()
+            memory = again(memory.budget)
+            residency = memory.residency()
             run, loader = memory.loader(residency, reader)
             unless_open.callback(loader.end)
-            loader.slots.touch()
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
         engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
-        Session(model, engine, store, memory.budget)
+
+        Session(model, engine, store, memory.budget, again if loader.slots.most else None)
         unless_open.pop_all()
     return model
 
@@ -241,6 +247,7 @@ class Memory:
     """How a budget is divided.
 
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
+    most : slots of a kind that the largest budget takes.
     link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
     spare : of `Residency`.
     """
@@ -254,13 +261,18 @@ class Memory:
     sizes: Sizes
     pools: Pools
     staging: int
+    most: int
     link: Link | None
     host: int
     spare: int
 
     @classmethod
-    def divided(cls, store: ExpertStore, budget: str | float | int, how: Offloading) -> Memory:
-        """Raises ValueError: less than one load in flight and those prefetched; a plan beyond the
+    def divided(
+        cls, store: ExpertStore, budget: str | float | int, how: Offloading, own: int = 0
+    ) -> Memory:
+        """own : bytes that the model takes already.
+
+        Raises ValueError: less than one load in flight and those prefetched; a plan beyond the
         budget; beside a GPU, less of the CPU's memory than works, or more than there is."""
         device = how.on
         link = link_to(device)
@@ -282,7 +294,7 @@ class Memory:
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
         most = L * E * sizes.full + scratch
         most += max(how.staging or how.workers + 2, ahead + 1) * sizes.in_flight
-        room = parse_budget(budget, most, store.weights_bytes, partial(available_on, device))
+        room = parse_budget(budget, most, store.weights_bytes, lambda: available_on(device) + own)
         loads = max(how.staging or 1, ahead + 1)
         if room < (least := loads * sizes.in_flight + scratch):
             raise ValueError(
@@ -315,7 +327,8 @@ class Memory:
         beside = copies * pools.nbytes(0, sizes.sm, sizes.e)
         beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
         host = L * E if link is None else host_slots(store, sizes, how.host, stay, beside)
-        return cls(store, how, L, E, room, kept, sizes, pools, staging, link, host, spare)
+        slots = most // sizes.full + store.spec.K
+        return cls(store, how, L, E, room, kept, sizes, pools, staging, slots, link, host, spare)
 
     def residency(self) -> Residency:
         how = self.how
@@ -358,22 +371,23 @@ class Memory:
         if len(there) == len(self.order):
             reader.close()  # nothing pinned stays
 
-    def loader(
-        self, residency: Residency, reader: Reader, first: Iterable[ExpertKey] = ()
-    ) -> tuple[EngineRun, Loader]:
-        """What loads the model's experts into this memory, and records it."""
-        how = self.how
-        spec = self.store.spec
+    @property
+    def slots(self) -> dict[str, int]:
+        """How many of each kind."""
+        return slot_counts(self.pools, self.L if self.how.scope == "layer" else 1, self.staging)
+
+    def settings(self, residency: Residency, first: Iterable[ExpertKey] = ()) -> EngineSettings:
+        """What a simulation needs of it."""
+        how, spec = self.how, self.store.spec
         ahead = min(spec.K, self.staging - 1) if how.ahead is None else how.ahead
-        ahead = 0 if residency.holds_all else ahead
-        settings = EngineSettings(
+        return EngineSettings(
             spec,
             self.pools,
             how.cache,
             how.scope,
             how.workers,
             self.staging,
-            ahead,
+            0 if residency.holds_all else ahead,
             experts_bytes(self.store),
             self.store.weights_bytes,
             how.scheduler,
@@ -381,15 +395,19 @@ class Memory:
             tuple(first),
             self.spare,
         )
-        count = slot_counts(self.pools, self.L if how.scope == "layer" else 1, self.staging)
-        slots = Slots(self.store, count, self.sizes, how.on, self.link)
-        workers = how.workers
+
+    def loader(
+        self, residency: Residency, reader: Reader, first: Iterable[ExpertKey] = ()
+    ) -> tuple[EngineRun, Loader]:
+        """What loads the model's experts into this memory, and records it."""
+        slots = Slots(self.store, self.slots, self.sizes, self.how.on, self.link, self.most)
+        workers = self.how.workers
         readers = DEPTH
         if residency.holds_all:
             workers = readers = threads_to_fill(slots, self.store.scratch)
         if self.link is not None and self.sizes.in_place:
             readers = min(readers, self.host - 1)
-        run = EngineRun(settings, residency)
+        run = EngineRun(self.settings(residency, first), residency)
         return run, Loader(slots, reader, workers, run, readers)
 
 

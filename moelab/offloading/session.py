@@ -116,10 +116,12 @@ class Session:
         engine: Engine | None = None,
         store: ExpertStore | None = None,
         budget: int | None = None,
+        again: Callable[..., Any] | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
-        self.budget = budget
+        self.budget, self._again = budget, again
+        self._resizes: list[Any] = []  # memory to go on in
         self.speculation = None
         if engine is None:
             spec = model.spec
@@ -205,6 +207,29 @@ class Session:
         "disk"."""
         return {} if self.engine is None else self.engine.loader.tiers
 
+    def resize(self, memory: str | float | int) -> None:
+        """Give the experts of an offloaded model other memory, as of `open_model`: at once or, of one
+        that runs, when its forward pass is over. Who stays in it is what the cache wants most; what is
+        computed stays what it was, and never takes more than the larger of both.
+
+        Raises ValueError for a model that is in memory or on a GPU, and for too little memory (the
+        message says the least): then all is as it was."""
+        if self._again is None:
+            raise ValueError(
+                "only experts that are offloaded for a CPU, on a system that reserves addresses "
+                "beyond its memory, can be given more or less: open the model again, with memory="
+            )
+        self._resizes.append(self._again(memory, self.budget))
+        if not self._running:
+            with self.turn:
+                self._resize()
+
+    def _resize(self) -> None:
+        while self._resizes:
+            memory = self._resizes.pop(0)
+            self.engine.resize(memory)
+            self.budget = memory.budget
+
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""
         return self._parts.enter_context(context)
@@ -278,6 +303,7 @@ class Session:
             return  # the encoder, called by the model
         if me in self._cancelled:
             raise Cancelled
+        self._resize()
         require_unwritten(module)
         require_adaptable(module)
         info = forward_info(args, kwargs)
@@ -304,6 +330,7 @@ class Session:
         self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
+        self._resize()
 
     def _path(self, model: Any) -> str:
         """What a GPU ran as one graph in the forward pass that ends, as of `Forward`."""

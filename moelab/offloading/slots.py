@@ -1,5 +1,5 @@
-"""The engine's memory: three arrays of equal slots, allocated once, for E-chunks, SM-chunks and
-joined tensors.
+"""The engine's memory: three arrays of equal slots for E-chunks, SM-chunks and joined tensors, at
+addresses that stay.
 
 Source: ZipMoE §4 (cache pools are preallocated as contiguous regions). A slot is large enough for
 any expert of the store and begins on a multiple of 4096 bytes; nothing is copied or allocated while
@@ -11,7 +11,8 @@ place of 4096."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,8 @@ from moelab.cache.pools import Pools
 from moelab.offloading.link import Link, host_memory
 from moelab.store.codec import RAW
 from moelab.store.headers import DTYPES, NAMES
-from moelab.store.layout import ALIGN, ExpertStore, TensorEntry, aligned, run
-from moelab.store.reader import Chunks
-
-TOUCHED = 64 << 20  # bytes whose pages a thread touches at a time
+from moelab.store.layout import ExpertStore, TensorEntry, aligned, run
+from moelab.store.reader import Chunks, aligned_buffer, give_back
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,10 @@ class Sizes:
 
 
 class Slots:
-    """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows."""
+    """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows.
+
+    most : as many of a kind as there may be once (`resize`): on a CPU addresses are reserved for
+        them, which take no memory until they are written to."""
 
     def __init__(
         self,
@@ -71,11 +73,16 @@ class Slots:
         sizes: Sizes,
         device: torch.device,
         link: Link | None,
+        most: int = 0,
     ) -> None:
         self.sizes, self.device, self.count, self.link = sizes, device, count, link
+        self.most = 0
+        with suppress(MemoryError, OSError):  # a system that reserves no more than it has
+            aligned_buffer(most * (sizes.full + sizes.e + sizes.sm))
+            self.most = most if link is None else 0
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
-            kind: host_memory(count[kind] * getattr(self.sizes, kind), self.device, self)
+            kind: host_memory(max(count[kind], self.most) * getattr(sizes, kind), device, self)
             for kind in (("e", "sm", "full") if self.link is None else ("e", "sm"))
         }
         if self.link is None:
@@ -120,13 +127,12 @@ class Slots:
         there = self.full(slot)[: len(chunks.data)]
         return self.link.send(what, torch.from_numpy(chunks.data), there, slot, after)
 
-    def touch(self) -> None:
-        """Pre-fault all pages, by all threads: or the first prompt would wait for them, or find
-        there are none."""
-        with ThreadPoolExecutor() as pool:
-            for memory in self._host.values():
-                parts = [memory[i : i + TOUCHED : ALIGN] for i in range(0, len(memory), TOUCHED)]
-                list(pool.map(lambda part: part.fill(0), parts))
+    def give_back(self, free: Mapping[str, list[int]], held: Mapping[Any, dict[str, int]]) -> None:
+        """Let the system have the memory of all slots but these; `held` are by expert and kind."""
+        for kind, those in free.items():
+            used = {*those, *(of.get(kind) for of in held.values())}
+            for slot in {*range(self.most)} - used:
+                give_back(self.bytes(kind, slot))
 
     def tensors(
         self, slot: int, layer: int, expert: int = 0, reuse: bool = False

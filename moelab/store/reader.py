@@ -18,10 +18,12 @@ Shapes: a buffer is uint8 and begins on a multiple of 4096; decoding gives the e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import mmap
 import os
+import sys
 import threading
 import time
 import weakref
@@ -56,6 +58,7 @@ from moelab.store.layout import (
 
 KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
+NORESERVE = 0x4000  # of Linux: more addresses than there is memory
 
 
 def modes() -> list[str]:
@@ -73,13 +76,22 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
         room = np.empty(n + alignment, np.uint8)
     else:
         alignment = HUGE
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
         memory = mmap.mmap(-1, -(-n // HUGE) * HUGE + HUGE, private)
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)
         room = np.frombuffer(memory, np.uint8)
     skip = -room.ctypes.data % alignment
     return room[skip : skip + n]
+
+
+def give_back(memory: np.ndarray) -> None:
+    """Let the system have the pages of an `aligned_buffer`, or a part of one; its bytes are lost."""
+    page, begin = mmap.PAGESIZE, memory.ctypes.data
+    first = -(-begin // page) * page
+    if (n := (begin + len(memory)) // page * page - first) > 0:
+        advice = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(n), advice)
 
 
 def empty_tensors(entries: Entries) -> Tensors:
