@@ -134,11 +134,12 @@ class Chat:
             said += f"; {hits:.0%} of experts found in memory, {read} read a token"
         return f"[{said}; {size(used)} of memory]"
 
-    def memory(self, amount: str) -> None:
+    def memory(self, amount: str = "") -> None:
         self.lm.moelab.resize(amount)
         self.options["memory"] = amount
+        _tell(self.lm.moelab)
 
-    def cache(self, name: str) -> None:
+    def cache(self, name: str = "") -> None:
         options = self.options | {"cache": name}
         OpenOptions(**options)  # before the model is closed
         make("cache", name)
@@ -146,7 +147,7 @@ class Chat:
         self.lm = self.talk.lm = moelab.open_model(self.model, **options)
         self.options = options
 
-    def prefetch(self, name: str) -> None:
+    def prefetch(self, name: str = "") -> None:
         name = "none" if name == "off" else name
         self.lm.moelab.enter(moelab.using(self.lm, prefetch=name))
         self.options["prefetch"] = name
@@ -163,7 +164,7 @@ class Chat:
             took = sum(one.end - one.start for one in run.forwards)
             _tell(f"{run.kind}: {duration(took)} in all, {summary_line(run.metrics())}")
 
-    def save(self, file: str) -> None:
+    def save(self, file: str = "") -> None:
         path = writable(file)
         trace = moelab.record(self.lm, [self.talk.ids])
         phase = torch.tensor(self.talk.phases, dtype=torch.uint8)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
+from os.path import commonprefix
 from threading import Event
 from typing import Any
 
@@ -116,8 +116,8 @@ class Conversation:
 
     def _keep(self, ids: list[int]) -> int:
         """Have the cache hold a beginning of these ids, and of how many."""
-        pairs = zip(self.ids[: self._held], ids[:-1])  # at least one is to be processed
-        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        # of any sequences; at least one token is to be processed
+        same = len(commonprefix([self.ids[: self._held], ids[:-1]]))
         if same and self._cut(same):
             return same
         if same:
