@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 import shutil
+import signal
 import threading
+import time
 import warnings
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from moelab import open_model
 from moelab.base.files import small_model
 from moelab.conversation import Conversation
+from moelab.models import discover
 from moelab.recording import record
 from moelab.trace import DECODE, PREFILL
 from tests.models import tiny
@@ -122,6 +125,30 @@ def test_it_ends_within_a_token_and_goes_on_from_there(small):
         assert text.startswith(said) and threading.active_count() == threads
         more = small.tokenizer("\n" * bool(before) + turn).input_ids
         assert talk.ids == anew(small, before + more, 40)[: len(talk.ids)]
+
+
+def test_ctrl_c_before_the_first_token_takes_the_turn_back(small):
+    talk, layers = Conversation(small, 8), []
+    "".join(talk.say("the red fox"))
+    before, messages = talk.ids, list(talk.messages)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(*_):
+        layers.append(1)
+        if len(layers) == 1:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)
+
+    hooks = [layer.block.register_forward_pre_hook(interrupt) for layer in discover(small)]
+    with pytest.raises(KeyboardInterrupt):
+        "".join(talk.say("the blue cat"))
+    signal.signal(signal.SIGINT, handler)
+    for hook in hooks:
+        hook.remove()
+    assert len(layers) < len(hooks) and (talk.ids, talk.messages) == (before, messages)
+    "".join(talk.say("the blue cat"))
+    more = small.tokenizer("\nthe blue cat").input_ids
+    assert talk.ids == anew(small, before + more, 8)
 
 
 def test_an_error_leaves_it_as_it_was(small):
