@@ -17,10 +17,10 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
 
 import moelab
+from moelab.advice.advise import advise
 from moelab.advice.model import find_model
 from moelab.api import OpenOptions
 from moelab.base.errors import error_text
@@ -62,7 +62,7 @@ def _announce(model: str | None, memory: str | None) -> None:
 
         took = duration(8 * found.download / 100e6)
         _tell(f"{size(found.download)} to download to {HF_HUB_CACHE}: {took} at 100 Mbit/s")
-        _tell(moelab.advise(model, memory or "auto", simulate=False).words)
+        _tell(advise(model, memory or "auto", simulate=False).words)
 
 
 def _lines() -> Iterator[str]:
@@ -124,6 +124,8 @@ class Chat:
 
     def _status(self, first: int, requests: int, misses: int) -> str:
         """What forward passes took, from the first on, before which there were these."""
+        import psutil
+
         session, used = self.lm.moelab, psutil.Process().memory_info().rss
         run, now = session.run.since(first), session.run.counters
         found, one = run.metrics(), run.forwards[0]
