@@ -45,6 +45,7 @@ SPARE = (
 LEAST = 4  # of these slots, one in so many is left free at least
 MORE = 1.5  # times the slots that tokens lately took
 LATELY = 8  # tokens
+LONGEST = 64  # tokens
 
 
 class Request(NamedTuple):
@@ -236,6 +237,7 @@ class Residency:
             keep = dict(zip(keys, before))
             evicted = []
             if not away:
+                self._untold.append((layer, tokens))
                 self.counters.hits[full] += len(keys)
                 self._now += 1
                 return Step(
@@ -275,14 +277,16 @@ class Residency:
             if pool is not None and len(pool.keys) < pool.size:
                 pool.keys[key] = None
                 found.append(key)
-        if not self.holds_all:  # as if each layer had chosen them once, before the first step
-            for key in sorted(reversed(found), key=attrgetter("layer")):
-                self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
+        # as if each layer had chosen them once, before the first step
+        for key in sorted(reversed(found), key=attrgetter("layer")):
+            self._pools[key.layer][State.FULL].policy.touch(key, key.layer - self.L - 1)
         return found
 
     def clear(self) -> None:
         """Mark every expert as missed; policies that were not given as instances start anew, token
         counts stay."""
+        #: the latest steps in which nobody could leave, so that no policy was told of them
+        self._untold: deque[tuple[int, Mapping[int, int]]] = deque(maxlen=LONGEST * self.L)
         self._groups: list[dict[State, Pool]] = [
             {} for _ in range(self.L if self.scope == "layer" else 1)
         ]
@@ -298,21 +302,20 @@ class Residency:
     def resize(self, pools: Pools) -> list[ExpertKey]:
         """Between two forward passes, let pools hold more or fewer. Returns who leaves, as the
         policies choose, which know what they knew."""
-        self.pools = pools
+        counters, self.counters, self.holds_all = self.counters, CacheCounters(), False
+        while self._untold:
+            self.begin(*self._untold.popleft())
+        self.counters, self.pools = counters, pools
         everyone = self.E if self.scope == "layer" else self.L * self.E  # who share pools
         self.holds_all = pools.F == pools.capacity >= everyone
         self.spare *= not self.holds_all
         evicted = []
         for group in self._groups:
-            for state in HIERARCHY:
-                if (pool := group.pop(state, None)) is None and pools[state]:
-                    pool = Pool(0, self._make())
-                    for name, given in ("shape", (self.L, self.E)), ("follow", (self._scores,)):
-                        getattr(pool.policy, name, lambda *_: None)(*given)
-                if pool is not None:
-                    pool.size = pools[state] - self.spare
-                    evicted += pool.shrink(frozenset(), frozenset())
-                    group |= {state: pool} if pools[state] else {}
+            for state in HIERARCHY:  # in this order
+                pool = group.pop(state, None) or self._pool()
+                pool.size = pools[state] - self.spare
+                evicted += pool.shrink(frozenset(), frozenset())
+                group |= {state: pool} if pools[state] else {}
         self.counters.evictions += len(evicted)
         #: layer → state → pool
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
@@ -324,6 +327,15 @@ class Residency:
         places = accumulate(pool.size for pool in group.values())
         self._thresholds = [(of, n + self.margin) for of, n in zip(group, places)]  # τ of §3.4
         return evicted
+
+    def _pool(self) -> Pool:
+        """A new one, for nobody yet."""
+        pool = Pool(0, self._make())
+        if hasattr(pool.policy, "shape"):
+            pool.policy.shape(self.L, self.E)
+        if hasattr(pool.policy, "follow"):
+            pool.policy.follow(self._scores)
+        return pool
 
     def state(self, key: tuple[int, int]) -> State:
         """What of the expert (layer, expert) is in memory."""

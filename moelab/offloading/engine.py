@@ -146,8 +146,8 @@ class Engine:
         with self._one, self._sound():
             evicted = self.residency.resize(memory.pools)
             self.run.settings = memory.settings(self.residency)
-            self.loader.resize(memory.slots, memory.how.workers, evicted)
-            self.controller.queue = self.loader.queue
+            self.loader.resize(memory.slots, self.run.settings, evicted)
+            self._banks.clear()
 
     # a layer
 

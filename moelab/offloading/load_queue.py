@@ -161,7 +161,7 @@ class LoadQueue:
         in_place: bool = False,
         moved: Callable[[ExpertKey, int, bool], object] = lambda key, slot, stays: None,
     ) -> None:
-        self.ahead, self.held, self.counts = ahead, held or {}, counts or PrefetchCounts()
+        self.held, self.counts = held or {}, counts or PrefetchCounts()
         self._kinds, self._fills = KINDS, FILLS
         self._tensors, self._shards, self._workers = tensors, shards, workers
         self._moved = moved
@@ -169,10 +169,7 @@ class LoadQueue:
             self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
             self._tensors = lambda key: ()
         self.free: dict[str, list[int]] = {}
-        for kind in KINDS:
-            taken = {of[kind] for of in self.held.values() if kind in of}
-            others = (i for i in count() if i not in taken)
-            self.free[kind] = [*islice(others, slots[kind] - len(taken))]
+        self.resize(slots, ahead)
         self.demanded: dict[ExpertKey, Load] = {}
         self.prefetched: dict[ExpertKey, Load] = {}
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
@@ -180,6 +177,15 @@ class LoadQueue:
         self._reads: list[tuple[Load, tuple[str, ...]]] = []
         self._reading_ahead: Load | None = None  # the prefetched load that is being read
         self._ready: Callable[[Any], object] | None = None
+
+    def resize(self, slots: Mapping[str, int], ahead: int) -> None:
+        """Between two forward passes, when nothing runs, have other numbers of slots and of experts
+        that may be prefetched."""
+        self.ahead = ahead
+        for kind in KINDS:
+            taken = {of[kind] for of in self.held.values() if kind in of}
+            others = (i for i in count() if i not in taken)
+            self.free[kind] = [*islice(others, slots[kind] - len(taken))]
 
     def begin(
         self,

@@ -28,7 +28,7 @@ from moelab.cache.residency import Request
 from moelab.offloading.decoders import OnGPU, on_cpu, recovers
 from moelab.offloading.host import Host
 from moelab.offloading.load_queue import USES, Load, LoadQueue, Piece, read_name
-from moelab.offloading.run import EngineRun
+from moelab.offloading.run import EngineRun, EngineSettings
 from moelab.offloading.slots import Slots
 from moelab.offloading.threads import alone, step_back
 from moelab.offloading.tiers import HostPool, experts_of
@@ -81,10 +81,9 @@ class Loader:
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
         if self.pool is not None:
             self.pool.link = slots.link
-        self._make_queue = lambda held: LoadQueue(
+        self._make_queue = lambda: LoadQueue(
             slots.count,
             run.settings.ahead,
-            held=held,
             counts=run.fetched,
             tensors=lambda key: store.layers[key.layer].tensors,
             shards=lambda load, name: store.entries(*load.key)[name].shards * recovers(device),
@@ -100,9 +99,9 @@ class Loader:
         self._readers, self._workers = readers, workers
         self.start()
 
-    def start(self, held: dict[ExpertKey, dict[str, int]] | None = None) -> None:
-        """Begin with what is held, or nothing in memory, and a queue and threads of its own."""
-        self.queue = self._make_queue(held)
+    def start(self, queue: LoadQueue | None = None) -> None:
+        """Begin with nothing in memory, or this queue, and threads of its own."""
+        self.queue = queue or self._make_queue()
         self.slots.give_back(self.queue.free, self.queue.held)
         far = self.slots.link is not None and not self.in_place
         self._passing = OnGPU(self.slots) if far else None  # what SM-chunks are announced to
@@ -125,15 +124,18 @@ class Loader:
         for thread in self.threads:
             thread.start()
 
-    def resize(self, count: dict[str, int], workers: int, evicted: Iterable[ExpertKey]) -> None:
-        """Have so many slots of each kind, and threads that decode; these experts leave."""
+    def resize(
+        self, count: dict[str, int], how: EngineSettings, evicted: Iterable[ExpertKey]
+    ) -> None:
+        """Have so many slots of each kind, from which these experts leave."""
         self.queue.drop_prefetched()
         self.stop()
         for key in evicted:
             self.queue.leave(key)
         self.slots.count = count
-        self._readers, self._workers = DEPTH, workers
-        self.start(self.queue.held)
+        self.queue.resize(count, how.ahead)
+        self._readers, self._workers = DEPTH, how.workers
+        self.start(self.queue)
 
     # what the thread that runs the model calls
 

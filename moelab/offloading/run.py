@@ -139,7 +139,7 @@ class EngineRun(Recorded):
     predictions : what was announced in each forward for prefetching: a list of (layer, experts).
     rates : what decided in each forward which experts are computed where they lie; None without
         `hybrid`.
-    set_up : the settings in each forward, which differ where memory was resized.
+    set_up : the settings before all and in each forward, which differ where memory was resized.
     fetched : what became of prefetched experts.
     """
 
@@ -182,7 +182,7 @@ class EngineRun(Recorded):
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
         self.rates: list[Rates | None] = []
-        self.set_up: list[EngineSettings] = []
+        self.set_up = [self.settings]
         self.begin_forward()
 
     def forget(self, forwards: int) -> None:

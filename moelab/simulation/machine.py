@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
@@ -48,19 +47,18 @@ class SimulatedMachine:
         self.delays = machine.delays
         number = {kind: count() for kind in KINDS}
         tensors = range(self.delays.N if self.delays.decode else 1)
-        #: a queue, by its slots, `ahead`, and what is held
-        self.new_queue = partial(
-            LoadQueue,
+        self.queue = LoadQueue(
+            slots,
+            ahead,
+            held={
+                key: {kind: next(number[kind]) for kind in HOLDS[state]}
+                for key, state in resident
+                if state is not State.MISSED
+            },
             tensors=lambda key: tensors,
             shards=lambda load, tensor: self.delays.shards,
             workers=machine.workers,
         )
-        held = {
-            key: {kind: next(number[kind]) for kind in HOLDS[state]}
-            for key, state in resident
-            if state is not State.MISSED
-        }
-        self.queue = self.new_queue(slots, ahead, held=held)
         self._part = 1 / len(tensors)
         #: seconds of an operation on one tensor
         self._seconds = {

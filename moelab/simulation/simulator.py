@@ -105,7 +105,7 @@ def simulate(
         `Order`; None: the experts with the most tokens first.
     prefetching : None reads nothing ahead.
     balance : says which experts are computed where they lie; None: none are.
-    set_up : the settings in each forward, if memory was resized between some.
+    set_up : the settings before all, and in each forward, if memory was resized between some.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -129,14 +129,13 @@ def simulate(
     done: list[Forward] = []
     predictions = prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
-        if set_up[at - 1 : at] != set_up[at : at + 1] and at:
-            now = set_up[at]
+        if set_up[at + 1 : at + 2] not in ([], set_up[at : at + 1]):
+            now = set_up[at + 1]
             simulated.finish()
             for key in residency.resize(now.pools):
                 simulated.queue.leave(key)
-            slots, old = slot_counts(now.pools, copies, now.staging), simulated.queue
-            new = simulated.new_queue(slots, now.ahead, held=old.held, counts=old.counts)
-            simulated.queue = controller.queue = new
+            slots = slot_counts(now.pools, copies, now.staging)
+            simulated.queue.resize(slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
         took = None if one.drafts else simulated.now - begun
@@ -221,7 +220,7 @@ def replay(
     sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
     GPU, unless that ran whole tokens alone."""
     run = _run(run, memory, hybrid, device, pools)
-    settings = next(iter(run.set_up), run.settings)
+    settings = run.set_up[0]
     policy = cache or settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(

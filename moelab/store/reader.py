@@ -87,11 +87,10 @@ def aligned_buffer(n: int, alignment: int = ALIGN) -> np.ndarray:
 
 def give_back(memory: np.ndarray) -> None:
     """Let the system have the pages of an `aligned_buffer`, or a part of one; its bytes are lost."""
-    page, begin = mmap.PAGESIZE, memory.ctypes.data
-    first = -(-begin // page) * page
-    if (n := (begin + len(memory)) // page * page - first) > 0:
-        advice = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(n), advice)
+    memory = memory[-memory.ctypes.data % mmap.PAGESIZE :]
+    whole = ctypes.c_size_t(len(memory) // mmap.PAGESIZE * mmap.PAGESIZE)
+    advice = mmap.MADV_FREE if sys.platform == "darwin" else mmap.MADV_DONTNEED
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(memory.ctypes.data), whole, advice)
 
 
 def empty_tensors(entries: Entries) -> Tensors:
