@@ -15,6 +15,7 @@ A map of the package, lower rooms first; no room imports one above it.
     ane, ndp                        Apple Neural Engine; memory that computes
     api                             open_model, using
     evaluation, bench, advice       accuracy; measurements; what to do on a machine, or on AWS Neuron
+    conversation, chat              turns that keep the KV cache; the command that talks
     viz, lab                        figures and views; notebooks
 
 docs/how_a_checkpoint_is_opened.md and docs/how_a_token_flows.md walk the two paths that matter.
@@ -32,6 +33,7 @@ _HOMES = {
     "advise": "moelab.viz.advice",
     "open_model": "moelab.api",
     "using": "moelab.api",
+    "Conversation": "moelab.conversation",
     "prompts": "moelab.evaluation.questions",
     "record": "moelab.recording",
     "calibrate": "moelab.calibration",

@@ -7,7 +7,6 @@ A command is a module with `add_arguments(parser)` and `main(args) -> exit statu
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import os
 import re
@@ -15,6 +14,7 @@ import sys
 
 from moelab import __version__
 from moelab.base.arguments import Parser
+from moelab.base.errors import error_text
 from moelab.base.files import absolute, beside
 from moelab.base.table import filled
 
@@ -105,26 +105,6 @@ def _run(arguments: list[str]) -> int:
             )
         print(f"moelab: {words}", file=sys.stderr)
         return 2
-
-
-def error_text(error: BaseException) -> str:
-    """An error in words for a person."""
-    if isinstance(error, KeyError) and error.args:
-        return str(error.args[0])  # str() would put it between quotes
-    if isinstance(error, OSError) and error.strerror:
-        where = f" ({error.filename})" if error.filename is not None else ""
-        advice = {
-            errno.ENOSPC: "; free some space, or write to another disk, and run the command again",
-            errno.EACCES: "; choose another place, or change its permissions",
-            errno.EROFS: "; choose another place",
-        }.get(error.errno, "")
-        return error.strerror + where + advice
-    if isinstance(error, MemoryError):
-        return (
-            f"there is not enough memory for this{f' ({error})' if str(error) else ''}; ask for "
-            "less"
-        )
-    return str(error) or type(error).__name__
 
 
 if __name__ == "__main__":

@@ -71,15 +71,9 @@ class Generation(Metrics):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        help="a checkpoint folder, a store or a hub id (default: the small model)",
-    )
     text = parser.add_mutually_exclusive_group().add_argument
     text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
-    add("--max-new-tokens", type=whole(1), default=32, metavar="N", help="(default: %(default)s)")
     add(
         "--drafts",
         type=_drafts,
@@ -87,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens to guess ahead, from what the text said before, and to verify in one pass: a "
         "number, or auto for as many as are seen to be faster (default: none)",
     )
-    _add_opening(parser)
+    add_opening(parser, 32)
     add(
         "--parallel",
         choices=(*VARIANTS, "auto"),
@@ -129,8 +123,21 @@ def _drafts(text: str) -> int | str:
     return text if text == "auto" else whole(0)(text)
 
 
-def _add_opening(parser: argparse.ArgumentParser) -> None:
-    """The options of `open_model`, and what their names are for at the end of --help."""
+def add_opening(parser: argparse.ArgumentParser, tokens: int) -> None:
+    """The model, how many tokens it generates, the options of `open_model`, and what their names are
+    for at the end of --help."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        help="a checkpoint folder, a store or a hub id (default: the small model)",
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=whole(1),
+        default=tokens,
+        metavar="N",
+        help="(default: %(default)s)",
+    )
     kinds = {}
     for name, of in OPENING.items():
         flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
@@ -146,9 +153,13 @@ def _add_opening(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "\n\n".join([parser.epilog or "", *kinds.values()])
 
 
+def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Those of these arguments that were given."""
+    return {name: of for name in names if (of := getattr(args, name)) is not None}
+
+
 def main(args: argparse.Namespace) -> int:
-    options = {name: getattr(args, name) for name in (*GENERATING, *OPENING)}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = given(args, *GENERATING, *OPENING)
     shared = "RANK" in os.environ
     if not shared and (args.parallel or args.tp or args.sequence_router):
         raise ValueError(
@@ -226,7 +237,7 @@ def generate(
         parallel = network.parallel
     if stream:
         print(f"opened in {time.perf_counter() - start:.1f} s", file=sys.stderr)
-        for note in _notes(network):
+        for note in notes(network):
             print(note, file=sys.stderr)
     with network:
         made = _generate(network, prompt, max_new_tokens, parallel, stream, drafts)
@@ -235,7 +246,7 @@ def generate(
         return made
 
 
-def _notes(network: Any) -> Iterator[str]:
+def notes(network: Any) -> Iterator[str]:
     """What to know of an opened model before its text."""
     session = network.moelab
     yield from getattr(network, "reasons", ())

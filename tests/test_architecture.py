@@ -81,6 +81,7 @@ DIRECTIONS = {
         "simulation",
     },
     "ndp": {"trace", "experts", "parallel"},
+    "conversation": {"models", "trace"},
 }
 TECHNIQUES = set(DIRECTIONS)
 #: prompts, with which these try what they have made
@@ -91,9 +92,10 @@ DIRECTIONS["claims"] = {"comparison", "bench"}
 DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
 DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims"}
 DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims", "viz"}
+DIRECTIONS["chat"] = TECHNIQUES | {"evaluation", "advice"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)
 #: above everything, so they may use what `moelab` itself exports
-FACADE_USERS = {"evaluation", "bench", "viz", "lab", "__main__", "__init__"}
+FACADE_USERS = {"evaluation", "bench", "viz", "lab", "chat", "__main__", "__init__"}
 #: package → the only parts that may import it
 ONLY_IN = {
     "coremltools": {"ane"},

@@ -212,6 +212,19 @@ def is_stateful(model: nn.Module) -> bool:
     return model._is_stateful
 
 
+def empty_cache(model: nn.Module) -> Any:
+    """The cache that `generate` would make, which can be cut back where its layers can; None for a
+    model that makes its own."""
+    from transformers import DynamicCache
+
+    if not model._supports_default_dynamic_cache():
+        return None
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not is_stateful(model):
+        cache.activate_past_recording()
+    return cache
+
+
 def describe(model: nn.Module, folder: Path) -> None:
     """Say where a model is from, which its config has no public setter for, and how it generates: by
     its checkpoint's generation_config.json, or else by what its config says."""
