@@ -53,8 +53,8 @@ def budget_curve(
     for place, (column, factor) in zip(places, shown.values()):
         for i, (name, points) in enumerate(every.items()):
             figure.add_scatter(
-                x=(points[0] / scale).tolist(),
-                y=(factor * points[column]).tolist(),
+                x=points[0] / scale,
+                y=factor * points[column],
                 name=name,
                 hovertemplate=hover("%{x:g}: %{y:.3g}", name),
                 **line_look(i) | ({"mode": "lines", "line": BEST} if name == BELADY else {}),

@@ -13,8 +13,6 @@ the runner gives its PNG. `html` is a page whose controls turn without a kernel
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import traceback
@@ -25,11 +23,11 @@ from html import escape
 from typing import Any, NamedTuple
 
 from IPython.display import display
+from pandas import DataFrame
 from plotly.graph_objects import Figure
 
 from moelab.base.registry import require
 from moelab.base.schema import Must
-from moelab.base.table import head_and_rows
 from moelab.comparison import are_numbers
 from moelab.viz import theme
 from moelab.viz.notebook import FAILED, LABEL, live, show
@@ -194,9 +192,7 @@ class View:
 
     def csv(self) -> str:
         """The numbers of the picture as text with commas."""
-        (head, cells), file = head_and_rows(self.rows()), io.StringIO()
-        csv.writer(file).writerows([head, *cells])
-        return file.getvalue()
+        return DataFrame(self.rows()).to_csv(index=False)
 
     def html(self) -> str:
         """The view as a page that works without a network and a kernel."""

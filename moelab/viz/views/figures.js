@@ -192,8 +192,8 @@ class Picture {
       const [near, far] = [c.at(middle - size / 2), c.at(middle + size / 2)].sort((p, q) => p - q);
       const [x, y, width, height] = (along === "x" ? [low, near, high - low, far - near] : [near, low, far - near, high - low]).map(round);
       const box = { x, y, width: Math.max(width, 0.5), height: Math.max(height, 0.5) };
-      const edge = nth(marker.line?.color, i);
-      svg("rect", room, { ...box, fill: ink(nth(marker.color, i)), stroke: edge && ink(edge), "stroke-width": edge && nth(marker.line.width, i) });
+      const edge = nth(marker.line?.color, i) ?? "black";
+      svg("rect", room, { ...box, fill: ink(nth(marker.color, i)), stroke: ink(edge), "stroke-width": nth(marker.line?.width, i) ?? 0.7 });
       this.filled(room, marker.pattern, box);
       const text = nth(trace.text, i);
       if (text && trace.textposition === "outside")

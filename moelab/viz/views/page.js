@@ -20,18 +20,26 @@ async function unpacked(id) {
   return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text());
 }
 
-function frames({ controls, parts, frames }) {
-  const whole = (places) => Object.fromEntries(Object.entries(places).map(([name, place]) => [name, parts[place]]));
-  const hosts = frames[0].figures.map(() => element("div", view, { className: "figure" })), states = hosts.map(() => ({}));
+// plotly packs arrays of numpy
+const ARRAYS = { f8: Float64Array, f4: Float32Array, i4: Int32Array, i2: Int16Array, i1: Int8Array, u2: Uint16Array, u1: Uint8Array };
+const numbers = (part) => (part?.bdata
+  ? [...new ARRAYS[part.dtype](Uint8Array.from(atob(part.bdata), (sign) => sign.charCodeAt(0)).buffer)] : part);
+
+function frames({ controls: every, parts, frames }) {
+  const controls = every.filter(({ steps }) => steps.length > 1)
+    .map((control) => ({ ...control, at: control.steps.indexOf(String(control.at)) }));
+  const figures = parts.map(numbers);
+  const whole = (places) => Object.fromEntries(Object.entries(places).map(([name, place]) => [name, figures[place]]));
+  const hosts = frames[0][3].map(() => element("div", view, { className: "figure" })), states = hosts.map(() => ({}));
   const played = controls.find((control) => control.slides) ?? controls[0];
   let player = null;
 
   function show() {
-    const frame = frames[controls.reduce((place, { steps, at }) => place * steps.length + at, 0)];
-    caption.textContent = frame.caption;
-    command.textContent = frame.command;
-    frame.figures.forEach(([layout, ...data], i) =>
-      drawn(hosts[i], { data: data.map(whole), layout: { ...whole(layout), alt: frame.alt } }, states[i], go));
+    const [said, alt, line, shown] = frames[controls.reduce((place, { steps, at }) => place * steps.length + at, 0)];
+    caption.textContent = said;
+    command.textContent = line;
+    shown.forEach(([layout, ...data], i) =>
+      drawn(hosts[i], { data: data.map(whole), layout: { ...whole(layout), alt } }, states[i], go));
   }
 
   function go(value) {                          // to the nearest place that the page has

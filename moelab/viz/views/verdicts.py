@@ -1,104 +1,64 @@
-"""The claims: how each source's stand, and one after another what stands behind the verdict.
+"""The claims: how those of each source stand, and one after another, what stands behind a verdict.
 
 Source: `moelab.claims`, whose rules decide."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 from plotly.graph_objects import Figure
 
 from moelab import claims as ledger
+from moelab.base.files import beside
 from moelab.base.records import Rows
-from moelab.viz import theme
-from moelab.viz.charts import EDGE, finish, hover, pattern
+from moelab.viz.charts import add_points, finish, hover
 from moelab.viz.views.base import View, slider
 
-#: verdict → colour, pattern: blue agrees, red does not, what cannot be said is grey
-LOOKS = dict(
-    zip(
-        ledger.VERDICTS,
-        (
-            (theme.BLUE, ""),
-            (theme.SKY, "/"),
-            (theme.SKY, "-"),
-            (theme.GREEN, "."),
-            (theme.VERMILLION, "x"),
-            (theme.ORANGE, "\\"),
-            ("#b0b0b0", ""),
-            ("#dddddd", "+"),
-        ),
-    )
-)
+#: verdict → the marker of its bars
+LOOKS = beside(__file__)
 
 
-class Claims(NamedTuple):
-    """All claims by source and verdict, and which of them is told."""
-
-    answered: list[ledger.Row]
-    at: int
-
-    @property
-    def told(self) -> ledger.Row:
-        return self.answered[self.at]
-
-
-def draw(found: Claims) -> Figure:
-    """A bar a source, as long as its claims are many; a diamond is at the one that is told."""
-    figure, sources = Figure(), [row.claim.source for row in found.answered]
-    for verdict, (colour, shape) in LOOKS.items():
-        if of := Counter(row.claim.source for row in found.answered if row.verdict == verdict):
+def draw(rows: Rows, at: int) -> Figure:
+    """A bar a source, as long as its claims are many; a triangle is where the one is that is told."""
+    figure = Figure()
+    sources = [row["source"] for row in rows]
+    for verdict, look in LOOKS.items():
+        of = Counter(row["source"] for row in rows if row["verdict"] == verdict)
+        if of:
             figure.add_bar(
                 y=[*of],
                 x=[*of.values()],
                 orientation="h",
                 name=f"{verdict}: {of.total()}",
-                marker={"color": colour, "pattern": pattern(shape, size=6), "line": EDGE},
+                marker=look,
                 hovertemplate=hover("%{y}: %{x} claims", verdict),
             )
-    source = found.told.claim.source
-    figure.add_scatter(
-        x=[found.at - sources.index(source) + 0.5],
-        y=[source],
-        mode="markers",
-        name="told above",
-        marker={"symbol": "diamond", "size": 16, "color": theme.YELLOW, "line": EDGE},
-        hovertemplate=hover("told above", source),
-    )
-    order = {"categoryorder": "array", "categoryarray": [*dict.fromkeys(sources)][::-1]}
-    figure.update_yaxes(type="category", showgrid=False, **order)
+    place = at - sources.index(sources[at]) + 0.5, sources[at]
+    add_points(figure, [place], "told above", 7, "this claim")
     return finish(figure, "claims", legend="verdicts", barmode="stack", height=360)
 
 
-def words(found: Claims) -> tuple[str, str]:
-    what, where, value, ours, kind, verdict, why = found.told.cells
-    said = f"ours {ours} ({kind}), " if kind else ""
-    told = f"{found.told.claim.source}, {what} ({where}): {value}; {said}{verdict}; {why}"
-    return (
-        f"{ledger.summary(found.answered)} {told.removesuffix('; ')}.",
-        "A bar a source, divided by verdict: blue is reproduced, red and crossed is not, grey "
-        "cannot be tested here.",
-    )
-
-
-def rows(found: Claims) -> Rows:
-    return [dict(zip(ledger.HEAD, row.cells)) for row in found.answered]
-
-
 def claims() -> View:
-    """What the sources claim, and what was found; see `moelab claims`."""
+    """What the sources claim and what answers it: see `moelab.claims`."""
     every = ledger.rows()
-    sources = [*dict.fromkeys(row.claim.source for row in every)]
-    every.sort(key=lambda row: (sources.index(row.claim.source), [*LOOKS].index(row.verdict)))
-    last = len(every) - 1
+    rows = [{"source": of.claim.source} | dict(zip(ledger.HEAD, of.cells)) for of in every]
+    rows.sort(key=lambda row: (row["source"], [*LOOKS].index(row["verdict"])))
+
+    def words(at: int) -> tuple[str, str]:
+        told = "; ".join(f"{name}: {cell}" for name, cell in rows[at].items() if cell)
+        return (
+            f"{ledger.summary(every)} Number {at}: {told}.",
+            "A bar a source, divided by verdict: blue and green agree, red and crossed does not, "
+            "grey cannot be tested here.",
+        )
+
     return View(
         "claims",
-        {"claim": slider("claim", 0, 0, last, steps=range(last + 1))},
-        lambda claim: Claims(every, claim),
-        lambda found: [draw(found)],
-        rows,
-        lambda claim: f"moelab view claims -p claim={claim}",
+        {"claim": slider("claim", 0, 0, len(rows) - 1, steps=range(len(rows)))},
+        lambda claim: claim,
+        lambda at: [draw(rows, at)],
+        lambda _: rows,
+        "moelab view claims -p claim={claim}".format,
         words,
         ("claim",),
     )
