@@ -10,7 +10,6 @@ moelab view arena mine:TakeTurns trace.npz                  # a class of mine.py
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import webbrowser
 from collections.abc import Callable
@@ -115,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
         with atomic(args.output) as part:
             part.write_bytes(content)
         print(f"written to {args.output}")
-        if args.output.suffix == ".html" and sys.stdout.isatty() and "CI" not in os.environ:
+        if args.output.suffix == ".html" and sys.stdout.isatty():
             webbrowser.open(args.output.resolve().as_uri())
     return 0
 

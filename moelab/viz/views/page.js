@@ -27,11 +27,11 @@ const numbers = (part) => (part?.bdata
 
 function frames({ controls: every, parts, frames }) {
   const controls = every.filter(({ steps }) => steps.length > 1)
-    .map((control) => ({ ...control, at: control.steps.indexOf(String(control.at)) }));
+    .map((control) => ({ ...control, at: control.steps.indexOf(control.at) }));
   const figures = parts.map(numbers);
   const whole = (places) => Object.fromEntries(Object.entries(places).map(([name, place]) => [name, figures[place]]));
   const hosts = frames[0][3].map(() => element("div", view, { className: "figure" })), states = hosts.map(() => ({}));
-  const played = controls.find((control) => control.slides) ?? controls[0];
+  const played = controls.find(({ steps }) => typeof steps[0] === "number") ?? controls[0];
   let player = null;
 
   function show() {
@@ -43,7 +43,7 @@ function frames({ controls: every, parts, frames }) {
   }
 
   function go(value) {                          // to the nearest place that the page has
-    const far = played.steps.map((step) => Math.abs(Number(step) - value));
+    const far = played.steps.map((step) => Math.abs(step - value));
     player?.go(far.indexOf(Math.min(...far)));
   }
 

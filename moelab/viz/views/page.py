@@ -24,7 +24,7 @@ from moelab.bench.results import environment
 from moelab.viz import theme
 
 #: rows of the table in a page
-ROWS = 200
+ROWS = 100
 #: bytes of a page; one that would be larger has every second place of its sliders, or every fourth …
 MOST = 300_000
 THINNER = 1, 2, 4, 8, 16
@@ -46,40 +46,45 @@ def of_charts(view: Any) -> str:
         def places(of: dict[str, Any]) -> dict[str, int]:
             return {name: parts.setdefault(json.dumps(of[name]), len(parts)) for name in of}
 
-        controls, frames = [], []
         steps = [_steps(view.controls[name], view.values[name], every) for name in view.plays]
-        for name, of in zip(view.plays, steps):
-            about = {"label": view.controls[name].label, "slides": view.controls[name].slides}
-            controls.append(about | {"at": view.values[name], "steps": [*of]})
-        for at in product(*(of.values() for of in steps)):
+        controls = [
+            {"label": view.controls[name].label, "at": view.values[name], "steps": of}
+            for name, of in zip(view.plays, steps)
+        ]
+        frames = []
+        for at in product(*steps):
             *words, figures = shown(*at)
             frames.append(
                 [*words, [[places(of["layout"]), *map(places, of["data"])] for of in figures]]
             )
-        known = [json.loads(part, parse_float=_rounded) for part in parts]
+        # as many digits as a picture shows
+        known = [
+            json.loads(part, parse_float=lambda number: float(f"{float(number):.5}"))
+            for part in parts
+        ]
         page = whole(view, {"controls": controls, "parts": known, "frames": frames})
         if len(page) <= MOST:
             break
     return page
 
 
-def _steps(control: Any, value: Any, every: int) -> dict[str, Any]:
+def _steps(control: Any, value: Any, every: int) -> list[Any]:
     """What a control can show in the page: of a slider every so many steps, and where it is."""
-    if not control.slides:
+    if isinstance(value, str):
         return control.steps
-    steps = enumerate(sorted({*control.steps.values(), value}))
-    return {f"{step:g}": step for i, step in steps if step == value or i % every == 0}
+    steps = enumerate(sorted({*control.steps, value}))
+    return [step for i, step in steps if step == value or i % every == 0]
 
 
 def whole(view: Any, content: dict[str, Any]) -> str:
     """A page: its heading, what it says, the command, who made it when, and what its script plays."""
     on = environment()
     words = {
-        "title": view.name.replace("_", " ").capitalize(),
+        "title": view.name.replace("_", " "),
         "caption": view.words[0],
         "alt": view.words[1],
         "command": view.command(**view.values),
-        "made": f"{on['date'][:16].replace('T', ' ')} UTC, on {on['cpu']}, {on['cores']} cores",
+        "made": f"{on['date']}, on {on['cpu']}, {on['cores']} cores",
     }
     packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)
     with pandas.option_context("display.max_colwidth", None):
@@ -91,11 +96,6 @@ def whole(view: Any, content: dict[str, Any]) -> str:
         packed=b64encode(packed).decode(),
         script=script,
     )
-
-
-def _rounded(number: str) -> float:
-    """As many digits as a picture shows."""
-    return float(f"{float(number):.5g}")
 
 
 def _file(name: str) -> str:

@@ -24,18 +24,17 @@ def draw(rows: Rows, at: int) -> Figure:
     sources = [row["source"] for row in rows]
     for verdict, look in LOOKS.items():
         of = Counter(row["source"] for row in rows if row["verdict"] == verdict)
-        if of:
-            figure.add_bar(
-                y=[*of],
-                x=[*of.values()],
-                orientation="h",
-                name=f"{verdict}: {of.total()}",
-                marker=look,
-                hovertemplate=hover("%{y}: %{x} claims", verdict),
-            )
+        figure.add_bar(
+            y=[*of],
+            x=[*of.values()],
+            orientation="h",
+            name=f"{verdict}: {of.total()}",
+            marker=look,
+            hovertemplate=hover("%{y}: %{x} claims", verdict),
+        )
     place = at - sources.index(sources[at]) + 0.5, sources[at]
     add_points(figure, [place], "told above", 7, "this claim")
-    return finish(figure, "claims", legend="verdicts", barmode="stack", height=360)
+    return finish(figure, "claims", barmode="stack", height=360)
 
 
 def claims() -> View:
