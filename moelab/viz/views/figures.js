@@ -36,7 +36,7 @@ function said(trace, i, point) {
     const found = name in point ? point[name] : nth(trace[`${name}s`] ?? trace[name], i);
     return place === undefined ? found : found[place];
   };
-  return trace.hovertemplate.replace(/%\{([\w[\]]+)(?::,?\.?(\d*)([fg]))?\}/g, (_, path, digits, form) => {
+  return (trace.hovertemplate ?? `%{y}: %{x}<extra>${trace.name}</extra>`).replace(/%\{([\w[\]]+)(?::,?\.?(\d*)([fg]))?\}/g, (_, path, digits, form) => {
     const found = value(path);
     if (typeof found !== "number" || !form) return spoken(found);
     return form === "f" ? found.toFixed(digits) : digits ? `${Number(found.toPrecision(digits))}` : `${found}`;

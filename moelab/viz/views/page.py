@@ -86,7 +86,7 @@ def whole(view: Any, content: dict[str, Any]) -> str:
         "command": view.command(**view.values),
         "made": f"{on['date']}, on {on['cpu']}, {on['cores']} cores",
     }
-    packed = gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0)
+    packed = gzip.compress(json.dumps(content).encode())
     with pandas.option_context("display.max_colwidth", None):
         numbers = pandas.DataFrame(view.rows()[:ROWS]).map(format_value).to_html(index=False)
     script = "\n".join(map(_file, SCRIPTS)).replace("export default { render };", "")

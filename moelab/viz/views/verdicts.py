@@ -11,17 +11,16 @@ from plotly.graph_objects import Figure
 from moelab import claims as ledger
 from moelab.base.files import beside
 from moelab.base.records import Rows
-from moelab.viz.charts import add_points, finish, hover
+from moelab.viz.charts import add_points, finish
 from moelab.viz.views.base import View, slider
 
 #: verdict → the marker of its bars
 LOOKS = beside(__file__)
 
 
-def draw(rows: Rows, at: int) -> Figure:
-    """A bar a source, as long as its claims are many; a triangle is where the one is that is told."""
+def draw(rows: Rows) -> Figure:
+    """A bar a source, as long as its claims are many; a triangle is to be at the one that is told."""
     figure = Figure()
-    sources = [row["source"] for row in rows]
     for verdict, look in LOOKS.items():
         of = Counter(row["source"] for row in rows if row["verdict"] == verdict)
         figure.add_bar(
@@ -30,11 +29,9 @@ def draw(rows: Rows, at: int) -> Figure:
             orientation="h",
             name=f"{verdict}: {of.total()}",
             marker=look,
-            hovertemplate=hover("%{y}: %{x} claims", verdict),
         )
-    place = at - sources.index(sources[at]) + 0.5, sources[at]
-    add_points(figure, [place], "told above", 7, "this claim")
-    return finish(figure, "claims", barmode="stack", height=360)
+    add_points(figure, [], "told above", 7, "this claim")
+    return finish(figure, "claims", barmode="stack")
 
 
 def claims() -> View:
@@ -43,10 +40,17 @@ def claims() -> View:
     rows = [{"source": of.claim.source} | dict(zip(ledger.HEAD, of.cells)) for of in every]
     rows.sort(key=lambda row: (row["source"], [*LOOKS].index(row["verdict"])))
 
+    sources = [row["source"] for row in rows]
+    figure = draw(rows)
+
+    def told(at: int) -> list[Figure]:
+        place = at - sources.index(sources[at]) + 0.5
+        return [figure.update_traces({"x": [place], "y": [sources[at]]}, {"name": "told above"})]
+
     def words(at: int) -> tuple[str, str]:
-        told = "; ".join(f"{name}: {cell}" for name, cell in rows[at].items() if cell)
+        cells = "; ".join(f"{name}: {cell}" for name, cell in rows[at].items() if cell)
         return (
-            f"{ledger.summary(every)} Number {at}: {told}.",
+            f"{ledger.summary(every)} Number {at}: {cells}.",
             "A bar a source, divided by verdict: blue and green agree, red and crossed does not, "
             "grey cannot be tested here.",
         )
@@ -55,7 +59,7 @@ def claims() -> View:
         "claims",
         {"claim": slider("claim", 0, 0, len(rows) - 1, steps=range(len(rows)))},
         lambda claim: claim,
-        lambda at: [draw(rows, at)],
+        told,
         lambda _: rows,
         "moelab view claims -p claim={claim}".format,
         words,
