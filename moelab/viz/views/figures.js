@@ -55,7 +55,8 @@ function scaled(axis, values, from, to) {
   const at = (value) => from + ((number(value) - low) / (high - low)) * (to - from);
   if (names) return { at, number, ticks: names.map((name) => [name, plainly(name)]) };
   const rough = Math.abs(high - low) / Math.max(3, span / 70), size = 10 ** Math.floor(Math.log10(rough));
-  const step = Math.max([1, 2, 5, 10].map((n) => n * size).find((n) => n >= rough), axis.dtick ?? 0);
+  const least = axis.dtick ?? (some.length && some.every((value) => Number.isInteger(2 * value)) ? 1 : 0);     // of whole bars
+  const step = Math.max([1, 2, 5, 10].map((n) => n * size).find((n) => n >= rough), least);
   const ticks = [];
   for (let n = Math.ceil(Math.min(low, high) / step); n * step <= Math.max(low, high) * 1.000001; n++)
     ticks.push([n * step, spoken(n * step)]);

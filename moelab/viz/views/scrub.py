@@ -70,7 +70,7 @@ def scrub(found: Recorded) -> Scrub:
             for request in residency.begin(*step).requests:
                 missed = AHEAD if request.key in at else MISSED
                 here[request.key] = HIT if request.state is State.FULL else missed
-    words = [f"pass {i}" for i in range(len(run.forwards))]
+    words = [f"pass {i} " for i in range(len(run.forwards))]
     if found.ids:
         words = ["".join(found.words(found.ids)), *found.words(found.new)][: len(words)]
     seconds = [] if found.trace else [end - start for start, end, *_ in run.forwards]
