@@ -138,13 +138,14 @@ class Picture {
     });
     const work = ids.map((id) => {
       const [x, y] = id.split(" "), mine = data.filter((trace) => `${trace.xaxis ?? "x"} ${trace.yaxis ?? "y"}` === id);
-      return { x, y, bars: bars(mine.filter((t) => t.type === "bar"), layout), points: points(mine.filter((t) => t.type !== "bar")) };
+      const laid = (type) => KINDS[type](mine.filter((trace) => trace.type === type), layout);
+      return { x, y, bars: laid("bar"), points: laid("scatter") };
     });
     const barred = (which, id) => work.flatMap((panel) => (group(panel[which]) !== group(id) ? [] : panel.bars.flatMap((bar) =>
       bar.along === which ? [bar.from, bar.to] : typeof bar.key === "number" ? [bar.key - 0.5, bar.key + 0.5] : [])));
     const longest = Math.max(...work.map((panel) => (axis(panel.y).showticklabels === false ? 0
       : Math.max(2, ...values("y", panel.y).filter((v) => typeof v === "string").map((v) => plainly(v).length)))));
-    const left = Math.min(0.4 * this.wide, 14 + longest * CHARACTER + 22), right = 14, top = layout.annotations ? 42 : 10, bottom = 44;
+    const left = Math.min(0.4 * this.wide, 14 + longest * CHARACTER + 22), right = 22, top = layout.annotations ? 42 : 10, bottom = 44;
     const room = svg("svg", this.host, { width: this.wide, height: high, class: "plot", role: "img", "aria-label": layout.alt });
     const inner = { x: left, y: top, wide: this.wide - left - right, high: high - top - bottom };
     const places = {};
@@ -194,7 +195,9 @@ class Picture {
       const [x, y, width, height] = (along === "x" ? [low, near, high - low, far - near] : [near, low, far - near, high - low]).map(round);
       const box = { x, y, width: Math.max(width, 0.5), height: Math.max(height, 0.5) };
       const edge = nth(marker.line?.color, i) ?? "black";
-      svg("rect", room, { ...box, fill: ink(nth(marker.color, i)), stroke: ink(edge), "stroke-width": nth(marker.line?.width, i) ?? 0.7 });
+      const hides = Math.min(width, height) < 4 && edge !== nth(marker.color, i);      // an edge that would cover the bar
+      svg("rect", room, { ...box, fill: ink(nth(marker.color, i)), stroke: hides ? "none" : ink(edge),
+        "stroke-width": nth(marker.line?.width, i) ?? 0.7 });
       this.filled(room, marker.pattern, box);
       const text = nth(trace.text, i);
       if (text && trace.textposition === "outside")
@@ -312,7 +315,8 @@ function treemap(picture, { data: [trace], layout }, state, redraw) {
 
 // A figure in an element, which is drawn anew in the same place. state : what a person has opened. go(x) : to where a bar is.
 function drawn(host, figure, state, go) {
-  const wide = host.clientWidth, { data, layout } = figure;
+  const wide = host.clientWidth, { data, layout } = figure, strange = data.find(({ type }) => !(type in KINDS));
+  if (strange) throw new Error(`a page draws traces of ${Object.keys(KINDS)}, and none of ${strange.type}`);
   const redraw = (root) => {
     state.root = root;
     drawn(host, figure, state, go);
