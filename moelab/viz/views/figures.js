@@ -300,8 +300,9 @@ function treemap(picture, { data: [trace], layout }, state, redraw) {
       act: under.get(ids[i]) ? () => redraw(ids[i]) : depth ? () => redraw(parents[i]) : null });
     const most = Math.floor((w - 6) / CHARACTER), head = inside && h > 34 && w > 30 && depth ? 16 : 0;
     if (h > 14 && most >= 2 && depth && (head || !inside)) {
-      const short = labels[i].split(" ").pop(), fits = labels[i].length <= most;      // "12" of "expert 12"
-      const name = fits ? labels[i] : short.length <= most ? short : `${short.slice(0, most - 1)}…`;
+      const number = labels[i].match(/\d+$/)?.[0] ?? "", fits = labels[i].length <= most;     // which tells them apart
+      const cut = number ? (number.length + 4 > most ? number : `…${labels[i].slice(1 - most)}`) : `${labels[i].slice(0, most - 1)}…`;
+      const name = fits ? labels[i] : cut.length <= most ? cut : "";
       svg("text", room, { x: x + 4, y: y + 12, class: "small", fill: light ? "#000" : "#fff" }, name);
     }
     if (!inside || w < 3 || h < 3) return;
