@@ -109,7 +109,7 @@ ONLY_IN = {
     "kaleido": {"viz"},
     "ipywidgets": {"viz"},
     "anywidget": {"viz"},
-    "pandas": {"lab"},
+    "pandas": {"lab", "viz"},
     "pyarrow": {"lab"},
     "distributed": {"lab"},
 }

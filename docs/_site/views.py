@@ -14,6 +14,7 @@ SHOWN = {
     "scrubber": "token by token, which experts are needed, found, prefetched and missed",
     "theatre": "prefetching: timelines, waiting, and what executing predictions would cost",
     "model_map": "what fills the checkpoint",
+    "claims": "what the five sources claim, what was found, and the verdict on each",
 }
 
 
@@ -23,6 +24,7 @@ def made() -> Iterator[tuple[str, Any]]:
         for name in ("budget", "scrubber", "theatre"):
             yield name, getattr(views, name)(lm)
     yield "model_map", views.model_map()
+    yield "claims", views.claims()
 
 
 def _list(_app) -> None:

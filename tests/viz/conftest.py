@@ -13,15 +13,18 @@ from moelab.viz.views.recorded import Recorded
 
 
 @pytest.fixture
-def tab():
-    """An empty page of Chromium, 1280 pixels wide; the page may complain of nothing."""
+def tab(request):
+    """An empty page of Chromium, 1280 pixels wide, dark or as a test says; the page may complain of
+    nothing, and ask for nothing but its file."""
     api = pytest.importorskip("playwright.sync_api")
     if (chromium := shutil.which("chromium")) is None:
         pytest.skip("there is no Chromium to open the page in")
     errors = []
     with api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+        scheme = getattr(request, "param", "dark")
+        tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+        tab.on("request", lambda one: one.url.startswith("file:") or errors.append(one.url))
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.on("console", lambda message: message.type == "error" and errors.append(message.text))
         yield tab

@@ -16,6 +16,7 @@ _HOMES = {
     "theatre": "stage",
     "arena": "standings",
     "model_map": "treemap",
+    "claims": "verdicts",
 }
 __all__ = list(_HOMES)
 

@@ -13,8 +13,6 @@ the runner gives its PNG. `html` is a page whose controls turn without a kernel
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 import os
 import traceback
@@ -25,11 +23,11 @@ from html import escape
 from typing import Any, NamedTuple
 
 from IPython.display import display
+from pandas import DataFrame
 from plotly.graph_objects import Figure
 
 from moelab.base.registry import require
 from moelab.base.schema import Must
-from moelab.base.table import head_and_rows
 from moelab.comparison import are_numbers
 from moelab.viz import theme
 from moelab.viz.notebook import FAILED, LABEL, live, show
@@ -43,14 +41,13 @@ LET_GO = {"continuous_update": False}
 
 class Control(NamedTuple):
     """A value that a person turns: its label, what it is at first, the widget that shows it, what it
-    must be, {label: value} of those that a page has, and whether they are a slider's there."""
+    must be, and values that a page has."""
 
     label: str
     value: Any
     build: Callable[[], Any]
     must: Must
-    steps: Mapping[str, Any]
-    slides: bool = False
+    steps: Sequence[Any] = ()
 
 
 def _wide(kind: str, label: str, **how: Any) -> Any:
@@ -68,7 +65,7 @@ def slider(
     low: float,
     high: float,
     log: bool = False,
-    steps: Iterable[float] = (),
+    steps: Sequence[float] = (),
 ) -> Control:
     """A number from low to high, whole where `value` is; `label` says the quantity and its unit.
 
@@ -82,18 +79,16 @@ def slider(
         build = partial(
             _wide, "FloatLogSlider", label, step=(ends[1] - ends[0]) / 100 or 0.01, **scale
         )
-        return Control(label, value, build, must, {})
+        return Control(label, value, build, must)
     must = Must(lambda value: are_numbers(value) and low <= value <= high, f"{low:g} to {high:g}")
     kind = "IntSlider" if isinstance(value, int) else "FloatSlider"
     every = max(1, round((high - low) / STEPS))
-    steps = sorted({value, *(steps or range(math.ceil(low), int(high) + 1, every))})
     return Control(
         label,
         value,
         partial(_wide, kind, label, min=low, max=high, step=1, **LET_GO),
         must,
-        {f"{step:g}": step for step in steps},
-        True,
+        steps or range(math.ceil(low), int(high) + 1, every),
     )
 
 
@@ -105,7 +100,7 @@ def menu(label: str, value: Any, options: Iterable[Any]) -> Control:
         value,
         partial(_wide, "Dropdown", label, options=known),
         Must(lambda value: value in known, f"one of {', '.join(map(repr, known))}"),
-        {str(option): option for option in known},
+        known,
     )
 
 
@@ -116,7 +111,6 @@ def several(label: str, values: Sequence[str], options: Sequence[str]) -> Contro
         tuple(values),
         partial(_wide, "SelectMultiple", label, options=options, rows=min(6, len(options))),
         Must(lambda values: {*values} <= {*options}, f"some of {', '.join(options)}"),
-        {},
     )
 
 
@@ -194,9 +188,7 @@ class View:
 
     def csv(self) -> str:
         """The numbers of the picture as text with commas."""
-        (head, cells), file = head_and_rows(self.rows()), io.StringIO()
-        csv.writer(file).writerows([head, *cells])
-        return file.getvalue()
+        return DataFrame(self.rows()).to_csv(index=False)
 
     def html(self) -> str:
         """The view as a page that works without a network and a kernel."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import webbrowser
 from collections.abc import Callable
 from pathlib import Path
 from runpy import run_path
@@ -91,14 +92,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="turn a control; may be given several times",
     )
     parser.add_argument(
-        "--output", type=output, metavar="FILE", help="a .html page, a .csv table or a .png picture"
+        "--output",
+        type=output,
+        metavar="FILE",
+        help="a .html page, which is opened, a .csv table or a .png picture",
     )
 
 
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in WRITERS:
         raise ValueError(f"{args.output} must end in one of {', '.join(WRITERS)}")
-    most = 2 if args.view == "arena" else 1
+    most = {"arena": 2, "claims": 0}.get(args.view, 1)
     if len(args.what) > most:
         raise ValueError(
             f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
@@ -110,6 +114,8 @@ def main(args: argparse.Namespace) -> int:
         with atomic(args.output) as part:
             part.write_bytes(content)
         print(f"written to {args.output}")
+        if args.output.suffix == ".html" and sys.stdout.isatty():
+            webbrowser.open(args.output.resolve().as_uri())
     return 0
 
 
@@ -123,7 +129,7 @@ def _view(args: argparse.Namespace) -> Any:
         return make(_class(what), *traces)
     if args.view == "budget" and (card := registry.like("model", what)):
         return make(card)
-    if args.view == "model_map":
+    if args.view in ("model_map", "claims"):
         return make(*args.what)
     if what and Path(what).is_file() and Path(what).suffix in READERS:
         if args.prefetch:

@@ -6,13 +6,10 @@ player moves through them in the browser, so it needs no kernel, and a saved pag
 
 from __future__ import annotations
 
-import json
-from base64 import b64encode
 from bisect import bisect_right
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,7 +70,7 @@ def scrub(found: Recorded) -> Scrub:
             for request in residency.begin(*step).requests:
                 missed = AHEAD if request.key in at else MISSED
                 here[request.key] = HIT if request.state is State.FULL else missed
-    words = [f"pass {i}" for i in range(len(run.forwards))]
+    words = [f"pass {i} " for i in range(len(run.forwards))]
     if found.ids:
         words = ["".join(found.words(found.ids)), *found.words(found.new)][: len(words)]
     seconds = [] if found.trace else [end - start for start, end, *_ in run.forwards]
@@ -168,26 +165,19 @@ class Scrubber(View):
         self.pictures[0].token = self.values["token"]
 
     def html(self) -> str:
-        return page.whole(self, {}, _script(self))
-
-
-def _script(view: Scrubber) -> str:
-    """The player, of what it is given by a page instead of a kernel."""
-    player = Path(__file__).with_name("player.js").read_text(encoding="utf-8")
-    values = {"data": content(view.data[0]), "token": view.values["token"]}
-    told = json.dumps(values).replace("<", "\\u003c")  # nothing in it ends the script
-    return f"""{player.replace("export default", "const widget =")}
-const values = {told};
-widget.render({{el: document.getElementById("view"), model: {{
-  get: (name) => values[name], set: (name, value) => {{ values[name] = value; }}, save_changes() {{}}, on() {{}},
-  off() {{}} }} }});"""
+        return page.whole(self, {"data": content(self.data[0]), "token": self.values["token"]})
 
 
 def content(found: Scrub) -> dict[str, Any]:
-    """What the player is given: plain JSON."""
+    """What the player is given: plain JSON. A pass is told by what differs from what the one before
+    leaves in memory."""
+    left = np.zeros_like(found.states)
+    left[1:] = np.minimum(found.states[:-1], RESIDENT)
+    places = np.flatnonzero(found.states != left)
     return {
-        "shape": list(found.states.shape),
-        "states": b64encode(found.states.tobytes()).decode(),
+        "shape": found.states.shape,
+        "gaps": np.diff(places, prepend=-1).tolist(),
+        "changes": "".join(map(str, found.states.flat[places])),
         "words": found.words,
         "ms": [1e3 * seconds for seconds in found.seconds],
         "looks": [*STATES.values()],

@@ -234,7 +234,7 @@ def words(found: Scene) -> tuple[str, str]:
         change = "" if loss is None else f"; the loss changes by {loss:+.2f} % (measured)"
     took, none = (fmean(seconds_of(run)) for run in (found.simulation, found.none))
     return (
-        f"{found.title}{change}. Disk: {found.bandwidth / 1e6:.4g} MB/s. {ms(took)} ms a token, of "
+        f"{found.stage.found.name}, {found.title}{change}. Disk: {found.bandwidth / 1e6:.4g} MB/s. {ms(took)} ms a token, of "
         f"which {ms(fmean(found.stalls))} ms waiting; {ms(none)} ms without "
         f"prefetching (simulated). Step {found.token} is shown; a click on a bar shows another. "
         "Numbers in the timelines are experts.",

@@ -149,17 +149,14 @@ def model_map(model: str | Path | None = None) -> View:
 
     small = sum(min(part.stored.nbytes, survey.SAMPLE) for part in parts) <= SOON
 
-    def command(colour: str) -> str:
-        words = ["moelab view model_map", *([quote(str(model))] if model is not None else [])]
-        return " ".join([*words, f"-p colour={quote(colour)}"])
-
+    named = "" if model is None else f"{quote(str(model))} "
     return View(
         "model_map",
         {"colour": menu("colour", BOUND, colours)},
         lambda colour: (nodes(parts, values(colour), path.name), colour),
         lambda data: [draw(*data)],
         _rows,
-        command,
+        lambda colour: f"moelab view model_map {named}-p colour={quote(colour)}",
         words,
         ("colour",) if small else (),
     )
