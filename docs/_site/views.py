@@ -1,4 +1,5 @@
-"""Views of the small model as pages of their own, which play without a kernel, and their list."""
+"""Views of the small model as pages of their own, which play without a kernel, and their list; the
+calculator of all model cards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,6 +7,11 @@ from typing import Any
 
 import moelab
 from _site import keep
+from moelab.advice import calculator
+from moelab.advice.assumed import assumed
+from moelab.advice.model import find_model
+from moelab.advice.question import Question
+from moelab.cards import load_device
 from moelab.viz import views
 
 #: view → what it shows
@@ -41,12 +47,22 @@ def _list(_app) -> None:
     keep("tutorials/views.md", "\n".join(lines))
 
 
+def questions() -> list[Question]:
+    """Of every model card, on one machine: the first is what the calculator's page begins with."""
+    names = sorted(moelab.names("model"), key=lambda name: (name != "Qwen3-30B-A3B", name.lower()))
+    models, device = map(find_model, names), load_device("m2-max")
+    return [
+        Question(one, device, 16 * 10**9, 4096, 1, 0.0, True, assumed(one.spec)) for one in models
+    ]
+
+
 def _pages(app, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
         folder = Path(app.outdir) / "views"
         folder.mkdir(exist_ok=True)
         for name, view in made():
             (folder / f"{name}.html").write_text(view.html(), encoding="utf-8")
+        (folder / "calculator.html").write_text(calculator.page(questions()), encoding="utf-8")
 
 
 def setup(app) -> None:

@@ -85,7 +85,7 @@ class Assumed:
         low, high = max(min(rates) - off, 0.0), min(max(rates) + off, 1.0)
         return float(low), float(np.median(rates[:TEXTS])), float(high)
 
-    @property
+    @cached_property
     def distinct(self) -> float:
         """Experts that a layer's step needs."""
         return float(np.mean([len(experts) for step in self._steps[0] for _, experts in step]))
