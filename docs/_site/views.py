@@ -11,8 +11,11 @@ from moelab.advice import calculator
 from moelab.advice.assumed import assumed
 from moelab.advice.model import find_model
 from moelab.advice.question import Question
+from moelab.base.files import results_root
+from moelab.bench.results import sections_of
 from moelab.cards import load_device
 from moelab.viz import views
+from notebooks.studies import end_to_end, picker
 
 #: view → what it shows
 SHOWN = {
@@ -20,6 +23,7 @@ SHOWN = {
     "scrubber": "token by token, which experts are needed, found, prefetched and missed",
     "theatre": "prefetching: timelines, waiting, and what executing predictions would cost",
     "model_map": "what fills the checkpoint",
+    "picker": "which configuration, for so much memory, such a disk and such a loss, as measured here",
 }
 
 
@@ -29,6 +33,8 @@ def made() -> Iterator[tuple[str, Any]]:
         for name in ("budget", "scrubber", "theatre"):
             yield name, getattr(views, name)(lm)
     yield "model_map", views.model_map()
+    kept = sections_of(results_root() / "bench" / "end_to_end.json")
+    yield "picker", picker.view(end_to_end.titled(kept))
 
 
 def _list(_app) -> None:
