@@ -11,6 +11,7 @@ import argparse
 import sys
 from html import escape
 from runpy import run_path
+from shlex import quote
 from typing import Any
 
 from plotly.graph_objects import Figure
@@ -164,6 +165,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     view = arena(class_of(args.policy), traces_of(args.traces), share=args.shares)
+    shares = ",".join(map(str, args.shares))
+    told = f"moelab arena {args.policy} --traces {quote(args.traces)} --shares {shares}"
+    view.command = lambda: told
     print(text_table(*head_and_rows(view.rows())), filled(view.words[0]), sep="\n\n")
     if args.output:
         print(f"written to {write_text(args.output, view.html())}")
