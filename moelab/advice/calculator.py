@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from moelab import __version__
 from moelab.advice.assumed import SHARES, TEXTS
 from moelab.advice.gpu import is_gpu
 from moelab.advice.model import AS_IS, LOSSLESS
@@ -37,7 +36,7 @@ def page(asked: Sequence[Question]) -> str:
         "machines": [asdict(one) for one in devices if "storage_read_gbs" in one.figures],
         "begins": (first.memory, first.context, first.batch),
         "constants": (RESERVE, SHARES, TEXTS, PARTS, LOSSLESS, AS_IS),
-        "made": f"moelab {__version__}, {time.strftime('%Y-%m-%d')}",
+        "made": time.strftime("%Y-%m-%d"),
     }
     text = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     packed = json.dumps(data, separators=(",", ":"), default=str).replace("<", "\\u003c")
