@@ -375,5 +375,5 @@ def test_the_arena_imports_nothing_but_a_class_of_this_folder(tmp_path, monkeypa
         "os:system os.path:join numpy:array mine mine: mine:Nothing mine:number mine:Empty broken:A"
     )
     for text in [*bad.split(), "json:A", "../mine:Policy"]:
-        assert main(["view", "arena", text]) == 2
+        assert main(["arena", text]) == 2
         assert "the arena is of a class, as in" in capsys.readouterr().err

@@ -102,18 +102,12 @@ def test_three_views_are_of_it(bare, trace, monkeypatch):
     assert "prompts taken token by token" in views.budget(read, tokens=4).words[0]
 
 
-def test_the_command_line_views_it(path, tmp_path, capsys, monkeypatch):
+def test_the_command_line_views_it(path, tmp_path, capsys):
     parser = moelab.__main__.build_parser(["view"])
     told = ["view", "scrubber", str(path), "--memory", "25%", "--output", str(tmp_path / "s.csv")]
     command.main(parser.parse_args(told))
     assert "11 forward passes" in capsys.readouterr().out
     assert len((tmp_path / "s.csv").read_text().splitlines()) == 1 + 11
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(
-        "from moelab.cache.policies import LRU\n\n\nclass Mine(LRU):\n    pass\n"
-    )
-    command.main(parser.parse_args(["view", "arena", "mine:Mine", str(path)]))
-    assert "Mine is number" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--prefetch"):
         command.main(parser.parse_args([*told, "--prefetch", "router"]))
 

@@ -26,6 +26,7 @@ CONTENTS = {
         "guide/open_model",
         "guide/memory",
         "guide/advise",
+        "guide/calculator",
         "guide/*",
         "beside",
     ),

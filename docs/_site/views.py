@@ -1,4 +1,5 @@
-"""Views of the small model as pages of their own, which play without a kernel, and their list."""
+"""Views of the small model as pages of their own, which play without a kernel, and their list; the
+calculator of all model cards."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,7 +7,15 @@ from typing import Any
 
 import moelab
 from _site import keep
+from moelab.advice import calculator
+from moelab.advice.assumed import assumed
+from moelab.advice.model import find_model
+from moelab.advice.question import Question
+from moelab.base.files import results_root
+from moelab.bench.results import sections_of
+from moelab.cards import load_device
 from moelab.viz import views
+from notebooks.studies import end_to_end, picker
 
 #: view → what it shows
 SHOWN = {
@@ -15,6 +24,7 @@ SHOWN = {
     "theatre": "prefetching: timelines, waiting, and what executing predictions would cost",
     "model_map": "what fills the checkpoint",
     "claims": "what the five sources claim, what was found, and the verdict on each",
+    "picker": "which configuration, for so much memory, such a disk and such a loss, as measured here",
 }
 
 
@@ -25,6 +35,8 @@ def made() -> Iterator[tuple[str, Any]]:
             yield name, getattr(views, name)(lm)
     yield "model_map", views.model_map()
     yield "claims", views.claims()
+    kept = sections_of(results_root() / "bench" / "end_to_end.json")
+    yield "picker", picker.view(end_to_end.titled(kept))
 
 
 def _list(_app) -> None:
@@ -43,12 +55,22 @@ def _list(_app) -> None:
     keep("tutorials/views.md", "\n".join(lines))
 
 
+def questions() -> list[Question]:
+    """Of every model card, on one machine: the first is what the calculator's page begins with."""
+    names = sorted(moelab.names("model"), key=lambda name: (name != "Qwen3-30B-A3B", name.lower()))
+    models, device = map(find_model, names), load_device("m2-max")
+    return [
+        Question(one, device, 16 * 10**9, 4096, 1, 0.0, True, assumed(one.spec)) for one in models
+    ]
+
+
 def _pages(app, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
         folder = Path(app.outdir) / "views"
         folder.mkdir(exist_ok=True)
         for name, view in made():
             (folder / f"{name}.html").write_text(view.html(), encoding="utf-8")
+        (folder / "calculator.html").write_text(calculator.page(questions()), encoding="utf-8")
 
 
 def setup(app) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from moelab.advice import gpu_machine
+from moelab.advice import calculator, gpu_machine
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.assumed import assumed
 from moelab.advice.gpu import OnGpu, is_gpu
@@ -32,7 +32,8 @@ from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import PARTS, Question
 from moelab.advice.ways import Way
-from moelab.base.arguments import whole
+from moelab.base.arguments import output, whole
+from moelab.base.files import write_text
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
 from moelab.cards import load_device
@@ -267,12 +268,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run the best ones for real; Ctrl-C stops it and keeps what was measured",
     )
+    add(
+        "--page",
+        type=output,
+        metavar="FILE",
+        help="write the arithmetic as a page, too, which answers for other memory, disks and contexts",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    print(
-        advise(
-            **{name: value for name, value in vars(args).items() if name not in ("main", "debug")}
-        )
+    given = vars(args)
+    found = advise(
+        **{name: of for name, of in given.items() if name not in ("main", "debug", "page")}
     )
+    print(found)
+    if args.page:
+        print(f"\nwritten to {write_text(args.page, calculator.page([found.asked]))}")
     return 0

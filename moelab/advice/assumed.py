@@ -64,7 +64,7 @@ class Assumed:
         return [steps_of(ids, self.batch, self.spec.E) for ids in drawn]
 
     @cached_property
-    def _curves(self) -> list[list[float]]:
+    def curves(self) -> list[list[float]]:
         """Hit rates [texts, shares]."""
         return [
             [second_half(of, self.spec.E, share).hit_rate() for share in SHARES]
@@ -80,12 +80,12 @@ class Assumed:
             counted = (second_half(of, self.spec.E, share, sent) for of in self._steps)
             rates = [one.hit_rate() for one in counted]
         else:
-            rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self._curves]
+            rates = [np.interp(share, (0, *SHARES, 1), (0, *of, 1)) for of in self.curves]
         off = self.margin * (0 < share < 1)
         low, high = max(min(rates) - off, 0.0), min(max(rates) + off, 1.0)
         return float(low), float(np.median(rates[:TEXTS])), float(high)
 
-    @property
+    @cached_property
     def distinct(self) -> float:
         """Experts that a layer's step needs."""
         return float(np.mean([len(experts) for step in self._steps[0] for _, experts in step]))

@@ -48,6 +48,13 @@ class Model:
         head."""
         return max(self.others - self.spec.vocab * self.spec.H * 2, 0)
 
+    @property
+    def multiplied(self) -> float:
+        """Weights that each token of a prompt is multiplied by: all but the head's."""
+        spec = self.spec
+        layers = self.dense / 2 - spec.vocab * spec.H
+        return spec.L * spec.K * spec.expert_params + max(layers, 0)
+
     def expert_bytes(self, form: str) -> int:
         """Bytes of an expert as it is computed."""
         form = self.stored if form == AS_IS else form

@@ -133,13 +133,11 @@ class Question:
         where they are if not in memory, and multiplied; the head sees its last token only."""
         spec, rates = self.model.spec, MachineRates.of(self.device)
         tokens = self.context * self.batch
-        layers = self.model.dense / 2 - spec.vocab * spec.H
-        weights = spec.L * spec.K * spec.expert_params + max(layers, 0)
         experts = spec.L * min(tokens * spec.K, spec.E) * expert
         return max(
             (self.model.dense + experts) / rates.memory,
             missing * experts / rates.read,
-            2 * tokens * weights / rates.flops,
+            2 * tokens * self.model.multiplied / rates.flops,
         )
 
     def drafts(self, way: Way) -> str:

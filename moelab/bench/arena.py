@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class Contest:
-    """ceiling : the best possible hit rate of each trace, %.    standings : best first, of the same."""
+    """ceiling : the best possible hit rate of each trace, or of each in each memory, %.
+    standings : best first, of the same."""
 
     ceiling: Mapping[str, float]
     standings: list[Standing]
@@ -63,13 +64,17 @@ class Contest:
 
 
 def arena(
-    mine: Any, of: Any = None, share: float = 0.5, tokens: int = 256, each: int = 2
+    mine: Any,
+    of: Any = None,
+    share: float | Sequence[float] = 0.5,
+    tokens: int = 256,
+    each: int = 2,
 ) -> Contest:
     """Rank a cache policy against all others.
 
     of : whose routing policies see: an opened model, a trace of whatever program, or {name: trace};
         None opens the shipped small model.
-    share : of the experts that fit in memory, for policies. tokens, each : length and number of
+    share : of the experts that fit in memory, for policies; or several. tokens, each : length and number of
         prompts a kind of text, for a model.
 
     Raises TypeError: it is no policy.
@@ -84,21 +89,26 @@ def arena(
 
             of = open_model()
         of = texts(of, tokens, each)
-    ceiling = {}
-    for text, trace in of.items():
-        ceiling[text] = play(trace, Belady(step[1:] for step in steps(trace)), share)
+    games = {text: (trace, share) for text, trace in of.items()}
+    if isinstance(share, Sequence):
+        every = [(text, trace, one) for text, trace in of.items() for one in share]
+        games = {f"{text}, {100 * one:g} %": (trace, one) for text, trace, one in every}
+    ceiling = {
+        text: play(trace, Belady(step[1:] for step in steps(trace)), share)
+        for text, (trace, share) in games.items()
+    }
     others = {
         other: {
             # the trace is kept, too, or another one could be given its number
             text: once((id(trace), other, share), lambda: (play(trace, other, share), trace))[0]
-            for text, trace in of.items()
+            for text, (trace, share) in games.items()
         }
         for other in progress([n for n in POLICIES if n != "belady"], "policies", unit="policy")
     }
     scores: dict[str, float] = {}
     error = ""
     try:
-        for text, trace in of.items():
+        for text, (trace, share) in games.items():
             # a new object of a class; a copy of an object, which one trace shall not teach for the next
             policy = mine() if isinstance(mine, type) else copy.deepcopy(mine)
             scores[text] = play(trace, policy, share)
@@ -106,7 +116,7 @@ def arena(
         error = traceback.format_exc()
     standings = [Standing(name, False, found) for name, found in others.items()]
     contest = Contest(ceiling, [Standing(made.__name__, True, scores, error), *standings])
-    contest.standings.sort(key=lambda one: -sum(contest.share(one, text) for text in of))
+    contest.standings.sort(key=lambda one: -sum(contest.share(one, text) for text in games))
     return contest  # ties: own first
 
 

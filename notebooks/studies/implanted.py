@@ -156,7 +156,7 @@ def run(
     python: Local | None = None,
 ) -> Record:
     if traces is None:
-        raise ValueError("no trace is part of the project: give --traces FOLDER")
+        raise ValueError("it needs routing traces: give --traces FOLDER (data/traces has four)")
     interpreter = str(python.path) if python else None
     found: Record = {}
     for path in sorted(traces.path.rglob("*.npz")):

@@ -1,6 +1,6 @@
 """What recorded traces of real models are like, and what caches find in them.
 
-The traces are other people's and are not here; `--traces DIR` has their files as .npz in the form of
+The traces are other people's, and not all are here; `--traces DIR` has their files as .npz in the form of
 `moelab.trace.arrays`, in folders named as in `RECORDED`. Sources:
 
     bigmoeonedge       github.com/Helldez/BigMoeOnEdge at 2d4f2b11 (Apache-2.0)

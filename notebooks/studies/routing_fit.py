@@ -7,7 +7,7 @@ few texts, or the tokens of a single one, whose halves differ much by themselves
 texts; the mean of several draws is compared, in points of a percent. What the two parts of the
 trace differ by is shown beside it: less than that is luck.
 
-The traces are other people's and are not here: `--traces DIR` has their files as .npz in the
+The traces are other people's, and not all are here: `--traces DIR` has their files as .npz in the
 arrays' form (`moelab.trace.arrays`), in folders named as in `TRACES`. `--cards DIR` writes the fit to
 the whole trace as [routing] into the cards in DIR."""
 

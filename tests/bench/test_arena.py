@@ -49,6 +49,15 @@ def test_a_policy_of_ones_own_is_ranked_under_the_ceiling():
     assert bad.place == len(bad.standings)
 
 
+def test_several_memories_are_each_a_contest():
+    both = arena(MyLRU, share=(0.25, 0.5), **SMALL)
+    for share in (0.25, 0.5):
+        one = arena(MyLRU, share=share, **SMALL)
+        for text in TEXTS:
+            assert both.ceiling[f"{text}, {100 * share:g} %"] == one.ceiling[text]
+            assert both.own.scores[f"{text}, {100 * share:g} %"] == one.own.scores[text]
+
+
 def test_what_raises_is_told_and_breaks_nothing():
     contest = arena(Broken, **SMALL)
     assert "RuntimeError: no idea" in contest.own.error and "in victim" in contest.own.error

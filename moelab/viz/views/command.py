@@ -4,7 +4,6 @@ moelab view budget qwen.store -p share=37 -p policies=lru,zipmoe --output budget
 moelab view theatre --memory 25% -p way=hint --output theatre.csv
 moelab view model_map qwen.folder --output map.html
 moelab view budget trace.npz --model Qwen3-30B-A3B          # a routing trace of any engine
-moelab view arena mine:TakeTurns trace.npz                  # a class of mine.py
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import sys
 import webbrowser
 from collections.abc import Callable
 from pathlib import Path
-from runpy import run_path
 from shlex import quote
 from typing import Any
 
@@ -23,7 +21,6 @@ from moelab.base import registry
 from moelab.base.arguments import output, whole
 from moelab.base.files import atomic, small_model
 from moelab.base.table import filled
-from moelab.bench import arena as contests
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
@@ -51,12 +48,12 @@ def _word(value: Any) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("view", choices=views.__all__)
+    parser.add_argument("view", choices=[name for name in views.__all__ if name != "arena"])
     parser.add_argument(
         "what",
         nargs="*",
         help="a checkpoint folder, a store, a hub id, a routing trace or, for budget, a card's name "
-        "(default: the small model); of arena MODULE:CLASS, and a trace",
+        "(default: the small model)",
     )
     parser.add_argument(
         "--memory",
@@ -102,10 +99,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix not in WRITERS:
         raise ValueError(f"{args.output} must end in one of {', '.join(WRITERS)}")
-    most = {"arena": 2, "claims": 0}.get(args.view, 1)
-    if len(args.what) > most:
+    if len(args.what) > (most := args.view != "claims"):
         raise ValueError(
-            f"the view {args.view} takes {most} of what it is of, not {', '.join(args.what)}"
+            f"the view {args.view} takes {most:d} of what it is of, not {', '.join(args.what)}"
         )
     view = turned(_view(args), args.parameter)
     print(filled(view.words[0]))
@@ -124,9 +120,6 @@ def _view(args: argparse.Namespace) -> Any:
     make = getattr(views, args.view)
     what = args.what[0] if args.what else None
     how = {"tokens": args.tokens, "prompt": args.prompt}
-    if args.view == "arena":
-        traces = [load(path, args.model) for path in args.what[1:]]
-        return make(_class(what), *traces)
     if args.view == "budget" and (card := registry.like("model", what)):
         return make(card)
     if args.view in ("model_map", "claims"):
@@ -146,24 +139,6 @@ WRITERS: dict[str, Callable[[Any], bytes]] = {
     ".csv": lambda view: view.csv().encode(),
     ".png": lambda view: theme.render_png(view.figures[0]),
 }
-
-
-def _class(text: str | None) -> type:
-    """The class of "module:name", of a module in this folder, where no other is imported.
-    ValueError: there is none, or it is no cache policy."""
-    module, _, name = (text or "").partition(":")
-    sys.path.insert(0, "")
-    try:
-        found = run_path(f"{module}.py", run_name=module)[name]
-        contests.require_policy(found)
-        return found
-    except Exception as error:  # whatever the file itself raises, too
-        raise ValueError(
-            "the arena is of a class, as in `moelab view arena mine:TakeTurns` for TakeTurns "
-            f"of mine.py, not of {text!r}: {error}"
-        ) from error
-    finally:
-        sys.path.remove("")
 
 
 def turned(view: Any, assignments: list[str]) -> Any:
