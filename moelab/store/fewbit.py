@@ -45,8 +45,8 @@ from moelab.kernels.vectors import Kind
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
 from moelab.store.fewbit_kernels import round_groups
+from moelab.store.gptq import E2M1, GROUP, fit
 from moelab.store.headers import DTYPES, Shape, Tensors
-from moelab.store.rounding import E2M1, GROUP, fit
 
 BLOCK = 128
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
@@ -151,7 +151,7 @@ class Format(FewBits):
     def compress(self, data: Tensor, moments: Tensor | None = None) -> np.ndarray | None:
         """The blob of a tensor, uint8; None for one that stays as it is.
 
-        moments : of its inputs, which rounding then looks at (`moelab.store.rounding`)."""
+        moments : of its inputs, which rounding then looks at (`moelab.store.gptq`)."""
         w = data.mT if self.transposed and data.dim() > 1 else data
         fits = w.dim() > 1 and w.numel() and w.shape[-1] % GROUP == 0 and w.is_floating_point()
         if not fits or not w.abs().max().isfinite():

@@ -19,7 +19,11 @@ from torch import Tensor
 
 from moelab.kernels.products import KINDS, PACKED
 from moelab.store.fewbit import FewBits, widen
+from moelab.store.gptq import fit
 from moelab.store.headers import Shape
+
+#: types that rounding by data knows, and whose codes theirs are
+FITTED = {"Q8_0": "int8", "Q4_0": "int4"}
 
 
 @dataclass(frozen=True)
@@ -39,19 +43,38 @@ class GGMLFormat(FewBits):
             )
         return {"blocks": (torch.uint8, (*shape[:-1], shape[-1] // self.block * self.size), 1)}
 
-    def compress(self, data: Tensor) -> np.ndarray | None:
+    def compress(self, data: Tensor, moments: Tensor | None = None) -> np.ndarray | None:
         """The blob of a tensor, uint8, as gguf-py rounds; None for one that stays as it is, and of
-        types that gguf-py does not write."""
+        types that gguf-py does not write.
+
+        moments : of its inputs, at which rounding to one of `FITTED` looks (`moelab.store.gptq`)."""
         from gguf import GGMLQuantizationType, quants
 
-        fits = data.dim() > 1 and data.numel() and data.shape[-1] % self.block == 0
-        if not fits or not data.is_floating_point() or not data.abs().max().isfinite():
+        w = data.mT if self.transposed and data.dim() > 1 else data
+        fits = w.dim() > 1 and w.numel() and w.shape[-1] % self.block == 0
+        if not fits or not w.is_floating_point() or not w.abs().max().isfinite():
             return None
-        rows = data.detach().float().contiguous().numpy()
+        rows = w.detach().float().contiguous()
         try:
-            return quants.quantize(rows, GGMLQuantizationType[self.name]).reshape(-1)
+            blocks = quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind])
         except NotImplementedError:
             return None
+        if moments is not None and self.kind in FITTED:
+            blocks = self._fitted(rows, blocks, moments)
+        return blocks.reshape(-1)
+
+    def _fitted(self, w: Tensor, blocks: np.ndarray, moments: Tensor) -> np.ndarray:
+        """Blocks of weights [R, n], whose naive ones are given: an fp16 scale, then the codes, of
+        Q4_0 plus 8, those of the block's second half in the high bits."""
+        naive = torch.from_numpy(blocks.reshape(len(w), -1, self.size)[..., :2].copy())
+        naive = naive.view(torch.float16)[..., 0].float()
+        values, scales = fit(FITTED[self.kind], w, naive, moments, torch.float16)
+        codes = values.to(torch.int8).unflatten(1, (-1, self.block))
+        if self.kind == "Q4_0":
+            low, high = (codes + 8).chunk(2, -1)
+            codes = low | high << 4
+        scales = scales.half()[..., None].view(torch.int8)
+        return torch.cat([scales, codes], -1).view(torch.uint8).numpy()
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""

@@ -27,9 +27,12 @@ COLUMNS = 128  # are rounded before their errors reach all that are behind them
 TINY = 2.0**-126
 
 
-def fit(kind: str, w: Tensor, naive: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+def fit(
+    kind: str, w: Tensor, naive: Tensor, moments: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
     """(values, scales) of finite fp32 weights; no row's error is larger than that of rounding to
-    nearest with the `naive` scales. The scales of fp8, which rows share, are kept."""
+    nearest with the `naive` scales. Scales are numbers of a dtype; those of fp8, which rows share, are
+    kept."""
     full = moments.dim() > 1
     size = moments.diagonal() if full else moments
     moments = moments / size.mean().clamp_min(TINY)
@@ -39,7 +42,7 @@ def fit(kind: str, w: Tensor, naive: Tensor, moments: Tensor) -> tuple[Tensor, T
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         weight = 1 / inverse.diagonal()
     if kind != "fp8":
-        scales = _search(kind, w, naive, weight)
+        scales = _search(kind, w, naive, weight, dtype)
     plain = nearest(kind, _scaled(w, spread(naive)))
     if full:
         values = _feed_back(kind, w, spread(scales), size, inverse)
@@ -74,7 +77,7 @@ def _error(w: Tensor, values: Tensor, scales: Tensor, moments: Tensor) -> Tensor
     return ((d @ moments if moments.dim() > 1 else d * moments) * d).sum(1)
 
 
-def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor) -> Tensor:
+def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each group that makes Σ weight · (w − ŵ)² least, of those that are tried."""
     groups, weight = w.unflatten(1, (-1, GROUP)), weight.view(-1, GROUP)
     best = fitted = naive  # least squares for the codes of the best
@@ -83,7 +86,7 @@ def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor) -> Tensor:
         scales = fitted if factor is None else naive * factor
         if kind == "mxfp4":
             scales = scales.abs().clamp_min(TINY).log2().round().exp2()
-        scales = scales.bfloat16().float()
+        scales = scales.to(dtype).float()
         values = nearest(kind, _scaled(groups, scales[..., None]))
         error = ((values * scales[..., None] - groups).square() * weight).sum(2)
         better = error < least
