@@ -28,7 +28,7 @@ from moelab.base.records import Record
 from moelab.base.registry import require
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.checkpoint.gguf_names import ARCHITECTURES, FIELDS, OTHERS, TOKENS, places
+from moelab.checkpoint.gguf_names import ARCHITECTURES, CHANGED, FIELDS, TOKENS, places
 from moelab.checkpoint.opening import build
 from moelab.checkpoint.quantize import REMEDY, Inputs, quantize_expert, read_inputs
 from moelab.models import compat
@@ -107,10 +107,9 @@ def _lying(
             f"llama.cpp's {arch} has no place for {min(lost)}: it is not written as GGUF"
         )
     for key, names, rule, expert in found:
-        whole = saved[key].mT if rule.transposed else saved[key]
-        whole = whole.squeeze(1) if "conv" in key else whole
-        for name, part in zip(names, rule.split(twin.config, whole), strict=True):
-            yield name, rule.change[0](part) if rule.change else part, expert
+        whole = saved[key].squeeze(1) if "conv" in key else saved[key]
+        for name, part in zip(names, rule.parts(twin.config, whole), strict=True):
+            yield name, CHANGED[rule.change][0](part), expert
 
 
 def _experts(
@@ -164,17 +163,16 @@ def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> 
 def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
     """llama.cpp's name of a model's architecture, and what its config says by llama.cpp's keys."""
     config = checkpoint.config
-    fixed = {arch: more for arch, (*_, more) in ARCHITECTURES.items() if not callable(more)}
-    kinds = {ARCHITECTURES[arch][0]: arch for arch in reversed(fixed)}
-    kinds |= {OTHERS[arch][1]: arch for arch in fixed.keys() & OTHERS.keys()}
-    arch = kinds.get(config.model_type)
+    known = [of for of in ARCHITECTURES if of.written]
+    arch = next((of for of in known if of.type == config.model_type), None)
     rope = getattr(config, "rope_parameters", {})
-    taken = {} if arch is None else {**fixed[arch], "hidden_act": "silu"}
+    taken = {} if arch is None else arch.fixed | {"hidden_act": "silu"}
     wrong = [name for name, value in taken.items() if getattr(config, name, value) != value]
     if arch is None or wrong or rope["rope_type"] != "default":
         raise ValueError(
-            f"{checkpoint.folder} is {config.model_type}, and written as GGUF are {', '.join(kinds)}, "
-            f"as llama.cpp runs them (here differs {wrong}), without scaled positions"
+            f"{checkpoint.folder} is {config.model_type}, and written as GGUF are "
+            f"{', '.join(of.type for of in known)}, as llama.cpp runs them (here differs {wrong}), "
+            f"without scaled positions"
         )
     said = {"block_count": config.num_hidden_layers, "vocab_size": config.vocab_size}
     for key, fields in FIELDS.items():
@@ -186,10 +184,10 @@ def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
         "attention.value_length": size,
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(size * rope.get("partial_rotary_factor", 1)),
-        "expert_gating_func": ARCHITECTURES[arch][1],
+        "expert_gating_func": arch.scores,
         "leading_dense_block_count": _block(checkpoint.plan.layers[0].name),
     }
-    return arch, said
+    return arch.name, said
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:

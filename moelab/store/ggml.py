@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moelab.kernels.products import KINDS, PACKED
 from moelab.store.fewbit import FewBits, widen
-from moelab.store.gptq import fit
+from moelab.store.gptq import fit, naive_scales
 from moelab.store.headers import Shape
 
 #: types that rounding by data knows, and whose codes theirs are
@@ -50,31 +50,26 @@ class GGMLFormat(FewBits):
         moments : of its inputs, at which rounding to one of `FITTED` looks (`moelab.store.gptq`)."""
         from gguf import GGMLQuantizationType, quants
 
-        w = data.mT if self.transposed and data.dim() > 1 else data
-        fits = w.dim() > 1 and w.numel() and w.shape[-1] % self.block == 0
-        if not fits or not w.is_floating_point() or not w.abs().max().isfinite():
-            return None
-        rows = w.detach().float().contiguous()
-        try:
-            blocks = quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind])
-        except NotImplementedError:
+        if (rows := self.rows(data, self.block)) is None:
             return None
         if moments is not None and self.kind in FITTED:
-            blocks = self._fitted(rows, blocks, moments)
-        return blocks.reshape(-1)
+            return self._fitted(rows, moments)
+        try:
+            return quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind]).reshape(-1)
+        except NotImplementedError:
+            return None
 
-    def _fitted(self, w: Tensor, blocks: np.ndarray, moments: Tensor) -> np.ndarray:
-        """Blocks of weights [R, n], whose naive ones are given: an fp16 scale, then the codes, of
-        Q4_0 plus 8, those of the block's second half in the high bits."""
-        naive = torch.from_numpy(blocks.reshape(len(w), -1, self.size)[..., :2].copy())
-        naive = naive.view(torch.float16)[..., 0].float()
-        values, scales = fit(FITTED[self.kind], w, naive, moments, torch.float16)
+    def _fitted(self, w: Tensor, moments: Tensor) -> np.ndarray:
+        """The blob of weights [R, n]: of each block an fp16 scale, then the codes, of Q4_0 plus 8, those
+        of its second half in the high bits."""
+        kind, half = FITTED[self.kind], torch.float16
+        values, scales = fit(kind, w, naive_scales(kind, w, half), moments, half)
         codes = values.to(torch.int8).unflatten(1, (-1, self.block))
-        if self.kind == "Q4_0":
+        if kind == "int4":
             low, high = (codes + 8).chunk(2, -1)
             codes = low | high << 4
-        scales = scales.half()[..., None].view(torch.int8)
-        return torch.cat([scales, codes], -1).view(torch.uint8).numpy()
+        scales = scales.to(half)[..., None].view(torch.int8)
+        return torch.cat([scales, codes], -1).view(torch.uint8).view(-1).numpy()
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""

@@ -43,24 +43,42 @@ def fit(
         weight = 1 / inverse.diagonal()
     if kind != "fp8":
         scales = _search(kind, w, naive, weight, dtype)
-    plain = nearest(kind, _scaled(w, spread(naive)))
+    plain = nearest(kind, scaled(w, spread(naive)))
     if full:
         values = _feed_back(kind, w, spread(scales), size, inverse)
     else:
-        values = nearest(kind, _scaled(w, spread(scales)))
+        values = nearest(kind, scaled(w, spread(scales)))
     better = _error(w, values, scales, moments) <= _error(w, plain, naive, moments)
     better = better[:, None]
     return torch.where(better, values, plain), torch.where(better, scales, naive)
 
 
+def naive_scales(kind: str, w: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The scales [R, n/32] that give each group's widest weight, int4's first one of several, its
+    widest code."""
+    groups = w.unflatten(1, (-1, GROUP))
+    sizes = groups.abs()
+    widest = sizes.amax(2)
+    if kind == "mxfp4":
+        return (_power(widest) / 4).clamp_min(TINY / 2)
+    if kind == "int4":
+        widest = groups.gather(2, sizes.argmax(2, keepdim=True))[..., 0]
+    return (widest / (-8 if kind == "int4" else 127)).to(dtype).float()
+
+
 def nearest(kind: str, w: Tensor) -> Tensor:
-    """The nearest values of a kind's codes."""
+    """The nearest values of a kind's codes, of two the even code's."""
     if kind == "fp8":
         return w.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     if kind == "mxfp4":
-        values = torch.tensor(E2M1)
-        return values[torch.bucketize(w.abs(), (values[1:] + values[:-1]) / 2)].copysign(w)
+        step = _power(w).clamp_min(1) / 2
+        return ((w / step).round() * step).clamp(-6, 6)
     return w.round().clamp(*INTEGERS[kind])
+
+
+def _power(w: Tensor) -> Tensor:
+    """The largest power of two that is at most |w|; 0 below `TINY`."""
+    return (w.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def spread(scales: Tensor) -> Tensor:
@@ -68,7 +86,7 @@ def spread(scales: Tensor) -> Tensor:
     return scales.repeat_interleave(GROUP, 1)
 
 
-def _scaled(w: Tensor, scales: Tensor) -> Tensor:
+def scaled(w: Tensor, scales: Tensor) -> Tensor:
     return w / scales.masked_fill(scales == 0, torch.inf)
 
 
@@ -87,7 +105,7 @@ def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor, dtype: torch.dt
         if kind == "mxfp4":
             scales = scales.abs().clamp_min(TINY).log2().round().exp2()
         scales = scales.to(dtype).float()
-        values = nearest(kind, _scaled(groups, scales[..., None]))
+        values = nearest(kind, scaled(groups, scales[..., None]))
         error = ((values * scales[..., None] - groups).square() * weight).sum(2)
         better = error < least
         square = (values.square() * weight).sum(2).clamp_min(TINY)
@@ -105,7 +123,7 @@ def _feed_back(kind: str, w: Tensor, scales: Tensor, size: Tensor, inverse: Tens
     for begin in range(0, len(size), COLUMNS):
         end = min(begin + COLUMNS, len(size))
         for j in range(begin, end):
-            values[:, j] = nearest(kind, _scaled(left[:, j], scales[:, j]))
+            values[:, j] = nearest(kind, scaled(left[:, j], scales[:, j]))
             # what is left becomes its error
             left[:, j] = (left[:, j] - values[:, j] * scales[:, j]) / factor[j, j]
             left[:, j + 1 : end] -= left[:, j, None] * factor[j, j + 1 : end]
