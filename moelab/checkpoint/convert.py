@@ -96,13 +96,8 @@ def _inputs(checkpoint: Checkpoint, quantize: str | None, calibration: Any) -> I
     """What rounding looks at; ValueError for another model's, or for none where there must be some."""
     if quantize:
         fewbit.require_rounding(quantize)
-    if quantize and calibration is not None:
-        return read_inputs(calibration, checkpoint.spec, checkpoint.identity)
-    if quantize and quantize.startswith("auto"):
-        raise ValueError(
-            f"{quantize} looks at what experts are given: give the file of `moelab calibrate MODEL FILE "
-            f"--inputs 4096` as calibration"
-        )
+        if calibration is not None or quantize.startswith("auto"):
+            return read_inputs(calibration, checkpoint.spec, checkpoint.identity)
     return None
 
 

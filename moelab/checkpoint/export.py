@@ -14,7 +14,6 @@ import re
 import warnings
 from collections.abc import Iterator
 from itertools import chain
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from moelab.models import compat
 from moelab.models.experts import seam_of
 from moelab.store.codec import Blobs
 from moelab.store.ggml import FITTED
+from moelab.store.headers import block_of, nbytes
 from moelab.store.layout import ExpertStore
 
 KINDS = ("Q8_0", "Q4_0", "BF16")
@@ -140,14 +140,13 @@ def _block(name: str) -> int:
 
 def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> dict[str, int]:
     """Write what comes before the tensors, and leave place for these; where they begin."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGMLQuantizationType
 
     for name, shape in shapes.items():
-        fits = shape[-1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 0
         plain = len(shape) == 1 or PLAIN.fullmatch(name)
-        found = GGMLQuantizationType["F32" if plain else kind if fits else "BF16"]
-        block, size = GGML_QUANT_SIZES[found]
-        writer.add_tensor_info(name, shape, np.float32, prod(shape) // block * size, found)
+        found = "F32" if plain else "BF16" if shape[-1] % block_of(kind)[0] else kind
+        form = GGMLQuantizationType[found]
+        writer.add_tensor_info(name, shape, np.float32, nbytes(found, shape), form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -81,6 +81,7 @@ class Metadata(dict[str, Any]):
     "blk.N."."""
 
     def __init__(self, values: Record, header: Header) -> None:
+        super().__init__(TABLES["defaults"])
         self.arch = values.get("general.architecture")
         for name, value in values.items():
             if name.startswith(f"{self.arch}."):
@@ -138,7 +139,7 @@ def _latent(m: Metadata) -> Record:
         m.get(f"attention.{of}_length_mla", m.get(f"attention.{of}_length"))
         for of in ("key", "value")
     )
-    grouped = m.get("expert_group_count", 1) > 1
+    grouped = m["expert_group_count"] > 1
     return {
         "num_key_value_heads": m["attention.head_count"],
         "qk_rope_head_dim": rotary,
@@ -211,8 +212,8 @@ def config_of(values: Record, header: Header) -> Any:
                 facts[field] = m[key]
             elif key in TABLES["optional"]:
                 facts[field] = m.get(key) or None
-            elif (value := m.get(key, TABLES["defaults"].get(key))) is not None:
-                facts[field] = value
+            elif key in m:
+                facts[field] = m[key]
     head_dim = m.get("attention.key_length") or m["embedding_length"] // m["attention.head_count"]
     facts["rope_parameters"] = _rope(m, head_dim)
     if "linear_value_head_dim" in there:
@@ -409,13 +410,14 @@ def _entry(config: Any, key: str, rule: Rule, parts: list[Stored], shape: Shape)
         return first._replace(shape=shape) if same else first
     if len(shape) == 1 or key.endswith("_bias"):  # vectors are columns
         parts = [part._replace(shape=(*part.shape, 1)) for part in parts]
+    rows = make = None
     if not rule.rows:
         make = partial(_gathered, rule, config, shape)
-        return Made(tuple(parts), None, make, shape, first.dtype)
-    index = torch.arange(sum(part.shape[-2] for part in parts))
-    order = torch.cat([*SPLITS[rule.split](config, index[:, None])])[:, 0]
-    rows = None if torch.equal(order, index) else order.argsort()
-    return Made(tuple(parts), rows, None, shape, first.dtype, rule.transposed)
+    else:
+        index = torch.arange(sum(part.shape[-2] for part in parts))
+        order = torch.cat([*SPLITS[rule.split](config, index[:, None])])[:, 0]
+        rows = None if torch.equal(order, index) else order.argsort()
+    return Made(tuple(parts), rows, make, shape, first.dtype, rule.transposed)
 
 
 def _gathered(rule: Rule, config: Any, shape: Shape, parts: Parts) -> Tensor:

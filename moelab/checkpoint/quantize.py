@@ -28,9 +28,8 @@ from moelab.base.schema import FLOATS, checked
 from moelab.base.specs import MoESpec
 from moelab.models.experts import SeamExperts, Weights, seam_of
 from moelab.models.identity import same_source
-from moelab.store import fewbit
 from moelab.store.codec import Blobs
-from moelab.store.ggml import GGML
+from moelab.store.codecs import read_codec
 from moelab.store.layout import checksum
 
 #: of a token that the router sent elsewhere, beside the mean of an expert's own
@@ -98,7 +97,8 @@ def read_inputs(calibration: Any, spec: MoESpec, model_id: str) -> Inputs:
         inputs = load_tensors(calibration, FORMAT, "calibration", REMEDY, {"model_id": str}, read)
     if inputs is None:
         raise ValueError(
-            f"{calibration} counts experts, but has none of their inputs: {REMEDY} has them"
+            f"rounding is to look at what experts are given, and {calibration or 'no calibration'} has none "
+            f"of their inputs: make one by `{REMEDY}`"
         )
     return inputs.require(model_id)
 
@@ -115,8 +115,7 @@ def quantize_expert(
     forms : a format or one of GGML's types, or that of each by name.    inputs : as of `Inputs.of`."""
     for name, tensor in tensors.items():
         found = forms if isinstance(forms, str) else forms.get(name, CHOICES[-1])
-        form = GGML[found] if found in GGML else fewbit.find_format(found)
-        form = form.T if experts.is_transposed else form
+        form = read_codec(found + ".T" * experts.is_transposed)
         if name in blobs and blobs[name][0] == form:
             continue
         blobs.pop(name, None)
@@ -176,7 +175,7 @@ def measured(
     for name, tensor in wide.items():
         found = []
         for kind in CHOICES:
-            form = fewbit.find_format(kind + ".T" * experts.is_transposed)
+            form = read_codec(kind + ".T" * experts.is_transposed)
             if (blob := form.compress(tensor)) is None:
                 break
             form.decompress(blob, rounded := torch.empty_like(tensor))

@@ -44,7 +44,7 @@ from moelab.kernels.vectors import BLOCK as PART
 from moelab.kernels.vectors import Kind
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
-from moelab.store.gptq import E2M1, GROUP, fit, naive_scales, nearest, scaled, spread
+from moelab.store.gptq import E2M1, GROUP, fit, naive_scales, rounded, spread
 from moelab.store.headers import DTYPES, Shape, Tensors
 
 BLOCK = 128
@@ -162,7 +162,7 @@ class Format(FewBits):
         if (rows := self.rows(data)) is None:
             return None
         parts = rows.split(BLOCK if moments is None else len(rows))  # which a cache holds
-        codes, scales = zip(*(_rounded(self.kind, part, moments) for part in parts))
+        codes, scales = zip(*(_coded(self.kind, part, moments) for part in parts))
         return joined(*codes, *scales)
 
     def decompress(self, blob: Any, out: Tensor) -> None:
@@ -208,7 +208,7 @@ def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
     return scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
 
 
-def _rounded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor]:
+def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor]:
     """Codes and scales of finite weights, fp32 [R, n]."""
     if kind == "fp8":
         R, n = w.shape
@@ -219,7 +219,7 @@ def _rounded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tens
     else:
         naive = naive_scales(kind, w)
     if moments is None:
-        values, found = nearest(kind, scaled(w, spread(naive))), naive
+        values, found = rounded(kind, w, spread(naive)), naive
     else:
         values, found = fit(kind, w, naive, moments)
     if kind == "fp8":
@@ -229,7 +229,8 @@ def _rounded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tens
     if kind == "int4":
         codes, found = (values + 8).byte(), found.bfloat16()
     else:
-        codes = torch.bucketize(values.abs(), torch.tensor(E2M1)).byte()
+        size = values.abs()
+        codes = torch.where(size < 1, 2 * size, (size.view(torch.int32) >> 22) - 252).byte()
         codes |= values.signbit().byte() << 3
         found = (found.view(torch.int32) >> 23).byte()
     return codes[:, ::2] | codes[:, 1::2] << 4, found

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.files import beside
 from moelab.kernels.products import KINDS, PACKED
 from moelab.store.fewbit import FewBits, widen
 from moelab.store.gptq import fit, naive_scales
@@ -100,21 +101,4 @@ class GGMLFormat(FewBits):
 
 
 #: GGML's name of a type → its format
-GGML: dict[str, GGMLFormat] = {
-    name: GGMLFormat(name, block, size)
-    for name, block, size in (
-        ("Q8_0", 32, 34),
-        ("Q4_0", 32, 18),
-        ("Q4_1", 32, 20),
-        ("Q5_0", 32, 22),
-        ("Q5_1", 32, 24),
-        ("MXFP4", 32, 17),
-        ("IQ4_NL", 32, 18),
-        ("Q2_K", 256, 84),
-        ("Q3_K", 256, 110),
-        ("Q4_K", 256, 144),
-        ("Q5_K", 256, 176),
-        ("Q6_K", 256, 210),
-        ("IQ4_XS", 256, 136),
-    )
-}
+GGML = {name: GGMLFormat(name, *of) for name, of in beside(__file__).items()}

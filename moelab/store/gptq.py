@@ -43,11 +43,11 @@ def fit(
         weight = 1 / inverse.diagonal()
     if kind != "fp8":
         scales = _search(kind, w, naive, weight, dtype)
-    plain = nearest(kind, scaled(w, spread(naive)))
+    plain = rounded(kind, w, spread(naive))
     if full:
         values = _feed_back(kind, w, spread(scales), size, inverse)
     else:
-        values = nearest(kind, scaled(w, spread(scales)))
+        values = rounded(kind, w, spread(scales))
     better = _error(w, values, scales, moments) <= _error(w, plain, naive, moments)
     better = better[:, None]
     return torch.where(better, values, plain), torch.where(better, scales, naive)
@@ -66,8 +66,9 @@ def naive_scales(kind: str, w: Tensor, dtype: torch.dtype = torch.bfloat16) -> T
     return (widest / (-8 if kind == "int4" else 127)).to(dtype).float()
 
 
-def nearest(kind: str, w: Tensor) -> Tensor:
-    """The nearest values of a kind's codes, of two the even code's."""
+def rounded(kind: str, w: Tensor, scales: Tensor) -> Tensor:
+    """Of weights, each with its scale, the nearest values of a kind's codes, of two the even code's."""
+    w = w / scales.masked_fill(scales == 0, torch.inf)
     if kind == "fp8":
         return w.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     if kind == "mxfp4":
@@ -86,10 +87,6 @@ def spread(scales: Tensor) -> Tensor:
     return scales.repeat_interleave(GROUP, 1)
 
 
-def scaled(w: Tensor, scales: Tensor) -> Tensor:
-    return w / scales.masked_fill(scales == 0, torch.inf)
-
-
 def _error(w: Tensor, values: Tensor, scales: Tensor, moments: Tensor) -> Tensor:
     d = values * spread(scales) - w
     return ((d @ moments if moments.dim() > 1 else d * moments) * d).sum(1)
@@ -105,7 +102,7 @@ def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor, dtype: torch.dt
         if kind == "mxfp4":
             scales = scales.abs().clamp_min(TINY).log2().round().exp2()
         scales = scales.to(dtype).float()
-        values = nearest(kind, scaled(groups, scales[..., None]))
+        values = rounded(kind, groups, scales[..., None])
         error = ((values * scales[..., None] - groups).square() * weight).sum(2)
         better = error < least
         square = (values.square() * weight).sum(2).clamp_min(TINY)
@@ -123,7 +120,7 @@ def _feed_back(kind: str, w: Tensor, scales: Tensor, size: Tensor, inverse: Tens
     for begin in range(0, len(size), COLUMNS):
         end = min(begin + COLUMNS, len(size))
         for j in range(begin, end):
-            values[:, j] = nearest(kind, scaled(left[:, j], scales[:, j]))
+            values[:, j] = rounded(kind, left[:, j], scales[:, j])
             # what is left becomes its error
             left[:, j] = (left[:, j] - values[:, j] * scales[:, j]) / factor[j, j]
             left[:, j + 1 : end] -= left[:, j, None] * factor[j, j + 1 : end]

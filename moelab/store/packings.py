@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.files import beside
 from moelab.base.records import Record
 from moelab.store import fewbit
 from moelab.store.codec import rows_in_blocks
@@ -38,35 +39,8 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of 
 # ---------------------------------------------------------------------------------------------
 # from a config.json
 
-_FORMATS = ("none", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_WEIGHTS = "config_groups.*.weights."
-#: method → field of its quantization_config, with * for every member → what is read there, as text
-#: in lower case; "none" where a field is missing
-READ: dict[str, dict[str, tuple[str, ...]]] = {
-    "gptq": {
-        "bits": ("4", "8"),
-        "checkpoint_format": ("none", "gptq", "gptq_v2"),
-        "zero_point": ("none", "true"),
-        "dynamic.*": ("none", "{}"),  # layers that are left out, and no others' bits
-    },
-    "awq": {"bits": ("4",), "version": ("none", "gemm"), "zero_point": ("none", "true")},
-    "compressed-tensors": {
-        "kv_cache_scheme": ("none", "{}"),
-        "transform_config": ("none", "{}"),
-        "sparsity_config.format": ("none", "dense"),
-        "format": (*_FORMATS, "mixed-precision"),
-        "config_groups.*.format": _FORMATS,
-        _WEIGHTS + "type": ("none", "int", "float"),
-        _WEIGHTS + "num_bits": ("4", "8"),
-        _WEIGHTS + "strategy": ("tensor", "channel", "group", "block"),
-        _WEIGHTS + "block_structure": ("none", "128x128", "[128, 128]"),
-        _WEIGHTS + "actorder": ("none", "false", "static", "weight"),
-        # what would be quantised as it comes stays as it is: more exact than the model's own
-        "config_groups.*.input_activations.dynamic": ("none", "true"),
-        "config_groups.*.output_activations.dynamic": ("none", "true"),
-        "packed widths": ("[]", "[4]", "[8]"),
-    },
-}
+#: method → field of its quantization_config → what is read there
+READ: dict[str, dict[str, list[str]]] = beside(__file__)
 
 
 def scheme(config: Record, checkpoint: str = "the checkpoint") -> tuple[str, int]:
