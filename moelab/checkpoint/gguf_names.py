@@ -32,15 +32,16 @@ Parts = list[Tensor]
 
 
 class Made(NamedTuple):
-    """A tensor of a checkpoint that differs from what lies in a GGUF file, or is made of several.
+    """A tensor of a checkpoint that differs from what lies in a GGUF file, or is made of several;
+    beside `Stored`, in whose place it can be.
 
-    stored : the tensors of the file, or slices of them.
+    parts : the tensors of the file, or slices of them.
     rows : which of their rows, one part's after the other's, is each of its own; None for all as
         they are. No block is cut, so they can stay packed.
     make : of decoded parts, what no order of rows can give; else None.
     transposed : whether its last two dimensions are exchanged then."""
 
-    stored: tuple[Stored, ...]
+    parts: tuple[Stored, ...]
     rows: Tensor | None
     make: Callable[[Parts], Tensor] | None
     shape: Shape
@@ -49,25 +50,29 @@ class Made(NamedTuple):
 
     @property
     def file(self) -> Path:
-        return self.stored[0].file
+        return self.parts[0].file
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     def slice(self, i: int, rows: int = 1) -> Made:
         """The i-th of its parts of so many experts, where these are stacked."""
-        parts = tuple(part.slice(i, rows) for part in self.stored)
-        return self._replace(stored=parts, shape=(rows, *self.shape[1:]))
+        parts = tuple(part.slice(i, rows) for part in self.parts)
+        return self._replace(parts=parts, shape=(rows, *self.shape[1:]))
 
     def empty(self, device: str = "cpu") -> Tensor:
         """A new tensor of its shape, fp32, as its parts are decoded."""
         return torch.empty(self.shape, device=device)
 
-    def join(self, parts: Parts) -> Tensor:
+    def join(self, read: Parts) -> Tensor:
         """Its rows, of the parts' decoded values or of their packed rows (uint8)."""
-        joined = torch.cat(parts, -2)
+        joined = torch.cat(read, -2)
         return joined if self.rows is None else joined.index_select(-2, self.rows)
 
-    def values(self, parts: Parts) -> Tensor:
+    def values(self, read: Parts) -> Tensor:
         """The tensor, of the parts' decoded values."""
-        made = self.make(parts) if self.make else self.join(parts)
+        made = self.make(read) if self.make else self.join(read)
         return (made.mT if self.transposed else made).reshape(self.shape)
 
 

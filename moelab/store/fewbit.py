@@ -171,10 +171,8 @@ class Format(FewBits):
         target = out.mT if self.transposed else out
         if not _kernel_widens(self, codes, scales, target):
             target.copy_(self.dequantize(codes, scales).view(target.shape))
-        elif target.is_contiguous():
-            widen(PACKED[self.kind], codes, scales, target)
         else:
-            made = torch.empty(target.shape, dtype=target.dtype)
+            made = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
             target.copy_(widen(PACKED[self.kind], codes, scales, made))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
@@ -189,18 +187,6 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """fp32 [..., n/32, 32] of blocks uint8 [..., n/32, 16] and scales uint8 [..., n/32]."""
     values = _E2M1.to(blocks.device)[blocks.int()].flatten(-2)
     return torch.ldexp(values, scales.int()[..., None] - 127)
-
-
-def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.float()[..., None]
-
-
-def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    return (nibbles(codes).float() - 8) * scales.float()[..., None]
-
-
-def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * spread_blocks(scales, *codes.shape)
 
 
 def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
@@ -239,11 +225,23 @@ def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
 FORMATS: dict[str, Entry] = {
     "int8": Entry(
-        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
+        Format(
+            "int8",
+            torch.int8,
+            32,
+            torch.bfloat16,
+            lambda codes, scales: codes.float() * scales.float()[..., None],
+        ),
         "8.5 bits a weight: nearly lossless",
     ),
     "fp8": Entry(
-        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
+        Format(
+            "fp8",
+            torch.float8_e4m3fn,
+            0,
+            torch.float32,
+            lambda codes, scales: codes.float() * spread_blocks(scales, *codes.shape),
+        ),
         "8 bits, as DeepSeek-V3 and Qwen3 are published",
     ),
     "mxfp4": Entry(
@@ -251,7 +249,13 @@ FORMATS: dict[str, Entry] = {
         "4.25 bits, as GPT-OSS is published",
     ),
     "int4": Entry(
-        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
+        Format(
+            "int4",
+            torch.uint8,
+            16,
+            torch.bfloat16,
+            lambda codes, scales: (nibbles(codes).float() - 8) * scales.float()[..., None],
+        ),
         "4.5 bits: the most accurate of the four-bit formats",
     ),
 }

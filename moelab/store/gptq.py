@@ -48,8 +48,7 @@ def fit(
         values = _feed_back(kind, w, spread(scales), size, inverse)
     else:
         values = rounded(kind, w, spread(scales))
-    better = _error(w, values, scales, moments) <= _error(w, plain, naive, moments)
-    better = better[:, None]
+    better = (_error(w, values, scales, moments) <= _error(w, plain, naive, moments))[:, None]
     return torch.where(better, values, plain), torch.where(better, scales, naive)
 
 

@@ -61,9 +61,24 @@ class Stored(NamedTuple):
     key: str = ""
     first: int = 0
 
+    # one that is put together of several is `moelab.checkpoint.gguf_names.Made`
+    rows = make = None
+    transposed = False
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """What it is read from."""
+        return (self,)
+
     @property
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)
+
+    def join(self, read: list[torch.Tensor]) -> torch.Tensor:
+        """It, of what was read of its parts, decoded or not."""
+        return read[0]
+
+    values = join
 
     def empty(self) -> torch.Tensor:
         """A new tensor to read it into; of a GGML type the bytes of its rows, uint8."""
