@@ -37,7 +37,7 @@ from moelab.store.ggml import FITTED
 from moelab.store.headers import block_of, nbytes
 from moelab.store.layout import ExpertStore
 
-KINDS = ("Q8_0", "Q4_0", "BF16")
+KINDS = (*FITTED, "BF16")
 #: what stays fp32, by its name
 PLAIN = re.compile(r".*(_norm|_inp\w*|conv\w*)\.weight|.*(?<!\.weight)")
 

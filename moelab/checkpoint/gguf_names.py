@@ -61,10 +61,6 @@ class Made(NamedTuple):
         parts = tuple(part.slice(i, rows) for part in self.parts)
         return self._replace(parts=parts, shape=(rows, *self.shape[1:]))
 
-    def empty(self, device: str = "cpu") -> Tensor:
-        """A new tensor of its shape, fp32, as its parts are decoded."""
-        return torch.empty(self.shape, device=device)
-
     def join(self, read: Parts) -> Tensor:
         """Its rows, of the parts' decoded values or of their packed rows (uint8)."""
         joined = torch.cat(read, -2)
@@ -176,7 +172,7 @@ class Architecture(NamedTuple):
 TABLES = beside(__file__)
 ARCHITECTURES = [Architecture(**of) for of in TABLES["architectures"]]
 #: key of the metadata → fields that may state it
-FIELDS: dict[str, str] = TABLES["needed"] | TABLES["optional"] | TABLES["fields"]
+FIELDS = TABLES["needed"] | TABLES["optional"] | TABLES["fields"]
 TOKENS = {"bos": "bos", "eos": "eos", "pad": "padding"}
 #: keys that change what is computed, so that one without a word for it must not be ignored
 CHANGES = re.compile(
@@ -321,7 +317,8 @@ def _tiled(config: Any, of: Tensor) -> Parts:
     return [torch.cat([of[:before], heads.transpose(0, 1).flatten(0, 2)])]
 
 
-SPLITS: dict[str, Callable[[Any, Tensor], Parts]] = {
+#: name → the parts in a file of a tensor, by the config
+SPLITS = {
     "": lambda config, of: [of],
     "in_pairs": _in_pairs,
     "halves": lambda config, of: of.chunk(2, -2),
@@ -332,7 +329,7 @@ SPLITS: dict[str, Callable[[Any, Tensor], Parts]] = {
     "tiled_columns": lambda config, of: [_tiled(config, of.mT)[0].mT],
 }
 #: what is done to each value, and undone
-CHANGED: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+CHANGED = {
     "": (lambda of: of, lambda of: of),
     "decay": (lambda of: -of.exp(), lambda of: (-of).log()),
     "shift": (lambda of: of + 1, lambda of: of - 1),

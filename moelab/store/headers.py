@@ -27,9 +27,9 @@ Tensors = dict[str, torch.Tensor]
 WEIGHT_MAP = "model.safetensors.index.json"
 _KNOWN = beside(__file__)
 #: endings of files of weights; safetensors alone are read
-OTHER_WEIGHTS: list[str] = _KNOWN["other_weights"]
+OTHER_WEIGHTS = _KNOWN["other_weights"]
 #: safetensors' name of a type → torch's
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, of) for name, of in _KNOWN["dtypes"].items()}
+DTYPES = {name: getattr(torch, of) for name, of in _KNOWN["dtypes"].items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

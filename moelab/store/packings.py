@@ -19,7 +19,7 @@ one for an output, for a matrix, or for blocks of 128 × 128. Zero points of "gp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -40,7 +40,7 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of 
 # from a config.json
 
 #: method → field of its quantization_config → what is read there
-READ: dict[str, dict[str, list[str]]] = beside(__file__)
+READ = beside(__file__)
 
 
 def scheme(config: Record, checkpoint: str = "the checkpoint") -> tuple[str, int]:
@@ -139,7 +139,7 @@ def _awq(t: Tensors, bits: int) -> Tensor:
 
 #: kind → (names of tensors, as they may follow each other in a blob; what makes weights [R, n] of
 #: them)
-KINDS: dict[str, tuple[str, Callable[[Tensors, int], Tensor]]] = {
+KINDS = {
     "compressed-tensors": (
         "weight_packed weight weight_scale weight_zero_point weight_shape",
         _compressed,
