@@ -152,6 +152,26 @@ def static_sets(results: Mapping[str, Any]) -> Figure:
     return intervals(found, "points of hit rate (95 % over texts)", kind="exact", height=320)
 
 
+def guide(results: Mapping[str, Any]) -> Figure:
+    """KL of a quarter of the experts in int8, chosen in several ways, over that of the popular ones;
+    `results` of bench rounding."""
+    end = ": who gets more bits (measured)"
+    name = "KL less popularity's"
+    found = {
+        title.removesuffix(end): {
+            way: tuple(
+                100 * row[key] / rows["popularity"]["KL"]
+                for key in (name, f"{name}, low", f"{name}, high")
+            )
+            for way, row in rows.items()
+            if name in row
+        }
+        for title, rows in results.items()
+        if title.endswith(end)
+    }
+    return intervals(found, "KL more than popularity's (%)", kind="measured", height=300)
+
+
 def planned(results: Mapping[str, Any]) -> Figure:
     """A token's time by what memory holds, on fitted routing and on independent draws; `results` of
     bench referee."""
@@ -280,6 +300,7 @@ FINDINGS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], Figure]]] = {
     "findings/estimators": (bench("recall_and_misses"), estimators),
     "findings/dropping": (bench("ane_accuracy"), dropping),
     "findings/static_sets": (bench("referee"), static_sets),
+    "findings/guide": (bench("rounding"), guide),
     "findings/planned": (bench("referee"), planned),
     "findings/routing": (bench("routing_fit"), routing),
     "findings/next_use": (bench("policies"), next_use),

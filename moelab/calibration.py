@@ -15,7 +15,7 @@ import torch
 from moelab.base.files import absolute, load_tensors, save_tensors
 from moelab.base.schema import Count, checked, naming
 from moelab.base.specs import MoESpec
-from moelab.checkpoint.rounding import FORMAT, Inputs
+from moelab.checkpoint.quantize import FORMAT, Inputs
 from moelab.models.identity import same_source
 from moelab.trace import DECODE, PREFILL, RoutingTrace, counted, popularity
 from moelab.trace.foreign import model_of

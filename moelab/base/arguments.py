@@ -106,13 +106,8 @@ def one_of(names: Iterable[str]) -> Callable[[str], str]:
     known = {name.lower(): name for name in names}
 
     def read(text: str) -> str:
-        try:
-            require(
-                "choice", name := text if text in names else known.get(text.lower(), text), names
-            )
-        except ValueError as error:
-            raise ArgumentTypeError(str(error)) from None
-        return name
+        name = text if text in names else known.get(text.lower(), text)
+        return checked(lambda of: require("choice", of, names))(name)
 
     return read
 

@@ -40,7 +40,7 @@ from moelab.base.specs import MoESpec
 from moelab.bench.implant import TOKENS_FILE, Routing, implant
 from moelab.cards import load_model
 from moelab.checkpoint.experts import store_layers
-from moelab.checkpoint.rounding import quantize_expert
+from moelab.checkpoint.quantize import quantize_expert
 from moelab.models import (
     compat,
     deepseek,  # noqa: F401  (makes transformers know it)

@@ -31,7 +31,7 @@ from moelab.base.schema import blamed
 from moelab.base.specs import DTYPE_BYTES, MoESpec
 from moelab.cards import load_card
 from moelab.checkpoint.config import load_config
-from moelab.checkpoint.gguf import GGUF, Decoded, file_of, parts_of, weights_of
+from moelab.checkpoint.gguf import GGUF, Decoded, file_of, weights_of
 from moelab.checkpoint.gguf_names import Made
 from moelab.checkpoint.plan import FLOATS, LoadingPlan, make_plan
 from moelab.models.experts import shapes
@@ -226,7 +226,7 @@ class Checkpoint:
 
     def weights(self, entry: Stored | Made) -> torch.Tensor:
         """The weights of an entry of `tensors`: as stored, or fp32 where they are decoded."""
-        return weights_of(entry, [self.read(part) for part in parts_of(entry)])
+        return weights_of(entry, [self.read(part) for part in entry.parts])
 
 
 def locate(source: str | Path | None) -> tuple[str, Path]:

@@ -25,8 +25,8 @@ from moelab.base.forks import in_children
 from moelab.base.progress import progress
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts, Piece, few_bits, store_layers
+from moelab.checkpoint.quantize import Inputs, plan_bits, quantize_expert, read_inputs
 from moelab.checkpoint.restore import blobs_of, pieces, places
-from moelab.checkpoint.rounding import Inputs, plan_bits, quantize_expert, read_inputs
 from moelab.models.experts import Weights, seam_of
 from moelab.store import codecs, fewbit
 from moelab.store.codec import Blobs
@@ -53,7 +53,7 @@ def convert(
     destination : the store's folder; until it is whole and verified, `destination.part`.
     codec : how exponents are compressed; see `moelab.store.codecs`.
     quantize : a name of `moelab.names("format")`, to which the experts' matrices are rounded, or
-        "auto:4.5", which gives each a format within so many bits a weight (`checkpoint.rounding`); what
+        "auto:4.5", which gives each a format within so many bits a weight (`checkpoint.quantize`); what
         does not fit keeps its bits. The store's model is then another one than the source, which
         cannot be restored.
     calibration : a `Calibration` with inputs, or its file: what rounding then looks at.
@@ -96,16 +96,8 @@ def _inputs(checkpoint: Checkpoint, quantize: str | None, calibration: Any) -> I
     """What rounding looks at; ValueError for another model's, or for none where there must be some."""
     if quantize:
         fewbit.require_rounding(quantize)
-    if isinstance(calibration, str | Path):
-        calibration = read_inputs(calibration, checkpoint.spec)
-    inputs = getattr(calibration, "inputs", calibration) if quantize else None
-    if inputs is not None:
-        return inputs.require(checkpoint.identity)
-    if quantize and quantize.startswith("auto"):
-        raise ValueError(
-            f"{quantize} looks at what experts are given: give the file of `moelab calibrate MODEL FILE "
-            f"--inputs 4096` as calibration"
-        )
+        if calibration is not None or quantize.startswith("auto"):
+            return read_inputs(calibration, checkpoint.spec, checkpoint.identity)
     return None
 
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from moelab.checkpoint.checkpoint import Checkpoint
-from moelab.checkpoint.gguf import codec_of, is_in_order, parts_of, rows_of, weights_of
+from moelab.checkpoint.gguf import codec_of, weights_of
 from moelab.checkpoint.gguf_names import Made
 from moelab.checkpoint.plan import FLOATS, LoadingPlan
 from moelab.models import compat
@@ -54,7 +54,7 @@ class ParameterSource:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for entry in self.stored.values() for part in parts_of(entry))
+        return sum(entry.nbytes for entry in self.stored.values())
 
     @property
     def kind(self) -> tuple:
@@ -261,7 +261,7 @@ class CheckpointStore(ExpertFiles):
         """Whether a parameter, as it is kept, is just the bytes of its tensors, one after another."""
         entries = source.stored.values()
         if codec.few_bits:
-            return self.checkpoint.gguf is not None and all(map(is_in_order, entries))
+            return self.checkpoint.gguf is not None and all(entry.rows is None for entry in entries)
         same = all(isinstance(of, Stored) and of.dtype == NAMES[self.dtype] for of in entries)
         return same and compat.is_concatenation(source.plan, self.checkpoint.plan.quantizer)
 
@@ -280,7 +280,7 @@ class CheckpointStore(ExpertFiles):
             read: dict[str, list[torch.Tensor]] = {}
             for pattern, entry in source.stored.items():
                 read[pattern] = []
-                for stored in parts_of(entry):
+                for stored in entry.parts:
                     self.checkpoint.require_unchanged(stored.file)
                     end = at + stored.nbytes
                     into = torch.from_numpy(target[at:end]) if straight else stored.empty()
@@ -304,7 +304,7 @@ class CheckpointStore(ExpertFiles):
         """Fill the memory of a parameter, of what was read of its tensors."""
         plan = self.checkpoint.plan
         if codec.few_bits and self.checkpoint.gguf is not None:
-            rows = [rows_of(entry, read[pattern]) for pattern, entry in source.stored.items()]
+            rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
             target[:] = fewbit.joined(*rows)
             return
         found = {pattern: weights_of(of, read[pattern]) for pattern, of in source.stored.items()}
@@ -322,8 +322,7 @@ class CheckpointStore(ExpertFiles):
     def weights_bytes(self) -> int:
         plan = self.checkpoint.plan
         return sum(
-            stored.nbytes
+            entry.nbytes
             for key, entry in self.checkpoint.tensors.items()
             if key not in plan.expert_keys and key not in plan.ignored
-            for stored in parts_of(entry)
         )

@@ -1,8 +1,9 @@
 """From a checkpoint or a store to one GGUF file, as llama.cpp's converter writes it.
 
 Each tensor lies there as `gguf_names` says, rounded by gguf-py: matrices to the kind that is asked
-for, or to BF16 where its blocks do not fit their rows; routers, norms and vectors are fp32. Of the
-experts one at a time is in memory. Left out: models that scale positions, and architectures whose
+for, or to BF16 where its blocks do not fit their rows; routers, norms and vectors are fp32. With a
+calibration the experts' matrices are rounded by what they are given (`quantize`). Of the experts one at
+a time is in memory. Left out: models that scale positions, and architectures whose
 metadata say more than their config's fields."""
 
 from __future__ import annotations
@@ -12,43 +13,58 @@ import json
 import re
 import warnings
 from collections.abc import Iterator
-from math import prod
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from moelab.base.files import atomic, vacant
 from moelab.base.progress import progress
 from moelab.base.records import Record
+from moelab.base.registry import require
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.checkpoint.gguf_names import ARCHITECTURES, FIELDS, OTHERS, TOKENS, places
+from moelab.checkpoint.gguf_names import ARCHITECTURES, CHANGED, FIELDS, TOKENS, places
 from moelab.checkpoint.opening import build
+from moelab.checkpoint.quantize import REMEDY, Inputs, quantize_expert, read_inputs
 from moelab.models import compat
+from moelab.models.experts import seam_of
+from moelab.store.codec import Blobs
+from moelab.store.ggml import FITTED
+from moelab.store.headers import block_of, nbytes
 from moelab.store.layout import ExpertStore
 
-KINDS = ("Q8_0", "Q4_0", "BF16")
+KINDS = (*FITTED, "BF16")
 #: what stays fp32, by its name
 PLAIN = re.compile(r".*(_norm|_inp\w*|conv\w*)\.weight|.*(?<!\.weight)")
 
 
 def export(
-    source: str | Path | ExpertStore | Checkpoint | None, destination: str | Path, kind: str
+    source: str | Path | ExpertStore | Checkpoint | None,
+    destination: str | Path,
+    kind: str,
+    calibration: Any = None,
 ) -> Path:
     """Write a model as a GGUF file; returns its path.
 
     source : as of `Checkpoint.at`.    kind : of matrices, one of `KINDS`.
+    calibration : a `Calibration` with inputs, or its file, at which rounding of experts looks.
 
     A tokenizer that llama.cpp has no name for is left out, with a warning. Raises FileExistsError:
-    the destination exists. ValueError: a model that is not written; what `Checkpoint.at` and its
-    plan raise."""
+    the destination exists. ValueError: a model that is not written; a calibration of another model, or
+    for BF16; what `Checkpoint.at` and its plan raise."""
     from gguf import GGUFWriter, quants
 
     destination = vacant(destination)
     checkpoint = Checkpoint.at(source)
     arch, said = _metadata(checkpoint)
+    inputs = None
+    if calibration is not None:
+        require("kind that is rounded by data", kind, FITTED)
+        inputs = read_inputs(calibration, checkpoint.spec, checkpoint.identity)
     model = build(checkpoint, "auto", external=True)
     twin = checkpoint.plan.twin
     shapes: dict[str, tuple[int, ...]] = {}
@@ -63,13 +79,17 @@ def export(
         for key, value in said.items():
             add[type(value)](f"{arch}.{key}", value)
         _add_tokenizer(writer, model.tokenizer, checkpoint.config.vocab_size)
-        types = _add_tensors(writer, shapes, kind)
-        for name in progress(shapes, desc="exporting", unit="tensor"):
-            pieces = [dense[name]] if name in dense else _experts(arch, checkpoint, name)
-            for piece in pieces:
-                rows = piece.float().contiguous().numpy()
-                writer.fout[0].write(quants.quantize(rows, types[name]))
-            writer.write_padding(writer.fout[0], writer.fout[0].tell())
+        places = _add_tensors(writer, shapes, kind)
+        to = writer.fout[0]
+        parts = ((name, part, 0) for name, part in dense.items())
+        for name, part, expert in chain(parts, _experts(arch, checkpoint, kind, inputs)):
+            if part.dtype == torch.uint8:
+                rows = part.contiguous().numpy()
+            else:
+                form = writer.tensors[0][name].dtype
+                rows = quants.quantize(part.float().contiguous().numpy(), form)
+            to.seek(places[name] + expert * rows.nbytes)
+            to.write(rows)
         writer.close()
     return destination
 
@@ -81,22 +101,36 @@ def _lying(
     saved = compat.as_saved(twin, tensors)
     if twin.config.tie_word_embeddings:
         saved.pop("lm_head.weight", None)
-    for key, names, rule, expert in places(arch, twin.config, saved):
-        whole = saved[key].mT if rule.transposed else saved[key]
-        whole = whole.squeeze(1) if "conv" in key else whole
-        for name, part in zip(names, rule.split(twin.config, whole), strict=True):
-            yield name, rule.change[0](part) if rule.change else part, expert
+    found = list(places(arch, twin.config, saved))
+    if lost := saved.keys() - {key for key, *_ in found}:
+        raise ValueError(
+            f"llama.cpp's {arch} has no place for {min(lost)}: it is not written as GGUF"
+        )
+    for key, names, rule, expert in found:
+        whole = saved[key].squeeze(1) if "conv" in key else saved[key]
+        for name, part in zip(names, rule.parts(twin.config, whole), strict=True):
+            yield name, CHANGED[rule.change][0](part), expert
 
 
-def _experts(arch: str, checkpoint: Checkpoint, name: str) -> Iterator[Tensor]:
-    """The tensors of one name of a layer's experts, one after another."""
+def _experts(
+    arch: str, checkpoint: Checkpoint, kind: str, inputs: Inputs | None
+) -> Iterator[tuple[str, Tensor, int]]:
+    """(name in the file, values, or uint8 rows that are rounded already, number) of experts, one after
+    another."""
     experts = CheckpointExperts(checkpoint)
-    layer = next(of for of in checkpoint.plan.layers if _block(of.name) == _block(name))
-    for expert in range(layer.E):
-        own = experts(layer.index, expert).items()
-        own = {f"{layer.name}.experts.{key}": tensor[None] for key, tensor in own}
-        lying = _lying(arch, checkpoint.plan.twin, own)
-        yield next(part for found, part, _ in lying if found == name)
+    for layer in progress(checkpoint.plan.layers, desc="exporting", unit="layer"):
+        for expert in range(layer.E):
+            own = experts(layer.index, expert)
+            blobs: Blobs = {}
+            if inputs is not None:
+                seam = seam_of(layer.experts)
+                quantize_expert(kind, own, blobs, seam, inputs.of(layer.index, expert))
+            for key, (form, blob) in blobs.items():
+                rows = torch.from_numpy(blob).view(*form.stored(own[key].shape)[:-1], -1)
+                own[key] = rows.mT if form.transposed else rows
+            own = {f"{layer.name}.experts.{key}": tensor[None] for key, tensor in own.items()}
+            for name, part, _ in _lying(arch, checkpoint.plan.twin, own):
+                yield name, part, expert
 
 
 def _block(name: str) -> int:
@@ -104,39 +138,40 @@ def _block(name: str) -> int:
     return int(re.search(r"\.(\d+)\.", name)[1])
 
 
-def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> Record:
-    """Write what comes before the tensors; their types."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> dict[str, int]:
+    """Write what comes before the tensors, and leave place for these; where they begin."""
+    from gguf import GGMLQuantizationType
 
-    types = {}
     for name, shape in shapes.items():
-        fits = shape[-1] % GGML_QUANT_SIZES[GGMLQuantizationType[kind]][0] == 0
         plain = len(shape) == 1 or PLAIN.fullmatch(name)
-        found = GGMLQuantizationType["F32" if plain else kind if fits else "BF16"]
-        block, size = GGML_QUANT_SIZES[found]
-        writer.add_tensor_info(name, shape, np.float32, prod(shape) // block * size, found)
-        types[name] = found
+        found = "F32" if plain else "BF16" if shape[-1] % block_of(kind)[0] else kind
+        form = GGMLQuantizationType[found]
+        writer.add_tensor_info(name, shape, np.float32, nbytes(found, shape), form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    writer.write_padding(writer.fout[0], writer.fout[0].tell())
-    return types
+    places = {}
+    end = writer.ggml_pad(writer.fout[0].tell(), writer.data_alignment)
+    for name, info in writer.tensors[0].items():
+        places[name] = end
+        end += writer.ggml_pad(info.nbytes, writer.data_alignment)
+    writer.fout[0].truncate(end)
+    return places
 
 
 def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
     """llama.cpp's name of a model's architecture, and what its config says by llama.cpp's keys."""
     config = checkpoint.config
-    fixed = {arch: more for arch, (*_, more) in ARCHITECTURES.items() if not callable(more)}
-    kinds = {ARCHITECTURES[arch][0]: arch for arch in reversed(fixed)}
-    kinds |= {OTHERS[arch][1]: arch for arch in fixed.keys() & OTHERS.keys()}
-    arch = kinds.get(config.model_type)
+    known = [of for of in ARCHITECTURES if of.written]
+    arch = next((of for of in known if of.type == config.model_type), None)
     rope = getattr(config, "rope_parameters", {})
-    taken = {} if arch is None else {**fixed[arch], "hidden_act": "silu"}
+    taken = {} if arch is None else arch.fixed | {"hidden_act": "silu"}
     wrong = [name for name, value in taken.items() if getattr(config, name, value) != value]
     if arch is None or wrong or rope["rope_type"] != "default":
         raise ValueError(
-            f"{checkpoint.folder} is {config.model_type}, and written as GGUF are {', '.join(kinds)}, "
-            f"as llama.cpp runs them (here differs {wrong}), without scaled positions"
+            f"{checkpoint.folder} is {config.model_type}, and written as GGUF are "
+            f"{', '.join(of.type for of in known)}, as llama.cpp runs them (here differs {wrong}), "
+            f"without scaled positions"
         )
     said = {"block_count": config.num_hidden_layers, "vocab_size": config.vocab_size}
     for key, fields in FIELDS.items():
@@ -148,10 +183,10 @@ def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
         "attention.value_length": size,
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(size * rope.get("partial_rotary_factor", 1)),
-        "expert_gating_func": ARCHITECTURES[arch][1],
+        "expert_gating_func": arch.scores,
         "leading_dense_block_count": _block(checkpoint.plan.layers[0].name),
     }
-    return arch, said
+    return arch.name, said
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
@@ -183,8 +218,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", help="a checkpoint folder, a store, a hub id or a GGUF file")
     parser.add_argument("destination", help="the GGUF file, which must not exist")
     parser.add_argument("--kind", choices=KINDS, default="Q8_0", help="type of matrices")
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help=f"of `{REMEDY}`: rounding then looks at what experts are given",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
-    print(export(args.source, args.destination, args.kind))
+    print(export(args.source, args.destination, args.kind, args.calibration))
     return 0

@@ -7,7 +7,7 @@ in the cache, by the file's path, size and time: what is read later and differs 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -69,7 +69,7 @@ class GGUF:
         """Bytes of all other tensors, and of those with the keys of experts."""
         found = [0, 0]
         for key, entry in self.tensors.items():
-            found[key in experts] += sum(part.nbytes for part in parts_of(entry))
+            found[key in experts] += entry.nbytes
         return tuple(found)
 
     def small_files(self) -> Iterator[tuple[str, bytes]]:
@@ -105,24 +105,13 @@ def file_of(path: Path) -> Path | None:
 # ------------------------------------------------------------------------------------------ weights
 
 
-def parts_of(entry: Stored | Made) -> tuple[Stored, ...]:
-    """The tensors in files, or parts of them, that an entry is read from."""
-    return entry.stored if isinstance(entry, Made) else (entry,)
-
-
-def is_in_order(entry: Stored | Made) -> bool:
-    """Whether an entry's rows are its parts', one after the other."""
-    return isinstance(entry, Stored) or entry.rows is None
-
-
-def codec_of(entries: Iterable[Stored | Made]) -> Codec:
+def codec_of(entries: Collection[Stored | Made]) -> Codec:
     """The codec of GGML's in which entries, one after another, are one blob; RAW for none."""
-    kinds = {part.dtype for entry in entries for part in parts_of(entry)}
-    made = [entry for entry in entries if isinstance(entry, Made)]
-    if len(kinds) > 1 or not kinds <= GGML.keys() or any(of.make for of in made):
+    kinds = {part.dtype for entry in entries for part in entry.parts}
+    if len(kinds) > 1 or not kinds <= GGML.keys() or any(of.make for of in entries):
         return RAW
     codec = GGML[kinds.pop()]
-    return codec.T if any(of.transposed for of in made) else codec
+    return codec.T if any(of.transposed for of in entries) else codec
 
 
 def decoded(stored: Stored, read: torch.Tensor) -> torch.Tensor:
@@ -134,13 +123,7 @@ def decoded(stored: Stored, read: torch.Tensor) -> torch.Tensor:
 
 def weights_of(entry: Stored | Made, read: list[torch.Tensor]) -> torch.Tensor:
     """An entry's weights, of what was read of its parts."""
-    found = [decoded(*of) for of in zip(parts_of(entry), read, strict=True)]
-    return entry.values(found) if isinstance(entry, Made) else found[0]
-
-
-def rows_of(entry: Stored | Made, read: list[torch.Tensor]) -> torch.Tensor:
-    """An entry's rows as they lie, uint8 [..., R, bytes], of what was read of its parts."""
-    return entry.join(read) if isinstance(entry, Made) else read[0]
+    return entry.values([decoded(*of) for of in zip(entry.parts, read, strict=True)])
 
 
 class Decoded(NamedTuple):

@@ -17,7 +17,7 @@ from moelab.base.schema import blamed
 from moelab.base.specs import MoESpec
 from moelab.checkpoint.checkpoint import Checkpoint, read_by_name, require_file
 from moelab.checkpoint.experts import CheckpointExperts
-from moelab.checkpoint.gguf import codec_of, parts_of, rows_of
+from moelab.checkpoint.gguf import codec_of
 from moelab.models import compat
 from moelab.models.experts import banks
 from moelab.models.identity import vouch
@@ -145,7 +145,7 @@ def _packed(
         entry = checkpoint.tensors[key]
         codec = codec_of([entry])
         if len(entry.shape) == 2 and codec.kernel(NAMES[dtype], entry.shape) and codec.few_bits:
-            rows = rows_of(entry, [checkpoint.read(part) for part in parts_of(entry)])
+            rows = entry.join([checkpoint.read(part) for part in entry.parts])
             found[key] = packed_tensor(codec, rows.view(-1), entry.shape, dtype)
     return found
 

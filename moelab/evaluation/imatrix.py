@@ -14,7 +14,7 @@ import torch
 
 from moelab.base.files import absolute, atomic
 from moelab.calibration import Calibration
-from moelab.checkpoint.rounding import inputs_of
+from moelab.checkpoint.quantize import inputs_of
 from moelab.models.seam import discover, plugged
 
 

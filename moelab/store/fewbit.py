@@ -13,7 +13,7 @@ and Q4_0 (groups of 32 inputs, symmetric).
 
 A blob is the codes of all rows, one after another, then the scales; of two codes in a byte, the
 even input's is in the low half. A weight is code · scale in fp32, rounded to the tensor's dtype;
-codes are rounded to nearest. Scales are bf16 because they have the weights' own range, which fp16
+codes are rounded to nearest, a tie to the even one. Scales are bf16 because they have the weights' own range, which fp16
 cuts; codes are chosen for the rounded scale. int4's scale has the sign that gives the widest weight
 the code −8, so that all 16 codes are used.
 
@@ -44,9 +44,8 @@ from moelab.kernels.vectors import BLOCK as PART
 from moelab.kernels.vectors import Kind
 from moelab.store.bits import as_bytes
 from moelab.store.codec import Codec, rows_in_blocks
-from moelab.store.fewbit_kernels import round_groups
+from moelab.store.gptq import E2M1, GROUP, fit, naive_scales, rounded, spread
 from moelab.store.headers import DTYPES, Shape, Tensors
-from moelab.store.rounding import E2M1, GROUP, fit
 
 BLOCK = 128
 FP8_MAX = torch.finfo(torch.float8_e4m3fn).max  # 448
@@ -90,6 +89,14 @@ class FewBits(Codec):
     def stored(self, shape: Shape) -> Shape:
         """The shape of what is in the blob of a tensor of a shape."""
         return (*shape[:-2], *shape[:-3:-1]) if self.transposed else tuple(shape)
+
+    def rows(self, data: Tensor, multiple: int = GROUP) -> Tensor | None:
+        """A matrix's rows in fp32 [R, n], inputs along n, a multiple; None for what stays as it is."""
+        w = data.mT if self.transposed and data.dim() > 1 else data
+        fits = w.dim() > 1 and w.numel() and w.shape[-1] % multiple == 0 and w.is_floating_point()
+        if not fits or not w.abs().max().isfinite():
+            return None
+        return w.detach().reshape(-1, w.shape[-1]).float().contiguous()
 
     def nbytes(self, shape: Shape, dtype: str = "") -> int:
         parts = self.parts(shape).values()
@@ -151,16 +158,12 @@ class Format(FewBits):
     def compress(self, data: Tensor, moments: Tensor | None = None) -> np.ndarray | None:
         """The blob of a tensor, uint8; None for one that stays as it is.
 
-        moments : of its inputs, which rounding then looks at (`moelab.store.rounding`)."""
-        w = data.mT if self.transposed and data.dim() > 1 else data
-        fits = w.dim() > 1 and w.numel() and w.shape[-1] % GROUP == 0 and w.is_floating_point()
-        if not fits or not w.abs().max().isfinite():
+        moments : of its inputs, which rounding then looks at (`moelab.store.gptq`)."""
+        if (rows := self.rows(data)) is None:
             return None
-        rows = w.detach().reshape(-1, w.shape[-1]).float().contiguous()
-        codes, scales = _quantize_groups(self, rows) if self.group else _quantize_fp8(rows)
-        if moments is not None:
-            codes, scales = _fitted(self, rows, scales, moments)
-        return joined(codes, scales)
+        parts = rows.split(BLOCK if moments is None else len(rows))  # which a cache holds
+        codes, scales = zip(*(_coded(self.kind, part, moments) for part in parts))
+        return joined(*codes, *scales)
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
@@ -168,10 +171,8 @@ class Format(FewBits):
         target = out.mT if self.transposed else out
         if not _kernel_widens(self, codes, scales, target):
             target.copy_(self.dequantize(codes, scales).view(target.shape))
-        elif target.is_contiguous():
-            widen(PACKED[self.kind], codes, scales, target)
         else:
-            made = torch.empty(target.shape, dtype=target.dtype)
+            made = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
             target.copy_(widen(PACKED[self.kind], codes, scales, made))
 
     def kernel(self, dtype: str, shape: Shape) -> str:
@@ -188,73 +189,59 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.int()[..., None] - 127)
 
 
-def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.float()[..., None]
-
-
-def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    return (nibbles(codes).float() - 8) * scales.float()[..., None]
-
-
-def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * spread_blocks(scales, *codes.shape)
-
-
 def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
     """Scales of blocks of 128 × 128, one for each weight [R, n]."""
     return scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
 
 
-def _fitted(form: Format, w: Tensor, scales: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of finite weights, fp32 [R, n], whose naive scales are given."""
-    naive = scales.float()
-    if form.kind == "fp8":
-        naive = spread_blocks(scales, *w.shape)[:, ::GROUP]
-    if form.kind == "mxfp4":
-        naive = (naive - 127).exp2()
-    values, found = fit(form.kind, w, naive, moments)
-    found = scales if form.kind == "fp8" else found
-    if form.kind == "mxfp4":
-        codes = torch.bucketize(values.abs(), torch.tensor(E2M1)).byte()
-        codes, found = codes | values.signbit().byte() << 3, found.log2() + 127
+def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Codes and scales of finite weights, fp32 [R, n]."""
+    if kind == "fp8":
+        R, n = w.shape
+        blocks = pad(w, (0, -n % BLOCK, 0, -R % BLOCK)).unflatten(1, (-1, BLOCK))
+        scales = blocks.unflatten(0, (-1, BLOCK)).abs().amax((1, 3)) / FP8_MAX
+        scales = scales.masked_fill(scales == 0, 1)
+        naive = spread_blocks(scales, R, n)[:, ::GROUP]
     else:
-        codes = (values + 8).byte() if form.kind == "int4" else values.to(form.code)
-    found = found.to(form.scale)
-    if form.code != torch.uint8:
-        return codes, found
+        naive = naive_scales(kind, w)
+    if moments is None:
+        values, found = rounded(kind, w, spread(naive)), naive
+    else:
+        values, found = fit(kind, w, naive, moments)
+    if kind == "fp8":
+        return values.to(torch.float8_e4m3fn), scales
+    if kind == "int8":
+        return values.to(torch.int8), found.bfloat16()
+    if kind == "int4":
+        codes, found = (values + 8).byte(), found.bfloat16()
+    else:
+        size = values.abs()
+        codes = torch.where(size < 1, 2 * size, (size.view(torch.int32) >> 22) - 252).byte()
+        codes |= values.signbit().byte() << 3
+        found = (found.view(torch.int32) >> 23).byte()
     return codes[:, ::2] | codes[:, 1::2] << 4, found
-
-
-def _quantize_fp8(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of blocks of 128 × 128 finite weights, fp32 [R, n]."""
-    R, n = w.shape
-    whole = pad(w, (0, -n % BLOCK, 0, -R % BLOCK))
-    blocks = whole.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    scales = blocks.abs().amax((1, 3)) / FP8_MAX  # blocks [R/128, 128, n/128, 128]
-    scales = scales.masked_fill(scales == 0, 1)
-    scaled = (blocks / scales[:, None, :, None]).clamp(-FP8_MAX, FP8_MAX)
-    codes = scaled.flatten(2).flatten(0, 1)[:R, :n]
-    return codes.to(torch.float8_e4m3fn), scales
-
-
-def _quantize_groups(form: Format, w: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of groups of 32 finite weights, fp32 [R, n]."""
-    shape = len(w), w.shape[1] // GROUP
-    codes = torch.empty(*shape, form.group, dtype=form.code)
-    scales = torch.empty(shape, dtype=form.scale)
-    to = codes.data_ptr(), scales.data_ptr()
-    round_groups(PACKED[form.kind].tag, w.data_ptr(), w.numel(), *to)
-    return codes, scales
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
 FORMATS: dict[str, Entry] = {
     "int8": Entry(
-        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
+        Format(
+            "int8",
+            torch.int8,
+            32,
+            torch.bfloat16,
+            lambda codes, scales: codes.float() * scales.float()[..., None],
+        ),
         "8.5 bits a weight: nearly lossless",
     ),
     "fp8": Entry(
-        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
+        Format(
+            "fp8",
+            torch.float8_e4m3fn,
+            0,
+            torch.float32,
+            lambda codes, scales: codes.float() * spread_blocks(scales, *codes.shape),
+        ),
         "8 bits, as DeepSeek-V3 and Qwen3 are published",
     ),
     "mxfp4": Entry(
@@ -262,7 +249,13 @@ FORMATS: dict[str, Entry] = {
         "4.25 bits, as GPT-OSS is published",
     ),
     "int4": Entry(
-        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
+        Format(
+            "int4",
+            torch.uint8,
+            16,
+            torch.bfloat16,
+            lambda codes, scales: (nibbles(codes).float() - 8) * scales.float()[..., None],
+        ),
         "4.5 bits: the most accurate of the four-bit formats",
     ),
 }

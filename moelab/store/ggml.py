@@ -17,9 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.files import beside
 from moelab.kernels.products import KINDS, PACKED
 from moelab.store.fewbit import FewBits, widen
+from moelab.store.gptq import fit, naive_scales
 from moelab.store.headers import Shape
+
+#: types that rounding by data knows, and whose codes theirs are
+FITTED = {"Q8_0": "int8", "Q4_0": "int4"}
 
 
 @dataclass(frozen=True)
@@ -39,19 +44,33 @@ class GGMLFormat(FewBits):
             )
         return {"blocks": (torch.uint8, (*shape[:-1], shape[-1] // self.block * self.size), 1)}
 
-    def compress(self, data: Tensor) -> np.ndarray | None:
+    def compress(self, data: Tensor, moments: Tensor | None = None) -> np.ndarray | None:
         """The blob of a tensor, uint8, as gguf-py rounds; None for one that stays as it is, and of
-        types that gguf-py does not write."""
+        types that gguf-py does not write.
+
+        moments : of its inputs, at which rounding to one of `FITTED` looks (`moelab.store.gptq`)."""
         from gguf import GGMLQuantizationType, quants
 
-        fits = data.dim() > 1 and data.numel() and data.shape[-1] % self.block == 0
-        if not fits or not data.is_floating_point() or not data.abs().max().isfinite():
+        if (rows := self.rows(data, self.block)) is None:
             return None
-        rows = data.detach().float().contiguous().numpy()
+        if moments is not None and self.kind in FITTED:
+            return self._fitted(rows, moments)
         try:
-            return quants.quantize(rows, GGMLQuantizationType[self.name]).reshape(-1)
+            return quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind]).reshape(-1)
         except NotImplementedError:
             return None
+
+    def _fitted(self, w: Tensor, moments: Tensor) -> np.ndarray:
+        """The blob of weights [R, n]: of each block an fp16 scale, then the codes, of Q4_0 plus 8, those
+        of its second half in the high bits."""
+        kind, half = FITTED[self.kind], torch.float16
+        values, scales = fit(kind, w, naive_scales(kind, w, half), moments, half)
+        codes = values.to(torch.int8).unflatten(1, (-1, self.block))
+        if kind == "int4":
+            low, high = (codes + 8).chunk(2, -1)
+            codes = low | high << 4
+        scales = scales.to(half)[..., None].view(torch.int8)
+        return torch.cat([scales, codes], -1).view(torch.uint8).view(-1).numpy()
 
     def decompress(self, blob: Any, out: Tensor) -> None:
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
@@ -82,21 +101,4 @@ class GGMLFormat(FewBits):
 
 
 #: GGML's name of a type → its format
-GGML: dict[str, GGMLFormat] = {
-    name: GGMLFormat(name, block, size)
-    for name, block, size in (
-        ("Q8_0", 32, 34),
-        ("Q4_0", 32, 18),
-        ("Q4_1", 32, 20),
-        ("Q5_0", 32, 22),
-        ("Q5_1", 32, 24),
-        ("MXFP4", 32, 17),
-        ("IQ4_NL", 32, 18),
-        ("Q2_K", 256, 84),
-        ("Q3_K", 256, 110),
-        ("Q4_K", 256, 144),
-        ("Q5_K", 256, 176),
-        ("Q6_K", 256, 210),
-        ("IQ4_XS", 256, 136),
-    )
-}
+GGML = {name: GGMLFormat(name, *of) for name, of in beside(__file__).items()}

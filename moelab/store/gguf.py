@@ -29,7 +29,7 @@ from moelab.store.headers import DTYPES, Header, Stored, block_of, nbytes
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
 TEXT, ARRAY = 8, 9
 #: bytes before the tensors, entries of arrays there, fields, tensors at most
-HEAD, ENTRIES, FIELDS, TENSORS = 64 << 20, 1 << 21, 1 << 16, 1 << 16
+HEAD, ENTRIES, FIELDS, TENSORS = 64 << 20, 1 << 21, 1 << 16, 1 << 14
 #: the name of one of several files of a model
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 

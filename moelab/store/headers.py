@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
+from moelab.base.files import beside
 from moelab.base.records import Record
 
 Shape = tuple[int, ...]
@@ -24,38 +25,11 @@ Shape = tuple[int, ...]
 Tensors = dict[str, torch.Tensor]
 #: the index of a folder of several files
 WEIGHT_MAP = "model.safetensors.index.json"
+_KNOWN = beside(__file__)
 #: endings of files of weights; safetensors alone are read
-OTHER_WEIGHTS = (
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-)
+OTHER_WEIGHTS = _KNOWN["other_weights"]
 #: safetensors' name of a type → torch's
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
+DTYPES = {name: getattr(torch, of) for name, of in _KNOWN["dtypes"].items()}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -87,9 +61,24 @@ class Stored(NamedTuple):
     key: str = ""
     first: int = 0
 
+    # one that is put together of several is `moelab.checkpoint.gguf_names.Made`
+    rows = make = None
+    transposed = False
+
+    @property
+    def parts(self) -> tuple[Stored, ...]:
+        """What it is read from."""
+        return (self,)
+
     @property
     def nbytes(self) -> int:
         return nbytes(self.dtype, self.shape)
+
+    def join(self, read: list[torch.Tensor]) -> torch.Tensor:
+        """It, of what was read of its parts, decoded or not."""
+        return read[0]
+
+    values = join
 
     def empty(self) -> torch.Tensor:
         """A new tensor to read it into; of a GGML type the bytes of its rows, uint8."""

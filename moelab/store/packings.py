@@ -19,7 +19,7 @@ one for an output, for a matrix, or for blocks of 128 × 128. Zero points of "gp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.files import beside
 from moelab.base.records import Record
 from moelab.store import fewbit
 from moelab.store.codec import rows_in_blocks
@@ -38,35 +39,8 @@ _ORDER = [0, 4, 1, 5, 2, 6, 3, 7]  # where the outputs 0 … 7 are in a word of 
 # ---------------------------------------------------------------------------------------------
 # from a config.json
 
-_FORMATS = ("none", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-_WEIGHTS = "config_groups.*.weights."
-#: method → field of its quantization_config, with * for every member → what is read there, as text
-#: in lower case; "none" where a field is missing
-READ: dict[str, dict[str, tuple[str, ...]]] = {
-    "gptq": {
-        "bits": ("4", "8"),
-        "checkpoint_format": ("none", "gptq", "gptq_v2"),
-        "zero_point": ("none", "true"),
-        "dynamic.*": ("none", "{}"),  # layers that are left out, and no others' bits
-    },
-    "awq": {"bits": ("4",), "version": ("none", "gemm"), "zero_point": ("none", "true")},
-    "compressed-tensors": {
-        "kv_cache_scheme": ("none", "{}"),
-        "transform_config": ("none", "{}"),
-        "sparsity_config.format": ("none", "dense"),
-        "format": (*_FORMATS, "mixed-precision"),
-        "config_groups.*.format": _FORMATS,
-        _WEIGHTS + "type": ("none", "int", "float"),
-        _WEIGHTS + "num_bits": ("4", "8"),
-        _WEIGHTS + "strategy": ("tensor", "channel", "group", "block"),
-        _WEIGHTS + "block_structure": ("none", "128x128", "[128, 128]"),
-        _WEIGHTS + "actorder": ("none", "false", "static", "weight"),
-        # what would be quantised as it comes stays as it is: more exact than the model's own
-        "config_groups.*.input_activations.dynamic": ("none", "true"),
-        "config_groups.*.output_activations.dynamic": ("none", "true"),
-        "packed widths": ("[]", "[4]", "[8]"),
-    },
-}
+#: method → field of its quantization_config → what is read there
+READ = beside(__file__)
 
 
 def scheme(config: Record, checkpoint: str = "the checkpoint") -> tuple[str, int]:
@@ -165,14 +139,14 @@ def _awq(t: Tensors, bits: int) -> Tensor:
 
 #: kind → (names of tensors, as they may follow each other in a blob; what makes weights [R, n] of
 #: them)
-KINDS: dict[str, tuple[tuple[str, ...], Callable[[Tensors, int], Tensor]]] = {
+KINDS = {
     "compressed-tensors": (
-        ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape"),
+        "weight_packed weight weight_scale weight_zero_point weight_shape",
         _compressed,
     ),
-    "gptq": (("qweight", "scales", "qzeros", "g_idx"), _gptq),
-    "gptq_v2": (("qweight", "scales", "qzeros", "g_idx"), lambda t, bits: _gptq(t, bits, 0)),
-    "awq": (("qweight", "scales", "qzeros"), _awq),
+    "gptq": ("qweight scales qzeros g_idx", _gptq),
+    "gptq_v2": ("qweight scales qzeros g_idx", lambda t, bits: _gptq(t, bits, 0)),
+    "awq": ("qweight scales qzeros", _awq),
 }
 
 
@@ -300,7 +274,7 @@ def gathered(
     one = next(iter(layers.values()))
     tensors = tuple(
         (name, NAMES[one[name].dtype], tuple(one[name].shape))
-        for name in KINDS[kind][0]
+        for name in KINDS[kind][0].split()
         if name in one
     )
     packing = Packing(kind, bits, len(layers), tensors)

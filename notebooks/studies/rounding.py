@@ -25,15 +25,24 @@ from moelab import open_model
 from moelab.base.arguments import whole
 from moelab.base.records import Numbers, Records
 from moelab.calibration import calibrate
-from moelab.checkpoint.rounding import CHOICES, Inputs, inputs_of, measured, quantize_expert
+from moelab.checkpoint.quantize import (
+    CHOICES,
+    Inputs,
+    inputs_of,
+    measured,
+    plan_bits,
+    quantize_expert,
+)
 from moelab.evaluation.scores import text_windows
 from moelab.models import discover, plugged
 from moelab.recording import record
 from moelab.store import fewbit
+from moelab.store.ggml import FITTED, GGML
 
 MEASURES = ("moelab/store", "moelab/checkpoint", "moelab/kernels")
 DRAWS = 4000
 BATCH = 8
+AUTO = (4.5, 5.0)  # bits a weight
 
 
 def run(
@@ -66,6 +75,7 @@ class Compared:
         self.model, self.windows = model, windows
         self.layers = discover(model)
         self.exact = self._read(None)
+        self.kept: dict[tuple, dict[str, Tensor]] = {}  # experts in one format, rounded once
         self.draws = np.random.default_rng(seed).integers(0, len(windows), (DRAWS, len(windows)))
 
     def _read(self, source: Any) -> list[Tensor]:
@@ -75,14 +85,22 @@ class Compared:
                 for ids in self.windows.split(BATCH)
             ]
 
+    def weights(self, layer: int, e: int) -> dict[str, Tensor]:
+        return self.layers[layer].seam.weights(e)
+
     def rounded(
-        self, form_of: Callable[[int, int], str], inputs: Inputs | None
+        self, form_of: Callable[[int, int], Any], inputs: Inputs | None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """`changed` by rounding each expert to its format."""
+        """`changed` by rounding each expert to its format, or each of its matrices to its own."""
 
         def change(layer: Any, e: int, tensors: dict[str, Tensor]) -> None:
-            given = inputs and inputs.of(layer.index, e)
-            quantize_expert(form_of(layer.index, e), tensors, {}, layer.seam, given)
+            form = form_of(layer.index, e)
+            key = str(form), layer.index, e, inputs is None
+            if key not in self.kept:
+                given = inputs and inputs.of(layer.index, e)
+                quantize_expert(form, tensors, {}, layer.seam, given)
+                self.kept[key] = tensors
+            tensors |= self.kept[key]
 
         return self.changed(change)
 
@@ -118,15 +136,19 @@ class Compared:
 
 
 def formats(compared: Compared, inputs: Inputs, ggml: str | None) -> Records:
-    """Each format, rounded to nearest and by data, and llama.cpp's kinds that fit, without and with
-    an importance matrix; all beside int4 to nearest."""
+    """Each format and each kind of GGUF that is written, rounded to nearest and by data; formats
+    chosen by matrix; and llama.cpp's kinds that fit, without and with an importance matrix; all beside
+    int4 to nearest."""
     seam = compared.layers[0].seam
-    shape = tuple(seam.shapes["down_proj"])
     found = {}
-    for name in ("int4", *(name for name in fewbit.FORMATS if name != "int4")):
-        bits = 8 * fewbit.find_format(name).nbytes(shape) / np.prod(shape)
+    for name in ("int4", *(name for name in fewbit.FORMATS if name != "int4"), *FITTED):
+        bits = bits_of(seam, name)
         found[f"{name}, to nearest"] = bits, compared.rounded(lambda *_: name, None)
         found[f"{name}, by data"] = bits, compared.rounded(lambda *_: name, inputs)
+    for budget in AUTO:
+        plan = plan_bits(budget, compared.weights, compared.layers, inputs)
+        bits = np.mean([bits_of(seam, forms) for forms in plan])
+        found[f"auto:{budget:g}, by data"] = bits, compared.rounded(lambda l, _: plan[l], inputs)  # noqa: B023
     for name in ("Q4_0", "Q4_K", "Q6_K", "Q8_0") if ggml else ():
         n, size = GGML_QUANT_SIZES[GGMLQuantizationType[name]]
         if all(of[-1] % n == 0 for of in seam.shapes.values()):
@@ -140,6 +162,19 @@ def formats(compared: Compared, inputs: Inputs, ggml: str | None) -> Records:
         rows[row] |= compared.ratio("loss increase / int4's", loss, base[0])
         rows[row] |= compared.ratio("KL / int4's", kl, base[1])
     return rows
+
+
+def bits_of(seam: Any, forms: Any) -> float:
+    """Bits a weight of an expert in a format, or of its matrices in their own, by name."""
+    size = numel = 0
+    for name, shape in seam.shapes.items():
+        if len(shape) < 2:  # biases stay
+            continue
+        form = forms if isinstance(forms, str) else forms[name]
+        form = GGML[form] if form in GGML else fewbit.find_format(form)
+        size += form.nbytes(tuple(shape))
+        numel += np.prod(shape)
+    return float(8 * size / numel)
 
 
 class Ggml:

@@ -111,7 +111,9 @@ def test_what_llama_cpp_computes_otherwise_is_not_exported(tmp_path):
 
     tiny.save("qwen3_moe", tmp_path / "one", norm_topk_prob=False)
     tiny.save("gpt_oss", tmp_path / "other")
-    for name, words in (("one", "norm_topk_prob"), ("other", "gpt_oss")):
+    tiny.save("qwen3_moe", tmp_path / "dense", mlp_only_layers=[1])
+    refused = (("one", "norm_topk_prob"), ("other", "gpt_oss"), ("dense", r"layers\.1\.mlp"))
+    for name, words in refused:
         with pytest.raises(ValueError, match=words):
             export(tmp_path / name, tmp_path / "out.gguf", "Q8_0")
 

@@ -27,9 +27,12 @@ COLUMNS = 128  # are rounded before their errors reach all that are behind them
 TINY = 2.0**-126
 
 
-def fit(kind: str, w: Tensor, naive: Tensor, moments: Tensor) -> tuple[Tensor, Tensor]:
+def fit(
+    kind: str, w: Tensor, naive: Tensor, moments: Tensor, dtype: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, Tensor]:
     """(values, scales) of finite fp32 weights; no row's error is larger than that of rounding to
-    nearest with the `naive` scales. The scales of fp8, which rows share, are kept."""
+    nearest with the `naive` scales. Scales are numbers of a dtype; those of fp8, which rows share, are
+    kept."""
     full = moments.dim() > 1
     size = moments.diagonal() if full else moments
     moments = moments / size.mean().clamp_min(TINY)
@@ -39,25 +42,43 @@ def fit(kind: str, w: Tensor, naive: Tensor, moments: Tensor) -> tuple[Tensor, T
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         weight = 1 / inverse.diagonal()
     if kind != "fp8":
-        scales = _search(kind, w, naive, weight)
-    plain = nearest(kind, _scaled(w, spread(naive)))
+        scales = _search(kind, w, naive, weight, dtype)
+    plain = rounded(kind, w, spread(naive))
     if full:
         values = _feed_back(kind, w, spread(scales), size, inverse)
     else:
-        values = nearest(kind, _scaled(w, spread(scales)))
-    better = _error(w, values, scales, moments) <= _error(w, plain, naive, moments)
-    better = better[:, None]
+        values = rounded(kind, w, spread(scales))
+    better = (_error(w, values, scales, moments) <= _error(w, plain, naive, moments))[:, None]
     return torch.where(better, values, plain), torch.where(better, scales, naive)
 
 
-def nearest(kind: str, w: Tensor) -> Tensor:
-    """The nearest values of a kind's codes."""
+def naive_scales(kind: str, w: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The scales [R, n/32] that give each group's widest weight, int4's first one of several, its
+    widest code."""
+    groups = w.unflatten(1, (-1, GROUP))
+    sizes = groups.abs()
+    widest = sizes.amax(2)
+    if kind == "mxfp4":
+        return (_power(widest) / 4).clamp_min(TINY / 2)
+    if kind == "int4":
+        widest = groups.gather(2, sizes.argmax(2, keepdim=True))[..., 0]
+    return (widest / (-8 if kind == "int4" else 127)).to(dtype).float()
+
+
+def rounded(kind: str, w: Tensor, scales: Tensor) -> Tensor:
+    """Of weights, each with its scale, the nearest values of a kind's codes, of two the even code's."""
+    w = w / scales.masked_fill(scales == 0, torch.inf)
     if kind == "fp8":
         return w.clamp(-448, 448).to(torch.float8_e4m3fn).float()
     if kind == "mxfp4":
-        values = torch.tensor(E2M1)
-        return values[torch.bucketize(w.abs(), (values[1:] + values[:-1]) / 2)].copysign(w)
+        step = _power(w).clamp_min(1) / 2
+        return ((w / step).round() * step).clamp(-6, 6)
     return w.round().clamp(*INTEGERS[kind])
+
+
+def _power(w: Tensor) -> Tensor:
+    """The largest power of two that is at most |w|; 0 below `TINY`."""
+    return (w.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def spread(scales: Tensor) -> Tensor:
@@ -65,16 +86,12 @@ def spread(scales: Tensor) -> Tensor:
     return scales.repeat_interleave(GROUP, 1)
 
 
-def _scaled(w: Tensor, scales: Tensor) -> Tensor:
-    return w / scales.masked_fill(scales == 0, torch.inf)
-
-
 def _error(w: Tensor, values: Tensor, scales: Tensor, moments: Tensor) -> Tensor:
     d = values * spread(scales) - w
     return ((d @ moments if moments.dim() > 1 else d * moments) * d).sum(1)
 
 
-def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor) -> Tensor:
+def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each group that makes Σ weight · (w − ŵ)² least, of those that are tried."""
     groups, weight = w.unflatten(1, (-1, GROUP)), weight.view(-1, GROUP)
     best = fitted = naive  # least squares for the codes of the best
@@ -83,8 +100,8 @@ def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor) -> Tensor:
         scales = fitted if factor is None else naive * factor
         if kind == "mxfp4":
             scales = scales.abs().clamp_min(TINY).log2().round().exp2()
-        scales = scales.bfloat16().float()
-        values = nearest(kind, _scaled(groups, scales[..., None]))
+        scales = scales.to(dtype).float()
+        values = rounded(kind, groups, scales[..., None])
         error = ((values * scales[..., None] - groups).square() * weight).sum(2)
         better = error < least
         square = (values.square() * weight).sum(2).clamp_min(TINY)
@@ -102,7 +119,7 @@ def _feed_back(kind: str, w: Tensor, scales: Tensor, size: Tensor, inverse: Tens
     for begin in range(0, len(size), COLUMNS):
         end = min(begin + COLUMNS, len(size))
         for j in range(begin, end):
-            values[:, j] = nearest(kind, _scaled(left[:, j], scales[:, j]))
+            values[:, j] = rounded(kind, left[:, j], scales[:, j])
             # what is left becomes its error
             left[:, j] = (left[:, j] - values[:, j] * scales[:, j]) / factor[j, j]
             left[:, j + 1 : end] -= left[:, j, None] * factor[j, j + 1 : end]

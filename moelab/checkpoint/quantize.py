@@ -28,8 +28,8 @@ from moelab.base.schema import FLOATS, checked
 from moelab.base.specs import MoESpec
 from moelab.models.experts import SeamExperts, Weights, seam_of
 from moelab.models.identity import same_source
-from moelab.store import fewbit
 from moelab.store.codec import Blobs
+from moelab.store.codecs import read_codec
 from moelab.store.layout import checksum
 
 #: of a token that the router sent elsewhere, beside the mean of an expert's own
@@ -88,15 +88,19 @@ class Inputs(NamedTuple):
         return self.x[layer].float(), (own * self.weights[layer].float()).square().sum(1)
 
 
-def read_inputs(path: str | Path, spec: MoESpec) -> Inputs:
-    """The inputs in a calibration's file. Raises FileNotFoundError, ValueError: there are none."""
-    about = {"model_id": str}
-    found = load_tensors(
-        path, FORMAT, "calibration", REMEDY, about, partial(Inputs.read, spec=spec)
-    )
-    if found is None:
-        raise ValueError(f"{path} counts experts, but has none of their inputs: {REMEDY} has them")
-    return found
+def read_inputs(calibration: Any, spec: MoESpec, model_id: str) -> Inputs:
+    """The inputs of a model in a `Calibration` or its file. Raises FileNotFoundError, ValueError: there
+    are none, or another model's."""
+    inputs = getattr(calibration, "inputs", None)
+    if isinstance(calibration, str | Path):
+        read = partial(Inputs.read, spec=spec)
+        inputs = load_tensors(calibration, FORMAT, "calibration", REMEDY, {"model_id": str}, read)
+    if inputs is None:
+        raise ValueError(
+            f"rounding is to look at what experts are given, and {calibration or 'no calibration'} has none "
+            f"of their inputs: make one by `{REMEDY}`"
+        )
+    return inputs.require(model_id)
 
 
 def quantize_expert(
@@ -108,10 +112,10 @@ def quantize_expert(
 ) -> None:
     """Round the matrices of an expert, in place; those that do not fit keep their bits.
 
-    forms : a format, or that of each by name.    inputs : as of `Inputs.of`."""
+    forms : a format or one of GGML's types, or that of each by name.    inputs : as of `Inputs.of`."""
     for name, tensor in tensors.items():
         found = forms if isinstance(forms, str) else forms.get(name, CHOICES[-1])
-        form = fewbit.find_format(found + ".T" * experts.is_transposed)
+        form = read_codec(found + ".T" * experts.is_transposed)
         if name in blobs and blobs[name][0] == form:
             continue
         blobs.pop(name, None)
@@ -171,7 +175,7 @@ def measured(
     for name, tensor in wide.items():
         found = []
         for kind in CHOICES:
-            form = fewbit.find_format(kind + ".T" * experts.is_transposed)
+            form = read_codec(kind + ".T" * experts.is_transposed)
             if (blob := form.compress(tensor)) is None:
                 break
             form.decompress(blob, rounded := torch.empty_like(tensor))

@@ -14,7 +14,8 @@ from moelab import open_model, record
 from moelab.__main__ import main
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.convert import convert, kept_store
-from moelab.checkpoint.rounding import CHOICES, choose
+from moelab.checkpoint.export import export
+from moelab.checkpoint.quantize import CHOICES, choose
 from moelab.evaluation.imatrix import write_imatrix
 from moelab.models import discover
 from tests.models import tiny
@@ -24,7 +25,7 @@ PROMPTS = [list(range(3, 40)), list(range(50, 90)), [7, 5, 3] * 9]
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 64}
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "mlp_only_layers": []}
     return tiny.save("qwen3_moe", tmp_path_factory.mktemp("m") / "m", torch.bfloat16, **sizes)
 
 
@@ -57,6 +58,44 @@ def test_a_store_rounded_by_data_keeps_products_and_says_by_what(source, calibra
     again = kept_store(source, quantize="int4", calibration=Calibration.load(file))
     sizes = [sorted((p.name, p.stat().st_size) for p in s.folder.iterdir()) for s in (ours, again)]
     assert sizes[0] == sizes[1] and kept_store(source, quantize="int4").folder != again.folder
+
+
+@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_a_gguf_file_rounded_by_data_keeps_products(source, calibration, kind, tmp_path, capsys):
+    """As large as one to nearest, the same but for experts: decoded by
+    gguf-py, gate and up make less of an error on what they are given."""
+    file = calibration.save(tmp_path / "c.safetensors")
+    how = ["--kind", kind, "--calibration", str(file)]
+    assert main(["export", str(source), str(tmp_path / "data.gguf"), *how]) == 0
+    export(source, tmp_path / "naive.gguf", kind)
+    model, errors = open_model(source), []
+    naive, ours = (gguf.GGUFReader(tmp_path / f"{name}.gguf") for name in ("naive", "data"))
+    for a, b in zip(naive.tensors, ours.tensors, strict=True):
+        assert (a.name, a.tensor_type, a.data_offset) == (b.name, b.tensor_type, b.data_offset)
+        assert "_exps" in a.name or a.data.tobytes() == b.data.tobytes()
+    for read in (naive, ours):
+        found, total = {tensor.name: tensor for tensor in read.tensors}, 0.0
+        for layer in discover(model):
+            for e in range(layer.E):
+                chosen = (calibration.inputs.ids[layer.index] == e).any(1)
+                x = calibration.inputs.x[layer.index][chosen].float()
+                halves = layer.experts.gate_up_proj[e].detach().float().chunk(2)
+                for name, exact in zip(("gate", "up"), halves):
+                    tensor = found[
+                        f"blk.{model.spec.moe_layers[layer.index]}.ffn_{name}_exps.weight"
+                    ]
+                    w = gguf.dequantize(tensor.data[e], tensor.tensor_type)
+                    total += float((x @ (torch.from_numpy(w) - exact).T).square().sum())
+        errors.append(total)
+    assert errors[1] < 0.8 * errors[0]
+    with open_model(tmp_path / "data.gguf", memory="50%"):
+        pass
+    other = tiny.save("mixtral", tmp_path / "other", torch.bfloat16)
+    for refused, of, told in ((other, kind, "calibration"), (source, "BF16", "Q8_0")):
+        how = ["--kind", of, "--calibration", str(file)]
+        assert main(["export", str(refused), str(tmp_path / "no.gguf"), *how]) == 2
+        assert told in capsys.readouterr().err and not (tmp_path / "no.gguf").exists()
 
 
 @pytest.mark.parametrize("bits", [4.3, 6.0])

@@ -3,16 +3,18 @@ scale there is on tiny groups."""
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moelab.store import fewbit
+from moelab.store.ggml import GGML
 
-FORMATS = [*fewbit.FORMATS]
+FORMATS = [*fewbit.FORMATS, "Q8_0", "Q4_0"]
 
 
 def rounded(kind, w, moments=None) -> torch.Tensor:
-    form = fewbit.find_format(kind)
+    form = GGML[kind] if kind in GGML else fewbit.find_format(kind)
     blob = form.compress(w, moments)
     assert len(blob) == form.nbytes(tuple(w.shape))
     out = torch.empty_like(w)
@@ -59,7 +61,17 @@ def test_feeding_errors_back_makes_products_closer(kind):
     assert ours < 0.7 * naive and ours < 0.8 * diagonal
 
 
-@pytest.mark.parametrize("kind", ["int4", "mxfp4"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_blocks_of_gguf_that_were_fitted_are_decoded_by_gguf_py(kind):
+    """And those of the transpose are the same."""
+    w, moments = draw(4, 7, 96, 60)
+    blob = GGML[kind].compress(w, moments)
+    theirs = quants.dequantize(blob.reshape(7, -1), GGMLQuantizationType[kind])
+    assert torch.equal(torch.from_numpy(theirs), rounded(kind, w, moments))
+    assert bytes(GGML[kind].T.compress(w.mT, moments)) == bytes(blob)
+
+
+@pytest.mark.parametrize("kind", ["int4", "mxfp4", "Q4_0"])
 def test_searched_scales_are_near_the_best_of_all(kind):
     """Oracle: thousands of scales of each group, the nearest codes for each."""
     w, moments = draw(1, 8, 32, 100)
@@ -70,7 +82,7 @@ def test_searched_scales_are_near_the_best_of_all(kind):
     else:
         values = torch.arange(-8, 8.0)
         scales = torch.linspace(-2, 2, 4000) * float(w.abs().max()) / 7
-        scales = scales[scales != 0].bfloat16().float()
+        scales = scales[scales != 0].to(torch.float16 if kind == "Q4_0" else torch.bfloat16).float()
     best = torch.full((8,), torch.inf).double()
     for scale in scales:
         codes = (w / scale)[..., None].sub(values).abs().argmin(-1)
