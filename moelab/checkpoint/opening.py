@@ -121,8 +121,8 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool, p
         if plan.quantizer is not None:
             compat.cast_as_computed(model, plan.twin, dtype)
         compat.describe(model, folder)
-    for key, weight in kept.items():
-        _replace(model, plan.same[key], weight)
+    if kept:
+        _replace(model, {plan.same[key]: weight for key, weight in kept.items()})
     return model
 
 
@@ -150,14 +150,15 @@ def _packed(
     return found
 
 
-def _replace(model: torch.nn.Module, name: str, weight: torch.Tensor) -> None:
-    """Put a weight in the place of a parameter, wherever the model has that."""
-    old = model.get_parameter(name)
-    new = torch.nn.Parameter(weight, requires_grad=False)
+def _replace(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Put weights in the places of parameters by name, wherever the model has these."""
+    new = {
+        model.get_parameter(name): torch.nn.Parameter(weight, requires_grad=False)
+        for name, weight in weights.items()
+    }
     for module in model.modules():
-        for own, parameter in compat.parameters_of(module).items():
-            if parameter is old:
-                compat.parameters_of(module)[own] = new
+        own = compat.parameters_of(module)
+        own.update({name: new[of] for name, of in own.items() if of in new})
 
 
 def _take_in(model: Any, checkpoint: Checkpoint) -> None:
