@@ -32,7 +32,6 @@ from moelab.checkpoint.opening import build
 from moelab.checkpoint.quantize import REMEDY, Inputs, quantize_expert, read_inputs
 from moelab.models import compat
 from moelab.models.experts import seam_of
-from moelab.store.codec import Blobs
 from moelab.store.ggml import FITTED
 from moelab.store.headers import block_of, nbytes
 from moelab.store.layout import ExpertStore
@@ -67,7 +66,7 @@ def export(
         inputs = read_inputs(calibration, checkpoint.spec, checkpoint.identity)
     model = build(checkpoint, "auto", external=True)
     twin = checkpoint.plan.twin
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes = {}
     for name, part, expert in _lying(arch, twin, twin.state_dict()):
         shapes[name] = (*part.shape,) if expert is None else (expert + 1, *part.shape)
         if name.endswith("ffn_gate_shexp.weight"):
@@ -121,7 +120,7 @@ def _experts(
     for layer in progress(checkpoint.plan.layers, desc="exporting", unit="layer"):
         for expert in range(layer.E):
             own = experts(layer.index, expert)
-            blobs: Blobs = {}
+            blobs = {}
             if inputs is not None:
                 seam = seam_of(layer.experts)
                 quantize_expert(kind, own, blobs, seam, inputs.of(layer.index, expert))

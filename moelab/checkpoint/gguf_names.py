@@ -368,7 +368,7 @@ def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored |
     layers that predict further tokens, nor what the config has said already."""
     model = compat.meta_twin(config)
     twin = compat.as_saved(model, model.state_dict())
-    found: dict[str, Stored | Made] = {}
+    found = {}
     used = {"rope_factors_long.weight", "rope_factors_short.weight"}
     for key, names, rule, expert in places(values["general.architecture"], config, twin):
         older = names[0].replace("attn_k_b", "attn_kv_b").replace("attn_qkv", "ssm_in")

@@ -33,7 +33,7 @@ _BLOCK = 1 << 11
 
 
 #: name → a `Codec`, an object and no class, in an entry of `moelab.base.registry`
-CODECS: dict[str, Entry] = {
+CODECS = {
     "raw": Entry(RAW, "uncompressed, read in place"),
     "lz4hc": Entry("moelab.zipmoe.codecs:LZ4HC", "ZipMoE's LZ4HC, level 9"),
     "zstd": Entry("moelab.zipmoe.codecs:ZSTD", "ZipMoE's ZSTD, level 1"),

@@ -189,6 +189,18 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.ldexp(values, scales.int()[..., None] - 127)
 
 
+def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * scales.float()[..., None]
+
+
+def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
+    return (nibbles(codes).float() - 8) * scales.float()[..., None]
+
+
+def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
+    return codes.float() * spread_blocks(scales, *codes.shape)
+
+
 def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
     """Scales of blocks of 128 × 128, one for each weight [R, n]."""
     return scales.repeat_interleave(BLOCK, 0)[:R].repeat_interleave(BLOCK, 1)[:, :n]
@@ -223,25 +235,13 @@ def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor
 
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
-FORMATS: dict[str, Entry] = {
+FORMATS = {
     "int8": Entry(
-        Format(
-            "int8",
-            torch.int8,
-            32,
-            torch.bfloat16,
-            lambda codes, scales: codes.float() * scales.float()[..., None],
-        ),
+        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
         "8.5 bits a weight: nearly lossless",
     ),
     "fp8": Entry(
-        Format(
-            "fp8",
-            torch.float8_e4m3fn,
-            0,
-            torch.float32,
-            lambda codes, scales: codes.float() * spread_blocks(scales, *codes.shape),
-        ),
+        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
         "8 bits, as DeepSeek-V3 and Qwen3 are published",
     ),
     "mxfp4": Entry(
@@ -249,13 +249,7 @@ FORMATS: dict[str, Entry] = {
         "4.25 bits, as GPT-OSS is published",
     ),
     "int4": Entry(
-        Format(
-            "int4",
-            torch.uint8,
-            16,
-            torch.bfloat16,
-            lambda codes, scales: (nibbles(codes).float() - 8) * scales.float()[..., None],
-        ),
+        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
         "4.5 bits: the most accurate of the four-bit formats",
     ),
 }

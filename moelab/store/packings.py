@@ -141,12 +141,12 @@ def _awq(t: Tensors, bits: int) -> Tensor:
 #: them)
 KINDS = {
     "compressed-tensors": (
-        "weight_packed weight weight_scale weight_zero_point weight_shape",
+        ("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape"),
         _compressed,
     ),
-    "gptq": ("qweight scales qzeros g_idx", _gptq),
-    "gptq_v2": ("qweight scales qzeros g_idx", lambda t, bits: _gptq(t, bits, 0)),
-    "awq": ("qweight scales qzeros", _awq),
+    "gptq": (("qweight", "scales", "qzeros", "g_idx"), _gptq),
+    "gptq_v2": (("qweight", "scales", "qzeros", "g_idx"), lambda t, bits: _gptq(t, bits, 0)),
+    "awq": (("qweight", "scales", "qzeros"), _awq),
 }
 
 
@@ -274,7 +274,7 @@ def gathered(
     one = next(iter(layers.values()))
     tensors = tuple(
         (name, NAMES[one[name].dtype], tuple(one[name].shape))
-        for name in KINDS[kind][0].split()
+        for name in KINDS[kind][0]
         if name in one
     )
     packing = Packing(kind, bits, len(layers), tensors)
