@@ -311,7 +311,8 @@ class Residency:
         self.spare *= not self.holds_all
         evicted = []
         for group in self._groups:
-            for state in HIERARCHY:  # in this order
+            states = [state for state in HIERARCHY if pools[state] or state in group]
+            for state in states:  # in this order
                 pool = group.pop(state, None) or self._pool()
                 pool.size = pools[state] - self.spare
                 evicted += pool.shrink(frozenset(), frozenset())
@@ -321,8 +322,8 @@ class Residency:
         self._pools = self._groups if self.scope == "layer" else self._groups * self.L
         group = self._groups[0]
         follows = any(hasattr(pool.policy, "follow") for pool in group.values())
-        ranked = math.ceil(0.05 * everyone) if len(group) > 1 or follows else math.inf
-        self.margin = ranked if self._margin is None else self._margin
+        self.margin = math.ceil(0.05 * everyone) if len(group) > 1 or follows else math.inf
+        self.margin = self.margin if self._margin is None else self._margin
         self._scored = follows or not math.isinf(self.margin)  # whether anybody asks for scores
         places = accumulate(pool.size for pool in group.values())
         self._thresholds = [(of, n + self.margin) for of, n in zip(group, places)]  # τ of §3.4

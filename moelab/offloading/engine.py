@@ -146,6 +146,7 @@ class Engine:
         with self._one, self._sound():
             evicted = self.residency.resize(memory.pools)
             self.run.settings = memory.settings(self.residency)
+            self.run.resized = True
             self.loader.resize(memory.slots, self.run.settings, evicted)
             self._banks.clear()
 

@@ -182,19 +182,16 @@ def offload(
     how: Offloading | None = None,
     **options: Any,
 ) -> Any:
-    """Open a model with its experts offloaded; its output is that of transformers' `eager`, bit for
-    bit.
+    """Open a model with its experts offloaded; bit for bit it computes as transformers' `eager`.
 
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
-    budget : memory for experts, see `parse_budget`; allocated at once and never exceeded. Where all
-        of them fit, they are read while the model is opened, and no prompt reads any.
+    budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.
     how, options : an `Offloading`, or fields of one.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
-    ValueError for a budget that is too small (the message says the least), a plan beyond the
-    budget, or options that cannot be."""
+    ValueError for too small a budget (it says the least), a plan beyond it, or impossible options."""
     how = how or Offloading(**options)
     checkpoint = Checkpoint.at(source)
     how.require_possible()
@@ -236,7 +233,6 @@ def offload(
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
-
         Session(model, engine, store, memory.budget, again if loader.slots.most else None)
         unless_open.pop_all()
     return model
@@ -270,10 +266,8 @@ class Memory:
     def divided(
         cls, store: ExpertStore, budget: str | float | int, how: Offloading, own: int = 0
     ) -> Memory:
-        """own : bytes that the model takes already.
-
-        Raises ValueError: less than one load in flight and those prefetched; a plan beyond the
-        budget; beside a GPU, less of the CPU's memory than works, or more than there is."""
+        """`own` bytes are the model's already. Raises ValueError: less than one load in flight and those
+        prefetched; a plan beyond the budget; beside a GPU, less of the CPU's memory than works, or more."""
         device = how.on
         link = link_to(device)
         pools = None if callable(how.plan) else getattr(how.plan, "pools", how.plan)
@@ -327,8 +321,8 @@ class Memory:
         beside = copies * pools.nbytes(0, sizes.sm, sizes.e)
         beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
         host = L * E if link is None else host_slots(store, sizes, how.host, stay, beside)
-        slots = most // sizes.full + store.spec.K
-        return cls(store, how, L, E, room, kept, sizes, pools, staging, slots, link, host, spare)
+        most = most // sizes.full + store.spec.K
+        return cls(store, how, L, E, room, kept, sizes, pools, staging, most, link, host, spare)
 
     def residency(self) -> Residency:
         how = self.how

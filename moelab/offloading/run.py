@@ -27,8 +27,6 @@ from moelab.store.layout import ExpertStore
 
 #: an event's row: numbers of its resource and kind, layer, expert, start, end, bytes
 _ROW = struct.Struct("<hhiiddq")
-#: what an `EngineRun` has of each forward pass
-EACH = ("forwards", "steps", "predictions", "rates", "set_up")
 #: [L][E] of bytes that are read of an expert: of its E-chunks, of its SM-chunks
 ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -139,8 +137,8 @@ class EngineRun(Recorded):
     predictions : what was announced in each forward for prefetching: a list of (layer, experts).
     rates : what decided in each forward which experts are computed where they lie; None without
         `hybrid`.
-    set_up : the settings before all and in each forward, which differ where memory was resized.
     fetched : what became of prefetched experts.
+    resized : whether the settings were others before, with other pools.
     """
 
     def __init__(self, settings: EngineSettings, residency: Residency) -> None:
@@ -165,8 +163,8 @@ class EngineRun(Recorded):
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters = deepcopy(self.counters)
-        made.fetched = copy(self.fetched)
-        for name in EACH:
+        made.fetched, made.resized = copy(self.fetched), self.resized
+        for name in ("forwards", "steps", "predictions", "rates"):
             setattr(made, name, getattr(self, name)[forward:])
         begin = made.forwards[0].start if made.forwards else float("inf")
         for event in self.timeline:
@@ -182,13 +180,13 @@ class EngineRun(Recorded):
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
         self.rates: list[Rates | None] = []
-        self.set_up = [self.settings]
+        self.resized = False
         self.begin_forward()
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
-        for name in EACH:
-            del getattr(self, name)[:forwards]
+        for kept in (self.forwards, self.steps, self.predictions, self.rates):
+            del kept[:forwards]
 
     def begin_forward(self) -> None:
         """What was noted since the last forward pass is of none: of one that was interrupted, or
@@ -203,7 +201,6 @@ class EngineRun(Recorded):
         self.steps.append(self._steps)
         self.predictions.append(self._predictions)
         self.rates.append(self.rating)
-        self.set_up.append(self.settings)
         self.begin_forward()
 
     def accepted(self, right: int) -> None:

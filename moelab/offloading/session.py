@@ -221,14 +221,14 @@ class Session:
             )
         self._resizes.append(self._again(memory, self.budget))
         if not self._running:
-            with self.turn:
-                self._resize()
+            self._resize()
 
     def _resize(self) -> None:
-        while self._resizes:
-            memory = self._resizes.pop(0)
-            self.engine.resize(memory)
-            self.budget = memory.budget
+        with self.turn:
+            while self._resizes:
+                memory = self._resizes.pop(0)
+                self.engine.resize(memory)
+                self.budget = memory.budget
 
     def enter(self, context: Any) -> Any:
         """Enter a context that ends when the model is closed."""
@@ -274,6 +274,8 @@ class Session:
                 self._forward = None  # one that was interrupted
             if self.engine is not None:
                 self.engine.widen()
+            if self._resizes:  # since the last pass began
+                self._resize()
 
     def _drafting(self, below: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a generation's source of drafts, around transformers' own."""
@@ -330,7 +332,6 @@ class Session:
         self.run.end_forward(forward)
         if self.engine is None and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
-        self._resize()
 
     def _path(self, model: Any) -> str:
         """What a GPU ran as one graph in the forward pass that ends, as of `Forward`."""

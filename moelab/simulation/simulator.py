@@ -23,7 +23,7 @@ from moelab.offloading.hybrid import Balance, Rates
 from moelab.offloading.load_queue import PrefetchCounts, order_of
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.run import EngineRun, EngineSettings, Recorded
+from moelab.offloading.run import EngineRun, Recorded
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
 from moelab.simulation.costs import Machine, MachineRates, delays_in_place, delays_of
@@ -89,7 +89,6 @@ def simulate(
     scheduler: Any = None,
     prefetching: Prefetching | None = None,
     balance: Balance | None = None,
-    set_up: Sequence[EngineSettings] = (),
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
@@ -105,7 +104,6 @@ def simulate(
         `Order`; None: the experts with the most tokens first.
     prefetching : None reads nothing ahead.
     balance : says which experts are computed where they lie; None: none are.
-    set_up : the settings before all, and in each forward, if memory was resized between some.
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -129,13 +127,6 @@ def simulate(
     done: list[Forward] = []
     predictions = prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
-        if set_up[at + 1 : at + 2] not in ([], set_up[at : at + 1]):
-            now = set_up[at + 1]
-            simulated.finish()
-            for key in residency.resize(now.pools):
-                simulated.queue.leave(key)
-            slots = slot_counts(now.pools, copies, now.staging)
-            simulated.queue.resize(slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
         took = None if one.drafts else simulated.now - begun
@@ -212,16 +203,21 @@ def replay(
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
         (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
-    pools, scheduler : in place of the run's, and of all that it was resized to; the latter orders reads and decoding: a name of
+    pools, scheduler : in place of the run's; the latter orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
 
-    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card
-    without the figures that are needed, a run whose policy is an instance, a trace of experts whose
+    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a run whose
+    memory was resized, without pools, a card without the figures that are needed, a run whose policy is an instance, a trace of experts whose
     sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
     GPU, unless that ran whole tokens alone."""
     run = _run(run, memory, hybrid, device, pools)
-    settings = run.set_up[0]
-    policy = cache or settings.policy
+    if run.resized and pools is None:
+        raise ValueError(
+            "the memory of this run was resized on its way: give pools=, such as run.settings.pools, "
+            "those that it has now, or reset the session (lm.moelab.reset) and run again"
+        )
+    settings = run.settings
+    policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
             f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
@@ -243,7 +239,6 @@ def replay(
         scheduler=scheduler or settings.scheduler,
         prefetching=Prefetching(run.predictions, settings.ahead),
         balance=_balance(run, device),
-        set_up=() if pools else run.set_up,
     )
 
 
