@@ -18,6 +18,7 @@ _HOMES = {
     "model_map": "treemap",
 }
 __all__ = list(_HOMES)
+_HOMES["chat"] = "dialog"  # which is no picture that a command could write
 
 
 def __getattr__(name: str) -> Any:
