@@ -36,6 +36,8 @@ from moelab.simulation.simulator import Prefetching
 
 #: command → what it takes and does
 COMMANDS = beside(__file__)
+#: of /replay, the first of an offloaded model only
+SETTINGS = ("memory", "cache", "prefetch", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -183,21 +185,21 @@ class Chat:
         how: dict[str, Any] = dict(change.partition("=")[::2] for change in changes)
         session = self.lm.moelab
         for name in how:
-            known = ("memory", "cache", "prefetch", "device")
-            require("setting", name, known[session.divided is None :])
+            require("setting", name, SETTINGS[session.divided is None :])
         with session.turn:  # between two passes
             run = session.run.since()
-        steps, how["pools"] = run.steps, run.settings.pools
-        if "memory" in how:
-            how["pools"] = session.divided(how.pop("memory")).pools
+        steps, asked = run.steps, how.pop("memory", None)
+        how["pools"] = (session.divided(asked) if asked else run.settings).pools
         if name := how.pop("prefetch", ""):
             # of each pass nothing is announced, what the one before has chosen, or what it will
             told = {"none": [()] * len(steps), "previous": [(), *steps[:-1]], "perfect": steps}
             require("predictor to replay by", name, told)
             how["prefetching"] = Prefetching(told[name], run.settings.spec.K)
         for of in (run, moelab.simulate(run, **how)):
-            took = sum(one.end - one.start for one in of.forwards)
-            self.tell(f"{of.kind}: {duration(took)} in all, {summary_line(of.metrics())}")
+            self.tell(
+                f"{of.kind}: {duration(sum(one.end - one.start for one in of.forwards))} in all, "
+                f"{summary_line(of.metrics())}"
+            )
 
     def save(self, file: str = "") -> None:
         path = writable(file)

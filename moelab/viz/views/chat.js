@@ -108,7 +108,8 @@ function render({ model, el }) {
   }
 
   function draw() {
-    const { shape: [L, E], experts: [here, routed, read] } = model.get("shown");
+    const { shape: [L, E], experts: [kept, routed, read], whole } = model.get("shown");
+    const here = whole ? kept : Array.from({ length: L * E }, (_, i) => [Math.floor(i / E), i % E]);
     const wide = canvas.clientWidth, ratio = window.devicePixelRatio || 1;
     if (!wide) return;
     cell = Math.max(3, Math.min(22, (wide - LEFT - 4) / E));
@@ -153,7 +154,7 @@ function render({ model, el }) {
     const last = said.findLast(([who]) => who === "model"), busy = Boolean(last) && !last[1].endsWith("\n");
     send.disabled = busy;
     stop.disabled = !busy;
-    status.textContent = told;
+    status.textContent = busy ? told : "";      // it stays above as a line of what was said
     slider.disabled = !whole;
     if (!held) {
       slider.value = whole ? Math.round(100 * bytes / whole) : 100;

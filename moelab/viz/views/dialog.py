@@ -14,14 +14,11 @@ from typing import Any
 
 import anywidget
 import traitlets
+from IPython.display import display
 
 from moelab.base.registry import names
 from moelab.base.specs import State
 from moelab.chat import Chat
-from moelab.viz.notebook import live
-
-#: seconds between two pictures of an answer, at least
-PAUSE = 0.4
 
 
 class Page(anywidget.AnyWidget):
@@ -34,8 +31,10 @@ class Page(anywidget.AnyWidget):
 class Dialog(Chat):
     """`log` is what was said: [who, text]; an answer that is complete ends its line."""
 
+    _due = 0.0
+
     def __init__(self, lm: Any, max_new_tokens: int = 256) -> None:
-        self.page, self.log, self._due = Page(), [], 0.0
+        self.page, self.log = Page(), []
         self._thread = ThreadPoolExecutor(1)
         super().__init__(lm, max_new_tokens, {})
         self.page.on_msg(lambda _, line, __: self.say(line) if line else self.talk.stop())
@@ -57,7 +56,7 @@ class Dialog(Chat):
         self._answer[1] += piece
         if (begun := monotonic()) > self._due:
             self.show()
-            self._due = 3 * monotonic() - 2 * begun + PAUSE
+            self._due = 3 * monotonic() - 2 * begun + 0.4  # what is shown takes a third at most
 
     def show(self) -> None:
         """Tell the page what is, and of experts (layer, expert): those in memory, those that the latest
@@ -85,7 +84,7 @@ class Dialog(Chat):
         }
 
     def _ipython_display_(self) -> None:
-        os.environ.get("MOELAB_HEADLESS") or live(self.page, "")
+        os.environ.get("MOELAB_HEADLESS") or display(self.page)
 
 
 chat = Dialog
