@@ -51,7 +51,7 @@ def test_an_answer_is_that_of_a_conversation(lm, talk):
     plain = moelab.Conversation(lm, 40)
     wanted = ["".join(plain.say(text)) for text in (TEXT, "the blue cat")]
     assert [text for who, text in talk.log if who == "model"] == [f"{text}\n" for text in wanted]
-    assert talk.page.shown["log"] == talk.log and "tokens/s" in talk.log[-1][1]
+    assert talk.page.shown["log"] == [*map(tuple, talk.log)] and "tokens/s" in talk.log[-1][1]
 
 
 def test_the_experts_are_those_of_the_latest_pass(lm, talk):
@@ -131,7 +131,9 @@ def test_what_goes_wrong_is_told(talk):
         talk.page._handle_custom_msg(line, [])
         assert said in talk.log[-1][1]
     talk.say("the " * 5000).result()
-    assert "the model takes up to" in talk.log[-1][1] and talk.page.shown["log"] == talk.log
+    assert "the model takes up to" in talk.log[-1][1] and talk.page.shown["log"] == [
+        *map(tuple, talk.log)
+    ]
 
 
 def test_a_model_in_memory_says_that_it_cannot_be_moved():

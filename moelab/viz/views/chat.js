@@ -56,7 +56,7 @@ function render({ model, el }) {
   const log = element("div", scroll);
   log.setAttribute("role", "log");
   log.setAttribute("aria-label", "conversation");
-  const form = element("form", root, {}, line);
+  const form = element("div", root, {}, line);
   const labelled = (kind, parent, label, properties, style) => {
     const made = element(kind, parent, properties, style);
     made.setAttribute("aria-label", label);
@@ -66,7 +66,7 @@ function render({ model, el }) {
     { type: "text", placeholder: "say something", autocomplete: "off" }, `flex:1;min-width:8em;${box}`);
   const button = (parent, text, type, title) => element("button", parent,
     { textContent: text, type, title, className: "jupyter-button widget-button" }, "width:auto;margin:0");
-  const send = button(form, "send", "submit", "have it answered (Enter)");
+  const send = button(form, "send", "button", "have it answered (Enter)");
   const stop = button(form, "stop", "button", "end the answer; what was said stays");
   const status = element("div", root, {}, "min-height:1.5em;font-variant-numeric:tabular-nums");
   status.setAttribute("role", "status");
@@ -163,12 +163,15 @@ function render({ model, el }) {
     draw();
   }
 
-  form.onsubmit = (event) => {
-    event.preventDefault();
+  send.onclick = () => {
     const text = field.value.trim();
     if (!text || send.disabled && !text.startsWith("/")) return;
     model.send(text);
     field.value = "";
+  };
+  field.onkeydown = (event) => {
+    event.stopPropagation();                    // Jupyter has keys of its own
+    if (event.key === "Enter") send.onclick();
   };
   stop.onclick = () => model.send("");
   slider.oninput = () => {

@@ -73,7 +73,7 @@ class Dialog(Chat):
                 if of.start >= one.start and of.kind[:4] == "read"
             ]
         self.page.shown = {
-            "log": self.log,
+            "log": [*map(tuple, self.log)],  # a copy, or no change would be seen
             "status": self.status(),
             "shape": (spec.L, spec.E),
             "experts": (here, routed, read),
