@@ -151,7 +151,9 @@ function render({ model, el }) {
       const style = { you: "font-weight:600", model: "" }[who] ?? "font-size:13px;font-style:italic;opacity:0.85";
       element("span", one, { textContent: text.trimEnd() || "…" }, `white-space:pre-wrap;min-width:0;${style}`);
     }
-    const last = said.findLast(([who]) => who === "model"), busy = Boolean(last) && !last[1].endsWith("\n");
+    // an answer is over when its status follows, or when there is none of it
+    const at = said.findLastIndex(([who]) => who === "model"), after = said.slice(at + 1);
+    const busy = at >= 0 && said[at][1] !== "\n" && !after.some(([, text]) => text.startsWith("["));
     send.disabled = busy;
     stop.disabled = !busy;
     status.textContent = busy ? told : "";      // it stays above as a line of what was said

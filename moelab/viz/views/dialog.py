@@ -29,7 +29,7 @@ class Page(anywidget.AnyWidget):
 
 
 class Dialog(Chat):
-    """`log` is what was said: [who, text]; an answer that is complete ends its line."""
+    """`log` is what was said: [who, text]."""
 
     _due = 0.0
 
