@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,12 +30,14 @@ from moelab.base.registry import make, require
 from moelab.base.table import duration, size
 from moelab.conversation import Conversation
 from moelab.generate import OPENING, add_opening, given, notes
-from moelab.offloading.metrics import summary_line
-from moelab.offloading.offload import Memory
+from moelab.offloading.metrics import metrics, summary_line
 from moelab.offloading.session import LONGEST
+from moelab.simulation.simulator import Prefetching
 
 #: command → what it takes and does
 COMMANDS = beside(__file__)
+#: of /replay, the first of an offloaded model only
+SETTINGS = ("memory", "cache", "prefetch", "device")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +48,12 @@ def main(args: argparse.Namespace) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = lambda told, *_: _tell(told)
         _announce(args.model, args.memory)
-        Chat(args.model, given(args, *OPENING), args.max_new_tokens).run(_lines())
+        _tell(f"opening {args.model or 'the small model'} …")
+        options = given(args, *OPENING)
+        lm = moelab.open_model(args.model, **options)
+        for note in notes(lm):
+            _tell(note)
+        Chat(lm, args.max_new_tokens, options).run(_lines())
     return 0
 
 
@@ -78,57 +86,42 @@ def _lines() -> Iterator[str]:
 
 
 class Chat:
-    """A model, the conversation with it, and the commands: methods that take words."""
+    """A conversation with an opened model, and the commands: methods that take words.
 
-    def __init__(self, model: str | None, options: dict[str, Any], max_new_tokens: int) -> None:
-        self.model, self.options, self.most = model, options, max_new_tokens
-        _tell(f"opening {model or 'the small model'} …")
-        self.lm = moelab.open_model(model, **options)
-        for note in notes(self.lm):
-            _tell(note)
+    options : how it was opened, and may be again.
+    tell, write : where words go that are no answer, and pieces of one."""
+
+    tell = staticmethod(_tell)
+    write = staticmethod(partial(print, end="", flush=True))
+
+    def __init__(self, lm: Any, max_new_tokens: int, options: dict[str, Any]) -> None:
+        self.lm, self.most, self.options = lm, max_new_tokens, options
         self.new()
+        self.begin()
 
-    def run(self, lines: Iterable[str]) -> None:
-        """Answer lines, and obey commands, until one says quit."""
-        for line in map(str.strip, lines):
-            name, *words = line[1:].split() or ["help"]
-            try:
-                if line == "/quit":
-                    break
-                if line.startswith("/"):
-                    require("command", name, COMMANDS)
-                    getattr(self, name)(*words)
-                elif line:
-                    self.answer(line)
-            except KeyboardInterrupt:
-                _tell("stopped")
-            except Exception as error:  # the conversation goes on
-                _tell(error_text(error))
-        self.lm.moelab.close()
-
-    def answer(self, text: str) -> None:
-        """One turn."""
+    def begin(self) -> None:
+        """From here on is a turn, of which `status` tells."""
         session = self.lm.moelab
         if len(session.forwards) > LONGEST:
             session.reset()  # of each token kilobytes are kept for /replay
-        first, counters = len(session.forwards), session.run.counters
-        before = counters.requests, counters.misses
-        try:
-            with closing(self.talk.say(text)) as pieces:
-                for piece in pieces:
-                    print(piece, end="", flush=True)
-        finally:
-            print(flush=True)
-            if len(session.forwards) > first:
-                _tell(self._status(first, *before))
+        counters = session.run.counters
+        self.before = (
+            len(session.forwards),
+            len(session.timeline),
+            counters.requests,
+            counters.misses,
+        )
 
-    def _status(self, first: int, requests: int, misses: int) -> str:
-        """What forward passes took, from the first on, before which there were these."""
+    def status(self) -> str:
+        """What the turn took until now; "" before a pass is over."""
         import psutil
 
+        first, events, requests, misses = self.before
         session, used = self.lm.moelab, psutil.Process().memory_info().rss
-        run, now = session.run.since(first), session.run.counters
-        found, one = run.metrics(), run.forwards[0]
+        if not (forwards := session.forwards[first:]):
+            return ""
+        found = metrics([*session.timeline.since(events)], forwards)
+        one, now = forwards[0], session.run.counters
         said = f"{found.throughput or 0:.1f} tokens/s, the first after {one.end - one.start:.2f} s"
         if asked := now.requests - requests:
             hits = 1 - (now.misses - misses) / asked
@@ -136,17 +129,51 @@ class Chat:
             said += f"; {hits:.0%} of experts found in memory, {read} read a token"
         return f"[{said}; {size(used)} of memory]"
 
+    def run(self, lines: Iterable[str]) -> None:
+        """Answer lines, and obey commands, until one says quit."""
+        for line in map(str.strip, lines):
+            if line == "/quit":
+                break
+            self.obey(line)
+        self.lm.moelab.close()
+
+    def obey(self, line: str) -> None:
+        """One line; what goes wrong is told."""
+        name, *words = line[1:].split() or ["help"]
+        try:
+            if line.startswith("/"):
+                require("command", name, COMMANDS)
+                getattr(self, name)(*words)
+            elif line:
+                self.answer(line)
+        except KeyboardInterrupt:
+            self.tell("stopped")
+        except Exception as error:  # the conversation goes on
+            self.tell(error_text(error))
+
+    def answer(self, text: str) -> None:
+        """One turn."""
+        self.begin()
+        try:
+            with closing(self.talk.say(text)) as pieces:
+                for piece in pieces:
+                    self.write(piece)
+        finally:
+            self.write("\n")
+            if told := self.status():
+                self.tell(told)
+
     def memory(self, amount: str = "") -> None:
         self.lm.moelab.resize(amount)
         self.options["memory"] = amount
-        _tell(self.lm.moelab)
+        self.tell(self.lm.moelab)
 
     def cache(self, name: str = "") -> None:
         options = self.options | {"cache": name}
         OpenOptions(**options)  # before the model is closed
         make("cache", name)
         self.lm.moelab.close()
-        self.lm = self.talk.lm = moelab.open_model(self.model, **options)
+        self.lm = self.talk.lm = moelab.open_model(self.lm.name_or_path, **options)
         self.options = options
 
     def prefetch(self, name: str = "") -> None:
@@ -156,25 +183,33 @@ class Chat:
 
     def replay(self, *changes: str) -> None:
         how: dict[str, Any] = dict(change.partition("=")[::2] for change in changes)
-        for name in how:
-            require("setting", name, ("memory", "cache", "device"))
         session = self.lm.moelab
-        if "memory" in how:
-            asked = OpenOptions(**self.options).completed()
-            how["pools"] = Memory.divided(session.store, how.pop("memory"), asked).pools
-        for run in (session.run, moelab.simulate(session.run, **how)):
-            took = sum(one.end - one.start for one in run.forwards)
-            _tell(f"{run.kind}: {duration(took)} in all, {summary_line(run.metrics())}")
+        for name in how:
+            require("setting", name, SETTINGS[session.divided is None :])
+        with session.turn:  # between two passes
+            run = session.run.since()
+        steps, asked = run.steps, how.pop("memory", None)
+        how["pools"] = (session.divided(asked) if asked else run.settings).pools
+        if name := how.pop("prefetch", ""):
+            # of each pass nothing is announced, what the one before has chosen, or what it will
+            told = {"none": [()] * len(steps), "previous": [(), *steps[:-1]], "perfect": steps}
+            require("predictor to replay by", name, told)
+            how["prefetching"] = Prefetching(told[name], run.settings.spec.K)
+        for of in (run, moelab.simulate(run, **how)):
+            self.tell(
+                f"{of.kind}: {duration(sum(one.end - one.start for one in of.forwards))} in all, "
+                f"{summary_line(of.metrics())}"
+            )
 
     def save(self, file: str = "") -> None:
         path = writable(file)
         trace = moelab.record(self.lm, [self.talk.ids])
         phase = torch.tensor(self.talk.phases, dtype=torch.uint8)
-        _tell(f"saved {replace(trace, phase=phase).save(path)}")
+        self.tell(f"saved {replace(trace, phase=phase).save(path)}")
 
     def new(self) -> None:
         self.talk = Conversation(self.lm, self.most)
 
     def help(self) -> None:
         for name, told in COMMANDS.items():
-            _tell(f"/{name}{told}")
+            self.tell(f"/{name}{told}")

@@ -44,6 +44,7 @@ class Conversation:
         self.messages: list[dict[str, str]] = []
         self.ids: list[int] = []
         self.phases: list[int] = []
+        self._stop, self._begun = Event(), -1
         self._forget()
 
     def say(self, text: str) -> Iterator[str]:
@@ -54,26 +55,31 @@ class Conversation:
         raise."""
         from transformers import TextIteratorStreamer
 
-        ids, forwards = self._rendered(text), len(self.lm.moelab.forwards)
-        stop = Event()
+        ids, self._begun = self._rendered(text), len(self.lm.moelab.forwards)
+        self._stop.clear()
         stream = TextIteratorStreamer(self.lm.tokenizer, skip_prompt=True, skip_special_tokens=True)
         with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(self._generate, text, ids, stream, stop)
+            done = thread.submit(self._generate, text, ids, stream)
             done.add_done_callback(lambda _: stream.end())
             try:
                 yield from stream
             finally:
-                stop.set()
-                if len(self.lm.moelab.forwards) == forwards:  # the turn is still processed
-                    self.lm.moelab.cancel()
+                self.stop()
         done.result()
 
-    def _generate(self, text: str, ids: list[int], stream: Any, stop: Event) -> None:
-        """Generate until `stop`, and keep what came of it."""
+    def stop(self) -> None:
+        """End the answer that another thread reads: after its token; before the first one, with
+        `Cancelled`."""
+        self._stop.set()
+        if len(self.lm.moelab.forwards) == self._begun:  # the turn is still processed
+            self.lm.moelab.cancel()
+
+    def _generate(self, text: str, ids: list[int], stream: Any) -> None:
+        """Generate until it is stopped, and keep what came of it."""
         kept, given = self._keep(ids), torch.tensor([ids], device=self.lm.device)
 
         def stopped(ids: Tensor, _: Any) -> Tensor:
-            return torch.full((len(ids),), stop.is_set(), device=ids.device)
+            return torch.full((len(ids),), self._stop.is_set(), device=ids.device)
 
         try:
             with torch.inference_mode():

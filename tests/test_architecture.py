@@ -90,7 +90,7 @@ DIRECTIONS["evaluation"] = TECHNIQUES - {"ndp", "generate"}
 DIRECTIONS["bench"] = TECHNIQUES | {"evaluation"}
 DIRECTIONS["claims"] = {"comparison", "bench"}
 DIRECTIONS["advice"] = TECHNIQUES | {"evaluation", "bench"}
-DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims"}
+DIRECTIONS["viz"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims", "chat"}
 DIRECTIONS["lab"] = TECHNIQUES | {"evaluation", "advice", "bench", "claims", "viz"}
 DIRECTIONS["chat"] = TECHNIQUES | {"evaluation", "advice"}
 DIRECTIONS["__main__"] = DIRECTIONS["__init__"] = set(DIRECTIONS)

@@ -233,7 +233,7 @@ def offload(
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
-        Session(model, engine, store, memory.budget, again if loader.slots.most else None)
+        Session(model, engine, store, memory.budget, again)
         unless_open.pop_all()
     return model
 

@@ -95,6 +95,7 @@ class Session:
     run : what happened since the last `reset`, see `EngineRun`; `moelab.simulate` replays it.
     engine, store, budget : of an offloaded model: what loads and computes its experts, where they
         are stored, bytes of memory for them. None for a resident one.
+    divided : how so much memory, as of `open_model`, would be divided: a `Memory`. None likewise.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` on whose predictions it runs, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
@@ -116,11 +117,11 @@ class Session:
         engine: Engine | None = None,
         store: ExpertStore | None = None,
         budget: int | None = None,
-        again: Callable[..., Any] | None = None,
+        divided: Callable[..., Any] | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
-        self.budget, self._again = budget, again
+        self.budget, self.divided = budget, divided
         self._resizes: list[Any] = []  # memory to go on in
         self.speculation = None
         if engine is None:
@@ -214,12 +215,12 @@ class Session:
 
         Raises ValueError for a model that is in memory or on a GPU, and for too little memory (the
         message says the least): then all is as it was."""
-        if self._again is None:
+        if self.divided is None or not self.engine.loader.slots.most:
             raise ValueError(
                 "only experts that are offloaded for a CPU, on a system that reserves addresses "
                 "beyond its memory, can be given more or less: open the model again, with memory="
             )
-        self._resizes.append(self._again(memory, self.budget))
+        self._resizes.append(self.divided(memory, self.budget))
         if not self._running:
             self._resize()
 

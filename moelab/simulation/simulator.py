@@ -190,6 +190,7 @@ def replay(
     device: str | Path | DeviceSpec | None = None,
     pools: Pools | None = None,
     scheduler: Any = None,
+    prefetching: Prefetching | None = None,
 ) -> Simulation:
     """A recorded run in simulated time, from a cache as it is opened: empty or, where all fit, with
     all experts in it. As it was, or with another cache or on another machine.
@@ -205,6 +206,7 @@ def replay(
         (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
     pools, scheduler : in place of the run's; the latter orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
+    prefetching : in place of what the run read ahead.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a run whose
     memory was resized, without pools, a card without the figures that are needed, a run whose policy is an instance, a trace of experts whose
@@ -230,14 +232,15 @@ def replay(
     residency = as_opened(replace(settings, pools=kept, policy=policy, spare=spare))
     machine = machine_of(run, device, reads=not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
+    prefetching = prefetching or Prefetching(run.predictions, settings.ahead)
     return simulate(
         run.steps,
         [forward[2:] for forward in run.forwards],
         residency,
         machine,
-        staging=settings.staging,
+        staging=max(settings.staging, prefetching.ahead + 1),
         scheduler=scheduler or settings.scheduler,
-        prefetching=Prefetching(run.predictions, settings.ahead),
+        prefetching=prefetching,
         balance=_balance(run, device),
     )
 

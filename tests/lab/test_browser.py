@@ -298,6 +298,35 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
         assert pictures and sum(map(len, pictures)) < 200_000, name
 
 
+@pytest.mark.stress
+@pytest.mark.timeout(300)
+def test_a_conversation_in_the_browser(page, lab, results, tmp_path):
+    """It answers, its memory moves in the midst of an answer, it stops, it is replayed otherwise."""
+    run_all(page, lab(write(tmp_path / "chat.ipynb", [*OPENING, "views.chat(lm, 2000)"])))
+    view = page.locator(".moelab-chat")
+    view.wait_for(timeout=120_000)
+    view.get_by_role("textbox").fill("the red fox 37")
+    view.get_by_role("textbox").press("Enter")
+    stop = view.get_by_role("button", name="stop")
+    view.get_by_text(re.compile(r"^\[.* tokens/s")).wait_for(timeout=60_000)
+    view.get_by_role("slider").press("Home")
+    view.get_by_role("slider").press("End")
+    view.get_by_text("GB for experts").nth(1).wait_for(timeout=10_000)  # while it answers
+    assert stop.is_enabled()
+    begun = time.monotonic()
+    stop.click()
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.moelab-chat button')].at(-1).disabled"
+    )
+    assert time.monotonic() - begun < 2
+    view.get_by_text("9.58 MB, 100 % of").wait_for(timeout=10_000)
+    view.get_by_label("cache policy").select_option("lru")
+    view.get_by_text(re.compile("^simulated: ")).wait_for(timeout=60_000)
+    label = view.locator("canvas").first.get_attribute("aria-label")
+    assert re.search(r"of 192 experts \d+ are in memory; the latest token visits 24", label)
+    assert errors(page) == []
+
+
 def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, results, tmp_path):
     cells = [
         "x: int = 1\nseed: int = 0",

@@ -19,6 +19,7 @@ _HOMES = {
     "claims": "verdicts",
 }
 __all__ = list(_HOMES)
+_HOMES["chat"] = "dialog"  # which is no picture that a command could write
 
 
 def __getattr__(name: str) -> Any:
