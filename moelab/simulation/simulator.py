@@ -209,15 +209,10 @@ def replay(
     prefetching : in place of what the run read ahead.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a run whose
-    memory was resized, without pools, a card without the figures that are needed, a run whose policy is an instance, a trace of experts whose
-    sizes are not known, and, without a device, a trace, and the run of a model in memory or on a
-    GPU, unless that ran whole tokens alone."""
+    memory was resized, without pools, a card without the figures that are needed, a run whose policy
+    is an instance, a trace of experts whose sizes are not known, and, without a device, a trace, and
+    the run of a model in memory or on a GPU, unless that ran whole tokens alone."""
     run = _run(run, memory, hybrid, device, pools)
-    if run.resized and pools is None:
-        raise ValueError(
-            "the memory of this run was resized on its way: give pools=, such as run.settings.pools, "
-            "those that it has now, or reset the session (lm.moelab.reset) and run again"
-        )
     settings = run.settings
     policy = cache or run.settings.policy
     if cache is None and not isinstance(policy, (str, type)):
@@ -262,6 +257,11 @@ def _run(
         raise TypeError(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
             "a moelab.RoutingTrace"
+        )
+    if run.resized and pools is None:
+        raise ValueError(
+            "the memory of this run was resized on its way: give pools=, such as run.settings.pools, "
+            "those that it has now, or reset the session (lm.moelab.reset) and run again"
         )
     return run
 
