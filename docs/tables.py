@@ -89,7 +89,7 @@ def source(file: str) -> str:
         quiet = {True: "quiet", False: f"BUSY, {known}", None: known}[run.get("quiet")]
         commit = (run["git"] or "unknown")[:8]
         said.append(f"{chip}, {run['cores']} cores, commit {commit}, {quiet}")
-    return f"results/bench/{file}.json ({'; '.join(said)})"
+    return f"results/bench/{file}.json ({'; '.join(dict.fromkeys(said))})"
 
 
 def is_measured(file: str) -> bool:

@@ -28,7 +28,7 @@ CHAT = ["chat", "--memory", "40%", "--max-new-tokens"]
 #: what is told below an answer
 STATUS = re.compile(
     r"^\[[\d.]+ tokens/s, the first after [\d.]+ s(; \d+% of experts found in memory, [\d.]+ \w+ read "
-    r"a token)?; ([\d.]+) MB of memory\]$",
+    r"a token)?; ([\d.]+) [MG]B of memory\]$",
     re.M,
 )
 
