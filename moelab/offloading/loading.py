@@ -82,7 +82,7 @@ class Loader:
         if self.pool is not None:
             self.pool.link = slots.link
         self._make_queue = lambda: LoadQueue(
-            slots.count,
+            self.slots.count,
             run.settings.ahead,
             counts=run.fetched,
             tensors=lambda key: store.layers[key.layer].tensors,
