@@ -198,7 +198,7 @@ def _moe_layers(
     kept = [
         at for at, of in enumerate(layers) if (of in spec.moe_layers if spec else not dense[at])
     ]
-    strange = [layers[at] for at in range(L) if at not in kept and not dense[at]]
+    strange = [layers[at] for at in sorted({*range(L)} - {*kept}) if not dense[at]]
     if strange or not kept:
         raise ValueError(
             f"{len(kept)} of its layers are MoE by {spec.name if spec else 'its ids'}, and it has "

@@ -208,6 +208,7 @@ def test_a_large_run_has_a_small_page_and_loses_no_state(made, tab, tmp_path):
         view.data = was
     assert path.stat().st_size < MOST
     tab.goto(path.as_uri())
+    tab.wait_for_selector("[type=range]")  # there is one as soon as all states are unpacked
     took = []
     for f in (0, 1, 2, 150, 299):
         tab.evaluate(

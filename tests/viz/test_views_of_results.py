@@ -101,4 +101,4 @@ def test_every_view_is_on_the_command_line(tmp_path, capsys):
     assert main(["view", "model_map", "--output", str(out)]) == 0
     assert out.read_text() and "written to" in capsys.readouterr().out
     assert main(["arena", "nothing_here:Mine"]) == 2 and "mine:TakeTurns" in capsys.readouterr().err
-    assert main(["view", "model_map", "one", "two"]) == 2 and "takes one" in capsys.readouterr().err
+    assert main(["view", "model_map", "one", "two"]) == 2 and "takes 1" in capsys.readouterr().err
