@@ -206,8 +206,9 @@ def remove_leftovers(folder: Path) -> None:
     """Remove folders NAME@HOST@PROCESS.part of processes of this machine that have ended."""
     import psutil
 
+    known = re.compile(rf".*@{re.escape(platform.node())}@(\d{{1,9}})(@\w+)?\.part")
     for part in folder.glob(f"*@{platform.node()}@*.part"):
-        found = re.fullmatch(r".*@(\d{1,9})(@\w+)?\.part", part.name)
+        found = known.fullmatch(part.name)
         if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(part, ignore_errors=True)
 

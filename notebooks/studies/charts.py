@@ -42,8 +42,8 @@ def interval(value: ArrayLike, low: ArrayLike, high: ArrayLike, **look: Any) -> 
     return {
         "type": "data",
         "symmetric": False,
-        "array": high - value,
-        "arrayminus": value - low,
+        "array": (high - value).tolist(),
+        "arrayminus": (value - low).tolist(),
         "thickness": 1.2,
         "width": 3,
     } | look

@@ -4,6 +4,7 @@ somebody else has made; and what is wrong about a place is said before the work.
 from __future__ import annotations
 
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -205,3 +206,18 @@ def test_a_stamp_tells_a_changed_file_whatever_its_times_say(tmp_path, how):
     with suppress(FileNotFoundError):
         os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert stamp(path) != before
+
+
+@pytest.mark.parametrize("chance", ["12345678", "1a_b2c3d", "00000001"])
+def test_what_another_thread_writes_is_no_leftover(chance, tmp_path):
+    """Whatever the random part of its name is; that of a process which has ended is one."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    parts = [
+        tmp_path / f".x.json@{platform.node()}@{pid}@{chance}.part"
+        for pid in (os.getpid(), ended.pid)
+    ]
+    for part in parts:
+        part.mkdir()
+    write_text(tmp_path / "y.json", "{}")
+    assert [part.exists() for part in parts] == [True, False]

@@ -46,6 +46,7 @@ function said(trace, i, point) {
 // An axis: where a value is, in pixels, and its ticks. A category's place is its number.
 function scaled(axis, values, from, to) {
   const span = Math.abs(to - from), some = values.filter((value) => value !== null);
+  if (axis.type === "log") return logarithmic(axis, some, from, to);
   const names = axis.categoryarray ?? (axis.type === "category" || some.some((value) => typeof value === "string")
     ? [...new Set(some.map(String))] : null);
   let [low, high] = axis.range ?? (names ? [-0.5, names.length - 0.5]
@@ -61,6 +62,14 @@ function scaled(axis, values, from, to) {
   for (let n = Math.ceil(Math.min(low, high) / step); n * step <= Math.max(low, high) * 1.000001; n++)
     ticks.push([n * step, spoken(n * step)]);
   return { at, number, ticks };
+}
+
+function logarithmic(axis, values, from, to) {
+  const logs = values.filter((value) => value > 0).map(Math.log10);
+  const [low, high] = axis.range ?? [Math.min(...logs) - 0.05, Math.max(...logs) + 0.05];
+  const at = (value) => from + ((Math.log10(value) - low) / (high - low)) * (to - from);
+  const ticks = (axis.tickvals ?? []).filter((value) => Math.log10(value) >= low && Math.log10(value) <= high);
+  return { at, number: (value) => value, ticks: ticks.map((value) => [value, spoken(value)]) };
 }
 
 // Bars as {trace, i, from, to, place, size}: from and to along the values, place and size, of 1, across.
@@ -133,7 +142,9 @@ class Picture {
     const group = (id) => axis(id).matches ?? id;
     const values = (which, id) => data.flatMap((trace) => {
       if (group(trace[`${which}axis`] ?? which) !== group(id)) return [];
-      const own = trace[which], names = own.filter((value) => typeof value === "string");
+      const { array = [], arrayminus = [] } = trace[`error_${which}`] ?? {};
+      const ends = array.flatMap((more, i) => [trace[which][i] + more, trace[which][i] - arrayminus[i]]);
+      const own = [...trace[which], ...ends], names = own.filter((value) => typeof value === "string");
       return names.length || trace.type !== "bar" ? own : [];
     });
     const work = ids.map((id) => {
@@ -217,6 +228,9 @@ class Picture {
       if (mode.includes("lines")) this.line(room, own.map((p, i) => `${i ? "L" : "M"}${round(x.at(p.x))} ${round(y.at(p.y))}`).join(""), line);
       for (const p of own) {
         const at = { x: x.at(p.x), y: y.at(p.y) }, colour = ink(nth(marker.color ?? line.color, p.i));
+        const { array, arrayminus } = trace.error_x ?? {}, middle = trace.x[p.i];
+        if (array) this.line(room, `M${round(x.at(middle - arrayminus[p.i]))} ${round(at.y)}H${round(x.at(middle + array[p.i]))}`,
+          { color: INKS[0], width: 1.5 });
         if (mode.includes("markers")) this.symbol(room, marker, at.x, at.y, (nth(marker.size, p.i) ?? 9) / 2, colour);
         this.marks.push({ ...at, r: 24, text: said(trace, p.i, p) });
       }
