@@ -74,8 +74,8 @@ def arena(
 
     of : whose routing policies see: an opened model, a trace of whatever program, or {name: trace};
         None opens the shipped small model.
-    share : of the experts that fit in memory, for policies; or several. tokens, each : length and number of
-        prompts a kind of text, for a model.
+    share : of the experts that fit in memory, for policies; or several.
+    tokens, each : length and number of prompts a kind of text, for a model.
 
     Raises TypeError: it is no policy.
     """

@@ -90,8 +90,9 @@ class MoELayer:
             patches.hook(self.router.register_forward_hook, Listener(told, of_router))
             return
 
-        def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
-            told(*[*args, *kwargs.values()][1:3])  # after the hidden states
+        def of_experts(_: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
+            if kwargs is not None:  # as it is once the hook was removed, in another thread's call
+                told(*[*args, *kwargs.values()][1:3])  # after the hidden states
 
         register = self.experts.register_forward_pre_hook
         patches.hook(register, Listener(told, of_experts), with_kwargs=True)

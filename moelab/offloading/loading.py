@@ -429,9 +429,8 @@ def threads_to_fill(slots: Slots, scratch: int) -> int:
     `scratch` bytes of its own.
 
     The first touch of memory takes longer than reading into it, and any number of threads can do
-    both at once. No more memory is used than the
-    slots and what `DEPTH` threads read with: what others need is that of the loads in flight, of
-    which there are none yet."""
+    both at once. No more memory is used than the slots and what `DEPTH` threads read with: what
+    others need is that of the loads in flight, of which there are none yet."""
     spare = slots.count["e"]
     in_flight = slots.sizes.in_flight
     in_place = slots.sizes.in_place

@@ -260,7 +260,7 @@ def _run(
         )
     if run.resized and pools is None:
         raise ValueError(
-            "the memory of this run was resized on its way: give pools=, such as run.settings.pools, "
+            "the memory of this run was resized while it ran: give pools=, such as run.settings.pools, "
             "those that it has now, or reset the session (lm.moelab.reset) and run again"
         )
     return run

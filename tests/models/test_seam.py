@@ -148,3 +148,17 @@ def test_what_is_no_routing_is_refused_with_the_table_that_it_needs(tmp_path):
         record(model, [[5, 6, 7, 8, 9]], max_new_tokens=1)
     with plugged(model, zero), pytest.raises(ValueError, match="MixtralExperts .*BLOCKS"):
         model(IDS)
+
+
+@torch.no_grad()
+def test_a_listener_that_is_taken_off_within_a_call_hears_nothing(tmp_path):
+    """As by another thread: torch then calls the hook once more, without the keywords."""
+    model = open_model(tiny.save("mixtral", tmp_path / "m"))
+    heard, patches = [], Patches()
+    with plugged(model, eager):
+        layer = discover(model)[0]
+        before = layer.experts.register_forward_pre_hook(lambda *_: patches.close())
+        layer.listen(patches, lambda *of: heard.append(of))
+        model(torch.tensor([[1, 2, 3]]))
+        before.remove()
+    assert not heard
