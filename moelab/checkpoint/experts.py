@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,9 @@ class ParameterSource:
     def make(self, plan: LoadingPlan, read: Tensors) -> torch.Tensor:
         """The parameter from its tensors by pattern, by transformers' own conversion; what is
         dequantised has the model's type."""
-        made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
+        one = copy(plan.twin)  # some look how a parameter lies: `Transpose(check_dims=True)`
+        one.get_parameter = lambda name: plan.twin.get_parameter(name)[:1]
+        made = compat.converted(self.plan, read, one, plan.quantizer)[self.plan.target]
         if plan.quantizer and any(of.dtype not in FLOATS for of in self.stored.values()):
             made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
         return made if self.plan.single or self.plan.rows else made[0]

@@ -451,19 +451,6 @@ def converted(
     }
 
 
-def convert_expert(
-    plan: ParameterPlan,
-    tensors: dict[str, torch.Tensor],
-    twin: torch.nn.Module,
-    quantizer: Any = None,
-) -> torch.Tensor:
-    """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own
-    conversion."""
-    one = copy(twin)  # some look how a parameter lies: `Transpose(check_dims=True)`
-    one.get_parameter = lambda name: twin.get_parameter(name)[:1]
-    return converted(plan, tensors, one, quantizer)[plan.target]
-
-
 def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
     """Whether one expert's parameter is the bytes of its sources, one after another; not where they
     are transposed, interleaved or dequantised."""

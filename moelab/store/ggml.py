@@ -9,6 +9,7 @@ Source: ggml, `ggml-common.h` and `ggml-quants.c`; gguf-py, `gguf.quants`."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -53,18 +54,14 @@ class GGMLFormat(FewBits):
 
         if (rows := self.rows(data, self.block)) is None:
             return None
-        if moments is not None and self.kind in FITTED:
-            return self._fitted(rows, moments)
-        try:
-            return quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind]).reshape(-1)
-        except NotImplementedError:
+        if moments is None or self.kind not in FITTED:
+            with suppress(NotImplementedError):
+                return quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind]).reshape(-1)
             return None
-
-    def _fitted(self, w: Tensor, moments: Tensor) -> np.ndarray:
-        """The blob of weights [R, n]: of each block an fp16 scale, then the codes, of Q4_0 plus 8, those
-        of its second half in the high bits."""
+        # of each block an fp16 scale, then the codes, of Q4_0 plus 8, those of its second half in the
+        # high bits
         kind, half = FITTED[self.kind], torch.float16
-        values, scales = fit(kind, w, naive_scales(kind, w, half), moments, half)
+        values, scales = fit(kind, rows, naive_scales(kind, rows, half), moments, half)
         codes = values.to(torch.int8).unflatten(1, (-1, self.block))
         if kind == "int4":
             low, high = (codes + 8).chunk(2, -1)

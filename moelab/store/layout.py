@@ -146,20 +146,20 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> Entries:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
     checksum]]]]]."""
     _need(list(fields) == list(tensors), "impossible entry: an expert has not the others' tensors")
-    return {name: _read_entry(*tensors[name], *fields[name]) for name in fields}
-
-
-def _read_entry(dtype: str, shape: Shape, checksum: str, planes: list[list]) -> TensorEntry:
-    possible = len(planes) in (1, DTYPES[dtype].itemsize)
-    found = []
-    for record, given in planes:
-        codec = read_codec(record)
-        chunks = tuple(Chunk(int(offset), int(length), check) for offset, length, check in given)
-        lengths = [chunk.length for chunk in chunks]
-        possible = possible and codec.admits(dtype, tuple(shape), len(planes), lengths)
-        found.append((codec, chunks))
-    _need(possible, "impossible entry: chunks that do not fit their tensor's type and shape")
-    return TensorEntry(dtype, tuple(shape), checksum, tuple(found))
+    entries = {}
+    for name, (check, planes) in fields.items():
+        dtype, shape = tensors[name]
+        possible = len(planes) in (1, DTYPES[dtype].itemsize)
+        found = []
+        for record, given in planes:
+            codec = read_codec(record)
+            chunks = tuple(Chunk(int(offset), int(length), of) for offset, length, of in given)
+            lengths = [chunk.length for chunk in chunks]
+            possible = possible and codec.admits(dtype, tuple(shape), len(planes), lengths)
+            found.append((codec, chunks))
+        _need(possible, "impossible entry: chunks that do not fit their tensor's type and shape")
+        entries[name] = TensorEntry(dtype, tuple(shape), check, tuple(found))
+    return entries
 
 
 def run(entries: Entries, part: str) -> tuple[int, int]:

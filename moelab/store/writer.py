@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,29 +151,23 @@ class StoreWriter:
                 path.unlink()
 
     def _whole(self, records: list[Record]) -> Iterator[Record]:
-        """The journal's records up to the first one of an expert that is not whole."""
+        """The journal's records up to the first one that is not the next expert's, or whose bytes are
+        not whole or do not lie right behind those of the one before."""
         checked = progress(records, "checking what is there", unit="expert") if records else ()
-        for (layer, expert), record in zip(self._keys, checked):
-            try:
-                if not self._is_whole(layer, expert, record):
+        after = 0
+        with suppress(Exception):  # a journal that makes no sense, a file that cannot be read
+            for key, record in zip(self._keys, checked):
+                entries = read_entries(record["entries"], record["tensors"])
+                begin, end = record["begin"], record["end"]
+                with open(self.folder / layer_file(key[0]), "rb") as f:
+                    f.seek(begin)
+                    data = f.read(end - begin)
+                follows = begin + len(data) == end and (not key[1] or begin == after)
+                said = record["layer"], record["expert"]
+                if not (follows and said == key and intact(entries, data, begin)):
                     return
-            except Exception:  # a journal that makes no sense, a file that cannot be read
-                return
-            yield record
-
-    def _is_whole(self, layer: int, expert: int, record: Record) -> bool:
-        """Whether a record is this expert's, and its bytes lie right behind those of the one
-        before."""
-        entries = read_entries(record["entries"], record["tensors"])
-        begin = record["begin"]
-        end = record["end"]
-        with open(self.folder / layer_file(layer), "rb") as f:
-            f.seek(begin)
-            data = f.read(end - begin)
-        follows = begin + len(data) == end and (not expert or begin == self._end)
-        self._end = end
-        said = record["layer"], record["expert"]
-        return follows and said == (layer, expert) and intact(entries, data, begin)
+                after = end
+                yield record
 
     # -----------------------------------------------------------------------------------------
     # experts
