@@ -62,6 +62,11 @@ class ParameterSource:
         """What it is made of: its name, and patterns, types and shapes of its tensors."""
         return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
 
+    def read(self, checkpoint: Checkpoint) -> tuple[torch.Tensor, list[Piece]]:
+        """The parameter, and what was read for it."""
+        read = {pattern: checkpoint.weights(entry) for pattern, entry in self.stored.items()}
+        return self.make(checkpoint.plan, read), self.pieces(read)
+
     def pieces(self, read: Tensors) -> list[Piece]:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
@@ -120,17 +125,11 @@ class CheckpointExperts:
     def made(self, layer: int, expert: int) -> Iterator[tuple[str, torch.Tensor, list[Piece]]]:
         """(name, tensor, what it was made of) of an expert's parameters."""
         for source in expert_sources(self.checkpoint, layer, expert):
-            read = _read(self.checkpoint, source)
-            made = source.make(self.checkpoint.plan, read)
-            yield source.name, made, source.pieces(read)
+            yield source.name, *source.read(self.checkpoint)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
         return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
-
-
-def _read(checkpoint: Checkpoint, source: ParameterSource) -> Tensors:
-    return {pattern: checkpoint.weights(entry) for pattern, entry in source.stored.items()}
 
 
 def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
@@ -255,9 +254,9 @@ class CheckpointStore(ExpertFiles):
         if self.checkpoint.gguf is not None:
             whole = compat.is_concatenation(source.plan, plan.quantizer)
             return codec_of(source.stored.values()) if whole else RAW
-        read = _read(self.checkpoint, source)
-        made = source.make(plan, read).to(self.dtype)
-        few = few_bits(plan, source.pieces(read), made)
+        made, read = source.read(self.checkpoint)
+        made = made.to(self.dtype)
+        few = few_bits(plan, read, made)
         return few[0] if few and not (made.dim() == 2 and torch.equal(made, made.mT)) else RAW
 
     def _straight(self, source: ParameterSource, codec: Codec) -> bool:

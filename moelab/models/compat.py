@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 def model_class(config: Any) -> type:
@@ -60,12 +61,9 @@ class _NewTensors(TorchFunctionMode):
         asked = kwargs.get("dtype") is not None or func in self.asked
         if asked or not isinstance(made, Tensor) or not made.is_floating_point():
             return made
-        given = [*kwargs.values()]
-        for value in args:
-            given += value if isinstance(value, list | tuple) else [value]
         known = (
             value.is_floating_point() if isinstance(value, Tensor) else hasattr(value, "dtype")
-            for value in given
+            for value in tree_leaves((args, kwargs))
         )
         return made if any(known) else made.to(self.dtype)
 
@@ -489,13 +487,3 @@ def kept_in_fp32(
         re.search(p.replace("*", ".*"), name)
         for p in twin._get_dtype_plan(dtype or twin.config.dtype)
     )
-
-
-def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast weights that transformers' FP8 quantiser has passed on as they were stored, and cannot
-    compute with so."""
-    live = model.state_dict(keep_vars=True)
-    for name, stock in twin.state_dict().items():
-        if name in live and stock.is_floating_point():
-            wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
-            live[name].data = live[name].data.to(wanted)

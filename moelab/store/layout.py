@@ -429,14 +429,13 @@ class ExpertStore(ExpertFiles):
 
     def _check_files(self) -> None:
         """Sizes of all files, contents of small ones, headers of the others."""
+        begins = [(name, *of, FILE_LIMIT) for name, of in self.files.items()]
         headers = [(WEIGHTS, self.weights_size, self._weights_header)]
         headers += [(layer.file, layer.size, layer_header(layer)) for layer in self.layers]
+        begins += [(name, size, checksum(of), len(of)) for name, size, of in headers]
         wrong = [
-            name for name, size, header in headers if self._begin(name, size, len(header)) != header
+            name for name, size, of, most in begins if checksum(self._begin(name, size, most)) != of
         ]
-        for name, (size, check) in self.files.items():
-            if checksum(self._begin(name, size, FILE_LIMIT)) != check:
-                wrong.append(name)
         _need(
             not wrong,
             f"{self.folder}: {', '.join(wrong)[:200]} is damaged at its beginning, or does not belong "

@@ -117,6 +117,9 @@ class Chunks:
     offset: int
     nbytes: int
 
+    def __str__(self) -> str:
+        return f"the {self.part} chunks of expert {self.expert} of MoE layer {self.layer}"
+
     def plane(self, name: str, i: int, shard: int | None = None) -> Plane:
         """Plane `i` of a tensor or of one shard of it, as views of `data`."""
         codec, chunks = self.entries[name].planes[i]
@@ -211,8 +214,21 @@ class Reader(contextlib.AbstractContextManager):
         total = 0
         start = time.perf_counter()
         for path, offset, views in self.store.extents(filled) if filled else ():
-            total += sum(map(len, views))
-            self._read_extent(path, offset, views, filled[0])
+            try:
+                while views:
+                    total += (n := self._request(path, views, offset))
+                    if not n:
+                        raise StoreError(
+                            f"{path} is cut off at byte {offset:,}, inside {filled[0]}"
+                        )
+                    offset += n
+                    while views and n >= len(views[0]):
+                        n -= len(views.pop(0))
+                    if n:
+                        views[0] = views[0][n:]
+            except OSError as error:
+                words = f"reading {path} at byte {offset:,} ({filled[0]}) failed: {error.strerror}"
+                raise OSError(error.errno, words) from error
         self._throttle(total, start)
         return found
 
@@ -238,25 +254,6 @@ class Reader(contextlib.AbstractContextManager):
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
             wait = self._free_at - time.perf_counter()
         time.sleep(max(0.0, wait))
-
-    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> None:
-        """Fill the views with a file's bytes from `begin` on."""
-        offset = begin
-        try:
-            while views:
-                n = self._request(path, views, offset)
-                if not n:
-                    raise StoreError(f"{path} is cut off at byte {offset:,}, inside {_which(what)}")
-                offset += n
-                while views and n >= len(views[0]):
-                    n -= len(views.pop(0))
-                if n:
-                    views[0] = views[0][n:]
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"reading {path} at byte {offset:,} ({_which(what)}) failed: {error.strerror}",
-            ) from error
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
@@ -389,7 +386,3 @@ class StoreExperts:
         `decode` raise."""
         chunks = self.reader.read(layer, expert)
         return decode(chunks, chunks)
-
-
-def _which(chunks: Chunks) -> str:
-    return f"the {chunks.part} chunks of expert {chunks.expert} of MoE layer {chunks.layer}"
