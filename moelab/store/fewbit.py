@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moelab.base.files import beside
 from moelab.base.registry import Entry, require
 from moelab.kernels.linear import widened
 from moelab.kernels.products import KINDS, PACKED, Matrices
@@ -225,20 +226,8 @@ def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
 FORMATS = {
-    "int8": Entry(
-        Format("int8", torch.int8, 32, torch.bfloat16), "8.5 bits a weight: nearly lossless"
-    ),
-    "fp8": Entry(
-        Format("fp8", torch.float8_e4m3fn, 0, torch.float32),
-        "8 bits, as DeepSeek-V3 and Qwen3 are published",
-    ),
-    "mxfp4": Entry(
-        Format("mxfp4", torch.uint8, 16, torch.uint8), "4.25 bits, as GPT-OSS is published"
-    ),
-    "int4": Entry(
-        Format("int4", torch.uint8, 16, torch.bfloat16),
-        "4.5 bits: the most accurate of the four-bit formats",
-    ),
+    name: Entry(Format(name, getattr(torch, code), group, getattr(torch, scale)), purpose)
+    for name, (code, group, scale, purpose) in beside(__file__).items()
 }
 
 
