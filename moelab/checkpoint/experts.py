@@ -322,9 +322,7 @@ class CheckpointStore(ExpertFiles):
 
     @property
     def weights_bytes(self) -> int:
+        tensors = self.checkpoint.tensors
         plan = self.checkpoint.plan
-        return sum(
-            entry.nbytes
-            for key, entry in self.checkpoint.tensors.items()
-            if key not in plan.expert_keys and key not in plan.ignored
-        )
+        others = tensors.keys() - plan.expert_keys - plan.ignored
+        return sum(tensors[key].nbytes for key in others)

@@ -206,7 +206,7 @@ def _experts_of_store(store: ExpertStore, layers: list[MoELayer]) -> set[str]:
         (
             of.module,
             len(of.experts),
-            {name: tuple(shape) for name, (_, shape) in of.tensors.items()},
+            {name: shape for name, (_, shape) in of.tensors.items()},
         )
         for of in store.layers
     ]

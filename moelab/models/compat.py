@@ -253,17 +253,17 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
     )
     tokens = said["tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: fields.get(f"tokenizer.ggml.{name}_token_id") for ours, name in names.items()}
+    special = {
+        f"{ours}_token": tokens[i]
+        for ours, name in names.items()
+        if (i := fields.get(f"tokenizer.ggml.{name}_token_id", len(tokens))) < len(tokens)
+    }
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=fields.get("tokenizer.chat_template"),
         add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
-        **{
-            f"{name}_token": tokens[i]
-            for name, i in ids.items()
-            if i is not None and i < len(tokens)
-        },
+        **special,
     )
 
 

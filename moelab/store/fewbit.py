@@ -167,7 +167,14 @@ class Format(FewBits):
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
         codes, scales = self.split(blob, tuple(out.shape)).values()
         target = out.mT if self.transposed else out
-        if _kernel_widens(self, codes, scales, target):
+        # by a kernel, where codes and scales are what it takes them for
+        known = target.shape[-1] % PART == 0 and target.dtype in KINDS and codes.is_cpu
+        if known and self.kind == "fp8":  # no NaN, scales that times 256 are still numbers of fp32
+            known = int((codes.view(torch.uint8) << 1).amax()) < 254
+            known = known and bool((scales.abs() < 2.0**119).all())
+        if known and self.kind == "mxfp4":  # no NaN
+            known = bool((scales < 255).all())
+        if known:
             widen(PACKED[self.kind], codes, scales, target)
         else:
             target.copy_(self.dequantize(codes, scales).view(target.shape))
@@ -281,16 +288,3 @@ def widen(kind: Kind, codes: Tensor, scales: Tensor, out: Tensor) -> None:
     made = out if plain else torch.empty(out.shape)
     row = np.array([[codes.data_ptr(), scales.data_ptr(), 0, 0]])
     out.copy_(widened(Matrices(kind, row, len(out)), 0, 0, made))
-
-
-def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> bool:
-    """Whether rows are whole blocks, and codes and scales, on the CPU, what the kernel takes them for: no NaN,
-    and scales that times 256 are still numbers of fp32 (fp8), or not NaN (MXFP4)."""
-    if target.shape[-1] % PART or target.dtype not in KINDS or not codes.is_cpu:
-        return False
-    if form.kind == "fp8":
-        nan = int((codes.view(torch.uint8) << 1).amax()) == 254
-        return not nan and bool((scales.abs() < 2.0**119).all())
-    if form.kind == "mxfp4":
-        return bool((scales < 255).all())
-    return True

@@ -53,6 +53,7 @@ from moelab.store.layout import (
     Entries,
     ExpertFiles,
     StoreError,
+    in_file,
     run,
 )
 
@@ -289,18 +290,17 @@ class Reader(contextlib.AbstractContextManager):
         checksums."""
         if self.store.checksum is None:
             return
-        first = 1 if chunks.part == "SM" else 0
-        for name in chunks.entries if only is None else [only]:
-            for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
-                for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
-                    if self.store.checksum(data) != chunk.checksum:
-                        file = self.store.layers[chunks.layer].file
-                        raise StoreError(
-                            f"{self.store.folder / file} is damaged: chunk "
-                            f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
-                            f"layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) does not match "
-                            f"its checksum; {AGAIN}"
-                        )
+        for name, chunk in in_file(chunks.entries):
+            at = chunk.offset - chunks.offset
+            data = chunks.data[at : at + chunk.length] if 0 <= at < len(chunks.data) else ()
+            wanted = len(data) and (only is None or name.startswith(f"{only}.p"))
+            if wanted and self.store.checksum(data) != chunk.checksum:
+                file = self.store.layers[chunks.layer].file
+                raise StoreError(
+                    f"{self.store.folder / file} is damaged: chunk {chunks.layer}.{chunks.expert}.{name} "
+                    f"(expert {chunks.expert} of MoE layer {chunks.layer}, {chunk.length:,} bytes at "
+                    f"{chunk.offset:,}) does not match its checksum; {AGAIN}"
+                )
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
