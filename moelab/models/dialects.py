@@ -71,7 +71,7 @@ def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 def _routed_forward(self: Any, hidden_states: Tensor) -> Tensor:
     ids, weights = ROUTING[type(self.router).__name__](self, self.router(hidden_states))
     h = hidden_states.reshape(-1, hidden_states.shape[-1])
-    return self.experts(h, ids, weights).view(hidden_states.shape)
+    return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
 def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
