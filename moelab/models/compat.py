@@ -177,9 +177,12 @@ def register_experts(forward: Callable[..., Tensor]) -> None:
 
 
 def apply_gate(experts: nn.Module, h: Tensor) -> Tensor:
-    """The gate of an experts class [n, 2I] → [n, I]: the decorator gives a class that has none the
-    usual one, and no public way to it."""
-    return experts._apply_gate(h)
+    """The gate of an experts class [n, 2I] → [n, I], the usual one where it has none: there is no
+    public way to it."""
+    if hasattr(experts, "_apply_gate"):
+        return experts._apply_gate(h)
+    gate, up = h.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
 
 
 def initialised(*modules: nn.Module) -> None:
