@@ -207,7 +207,16 @@ class CheckpointStore(ExpertFiles):
         for index, layer in enumerate(plan.layers):
             few = packed if checkpoint.gguf else plan.quantizer is not None
             forms = self._few_bits(index) if few else {}
-            self.layers.append(self._layer(layer, forms))
+            entries = {}
+            at = 0
+            for name, shape in shapes(layer.experts).items():
+                codec = forms.get(name, RAW)
+                length = codec.nbytes(shape, NAMES[dtype])
+                planes = ((codec, (Chunk(at, length, ""),)),)
+                entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
+                at += aligned(length)
+            tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+            self.layers.append(CheckpointLayer(tensors, [entries] * layer.E))
         decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
         self.scratch = max(
             (
@@ -219,20 +228,6 @@ class CheckpointStore(ExpertFiles):
             ),
             default=0,
         )
-
-    def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
-        """A layer whose experts' parameters are in few bits, by name, or as the model computes with
-        them."""
-        entries = {}
-        at = 0
-        dtype = NAMES[self.dtype]
-        for name, shape in shapes(layer.experts).items():
-            codec = forms.get(name, RAW)
-            length = codec.nbytes(shape, dtype)
-            entries[name] = TensorEntry(dtype, shape, "", ((codec, (Chunk(at, length, ""),)),))
-            at += aligned(length)
-        tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-        return CheckpointLayer(tensors, [entries] * layer.E)
 
     def _few_bits(self, index: int) -> dict[str, Codec]:
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
@@ -292,29 +287,21 @@ class CheckpointStore(ExpertFiles):
                         self.checkpoint.check(stored, memory)
                     read[pattern].append(into)
                     at = end
-            if not straight:
-                self._convert(source, codec, read, chunks.entries[source.name].shape, target)
-
-    def _convert(
-        self,
-        source: ParameterSource,
-        codec: Codec,
-        read: dict[str, list[torch.Tensor]],
-        shape: Shape,
-        target: np.ndarray,
-    ) -> None:
-        """Fill the memory of a parameter, of what was read of its tensors."""
-        plan = self.checkpoint.plan
-        if codec.few_bits and self.checkpoint.gguf is not None:
-            rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
-            target[:] = fewbit.joined(*rows)
-            return
-        found = {pattern: weights_of(of, read[pattern]) for pattern, of in source.stored.items()}
-        if codec.few_bits:
-            blobs = _blobs(plan, source.pieces(found))
-            target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
-        else:
-            torch.from_numpy(target).view(self.dtype).view(shape).copy_(source.make(plan, found))
+            if straight:
+                continue
+            if codec.few_bits and self.checkpoint.gguf is not None:
+                rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
+                target[:] = fewbit.joined(*rows)
+                continue
+            plan = self.checkpoint.plan
+            found = {of: weights_of(entry, read[of]) for of, entry in source.stored.items()}
+            if codec.few_bits:
+                blobs = _blobs(plan, source.pieces(found))
+                target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
+            else:
+                shape = chunks.entries[source.name].shape
+                into = torch.from_numpy(target).view(self.dtype).view(shape)
+                into.copy_(source.make(plan, found))
 
     @property
     def identity(self) -> str:

@@ -85,7 +85,14 @@ def make_plan(
         made |= _made(plan, folder, tensors, twin, parameters, quantizer, scaled)
     if store is not None:
         made |= _experts_of_store(store, layers)
-    _require_all(folder, twin, parameters.keys() - made, made, foreign)
+    lost, extra = compat.may_lack(twin, parameters.keys() - made, made, set(foreign))
+    if lost or extra:
+        extra = sorted(foreign[name] for name in extra)
+        raise ValueError(
+            f"{folder} lacks {_some(sorted(lost))} and has {_some(extra)} besides: its tensors are "
+            f"not those of a {config.model_type} model with this config. Download what is "
+            f"missing, or check config.json; other layouts are not read"
+        )
     experts = [_by_expert(layer, plans) for layer in layers] if store is None else []
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
@@ -181,21 +188,6 @@ def _require_scales(plan: compat.ParameterPlan, tensors: Header, block: tuple[in
                 raise ValueError(
                     f"{key}, and no plain weights, should have a tensor of scales {list(grid)} or one scale"
                 )
-
-
-def _require_all(
-    folder: Path, twin: torch.nn.Module, missing: set[str], made: set[str], foreign: dict[str, str]
-) -> None:
-    """ValueError, by name, for parameters that no tensor makes, and tensors that make no
-    parameter, but those that the architecture declares tied, optional or superfluous."""
-    missing, unexpected = compat.may_lack(twin, missing, made, set(foreign))
-    if missing or unexpected:
-        extra = sorted(foreign[name] for name in unexpected)
-        raise ValueError(
-            f"{folder} lacks {_some(sorted(missing))} and has {_some(extra)} besides: its tensors are "
-            f"not those of a {twin.config.model_type} model with this config. Download what is "
-            f"missing, or check config.json; other layouts are not read"
-        )
 
 
 def _experts_of_store(store: ExpertStore, layers: list[MoELayer]) -> set[str]:

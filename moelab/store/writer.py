@@ -213,7 +213,16 @@ class StoreWriter:
             del tensor
         self._wait()
         record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
-        begin = self._end if expert else self._room_for_header(layer, packed, shapes)
+        begin = self._end
+        if not expert:  # room for the header of the layer's file
+            n_chunks = sum(
+                len(plane.shards) + codecs.SHARDS for p in packed.values() for plane in p
+            )
+            longest = (
+                max(map(len, packed)) + 150
+            )  # bytes of an entry's JSON; its padding's are fewer
+            about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
+            begin = aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
         self._writing = self._thread.submit(
             self._write_expert, record | {"sources": sources}, packed, begin
         )
@@ -226,15 +235,6 @@ class StoreWriter:
             done = self._writing
             self._writing = None
             done.result()
-
-    def _room_for_header(
-        self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
-    ) -> int:
-        """Bytes that are enough for the header of a layer's file, from its first expert."""
-        n_chunks = sum(len(plane.shards) + codecs.SHARDS for p in packed.values() for plane in p)
-        longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
-        about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
-        return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
 
     def _write_expert(
         self, record: Record, packed: dict[str, codecs.PackedTensor], begin: int
