@@ -406,7 +406,6 @@ class ExpertStore(ExpertFiles):
         self.codec = fields["codec"]
         find_codec(self.codec)
         self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
-        self._paths = [self.folder / layer.file for layer in self.layers]
         experts = [len(layer.experts) for layer in self.layers]
         _need(
             len(experts) == self.spec.L and {*experts} == {self.spec.E},
@@ -456,7 +455,7 @@ class ExpertStore(ExpertFiles):
 
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
         memory = [memoryview(part.data) for part in parts]
-        return [(self._paths[parts[0].layer], parts[0].offset, memory)]
+        return [(self.folder / layer_file(parts[0].layer), parts[0].offset, memory)]
 
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes

@@ -308,7 +308,13 @@ class StoreWriter:
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
             layers = self._write_headers()
-            others = self._write_weights(weights)
+            others = {key: [of.dtype, list(of.shape), []] for key, of in weights.items()}
+            with open(self.folder / WEIGHTS, "wb") as out:
+                out.write(bytes(len(weights_header(others, "0" * 64))))  # room for their header
+                for key, tensor in weights.items():
+                    for piece in tensor.pieces(PIECE):
+                        others[key][2].append(checksum(piece))
+                        out.write(piece)
             index, digest = seal(self.head | {"layers": layers, "weights": others, "files": table})
             _write(self.folder / WEIGHTS, weights_header(others, digest), "r+b")
             _write(self.folder / INDEX, index)
@@ -335,20 +341,6 @@ class StoreWriter:
                 "r+b",
             )
         return layers
-
-    def _write_weights(self, weights: Header) -> dict[str, list]:
-        """Copy the other weights behind room for their header; returns key → dtype, shape,
-        checksums of its pieces."""
-        written = {key: [of.dtype, list(of.shape), []] for key, of in weights.items()}
-        with open(self.folder / WEIGHTS, "wb") as out:
-            out.write(bytes(len(weights_header(written, "0" * 64))))
-            for key, tensor in weights.items():
-                for piece in tensor.pieces(PIECE):
-                    written[key][2].append(checksum(piece))
-                    out.write(piece)
-            out.flush()
-            os.fsync(out.fileno())
-        return written
 
     def publish(self) -> Path:
         """Give the finished store its name."""
