@@ -39,7 +39,8 @@ class Blocks(FewBits):
     byte_order = [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
 
     def scales(self, weights, other):
-        return self._both(weights, F16).to(F32, "fpext")
+        # As a vector of halves LLVM would load them into a register that it waits for.
+        return self._words(weights).to(ir.VectorType(F16, 2)).to(F32, "fpext")
 
     def bytes(self, weights, other):
         codes = joined(self._loaded(weights + self.first, ir.VectorType(I8, 16)))
@@ -53,9 +54,10 @@ class Blocks(FewBits):
     def _loaded(self, weights: Value, of: ir.Type) -> list[Value]:
         return [weights.load(of), (weights + self.size).load(of)]
 
-    def _both(self, weights: Value, of: ir.Type) -> Value:
-        """A number of each block."""
-        return joined(self._loaded(weights, ir.VectorType(of, 1)))
+    def _words(self, weights: Value) -> Value:
+        """16 bits of each block."""
+        first, second = (one.to(I32, "zext") for one in self._loaded(weights, I16))
+        return first | second << 16
 
 
 class Q8(Blocks):
@@ -87,9 +89,8 @@ class Q5(Blocks):
     first = 6
 
     def whole(self, codes, weights, half):
-        bits = self._loaded(weights + (self.first - 4 + 2 * half), I16)
-        first, second = (one.to(I32, "zext") for one in bits)
-        fifth = (first | second << 16).to(ir.VectorType(I1, 32)).to(I8, "sext")
+        bits = self._words(weights + (self.first - 4 + 2 * half))
+        fifth = bits.to(ir.VectorType(I1, 32)).to(I8, "sext")
         return codes & 15 | fifth & 16
 
 
@@ -105,10 +106,13 @@ class Mxfp4(Blocks):
     first = 1
 
     def scales(self, weights, other):
-        return halved_e8m0(self._both(weights, I8))
+        return halved_e8m0(self._exponents(weights))
 
     def factors(self, weights, other):
-        return halved_e8m0(self._both(weights, I8), exact=False)
+        return halved_e8m0(self._exponents(weights), exact=False)
+
+    def _exponents(self, weights: Value) -> Value:
+        return joined(self._loaded(weights, ir.VectorType(I8, 1)))
 
     def whole(self, codes, weights, half):
         return from_e2m1(codes)
