@@ -39,8 +39,7 @@ class Blocks(FewBits):
     byte_order = [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
 
     def scales(self, weights, other):
-        # As a vector of halves LLVM would load them into a register that it waits for.
-        return self._words(weights).to(ir.VectorType(F16, 2)).to(F32, "fpext")
+        return _halves(self._words(weights))
 
     def bytes(self, weights, other):
         codes = joined(self._loaded(weights + self.first, ir.VectorType(I8, 16)))
@@ -136,8 +135,8 @@ class Q4K(FewBits):
         own = (block + (4 + 4 * which)).load(I32)
         split = (block + 12).load(I32) >> 4 * which & 0x0F0F0F0F | own >> 2 & 0x30303030
         parts = [part.to(ir.VectorType(I8, 4)) for part in (own & 0x3F3F3F3F, split)]
-        factor = (block + 2 * which).load(F16).to(F32, "fpext")
-        return joined(parts).to(I32, "zext").to(F32, "uitofp") * factor.everywhere(8)
+        factor = _halves(block.load(I32)).shuffled([which] * 8)
+        return joined(parts).to(I32, "zext").to(F32, "uitofp") * factor
 
     def bytes(self, weights, other):
         for group in range(8):
@@ -166,7 +165,7 @@ class Q6K(FewBits):
 
     def scales(self, weights, other):
         times = (weights + 192).load(ir.VectorType(I8, 16)).to(I32, "sext").to(F32, "sitofp")
-        return times * (weights + 208).load(F16).to(F32, "fpext").everywhere(16)
+        return times * _halves((weights + 208).load(I16).to(I32, "zext")).shuffled([0] * 16)
 
     def bytes(self, weights, other):
         for group in range(8):
@@ -174,6 +173,11 @@ class Q6K(FewBits):
             low = (weights + (64 * half + 32 * (part % 2))).load(WORDS) >> part // 2 * 4
             high = _moved((weights + (128 + 32 * half)).load(WORDS), 4 - 2 * part)
             yield (low & 0x0F0F | high & 0x3030).to(BYTES)
+
+
+def _halves(word: Value) -> Value:
+    """Two numbers of fp16. Loaded as such, they would get into a register that still adds up."""
+    return word.to(ir.VectorType(F16, 2)).to(F32, "fpext")
 
 
 def _moved(words: Value, up: int) -> Value:
