@@ -66,6 +66,7 @@ REFUSED: dict[str, str] = _KNOWN["refused"]
 
 #: where configs say how they are quantised: transformers', and what MLX writes
 QUANTISATION = ("quantization_config", "quantization")
+FP8 = "float8_e4m3fn"
 
 
 def spec_from_config(config: Any, name: str | None = None) -> MoESpec:
@@ -203,10 +204,16 @@ def _quantised(config: Any) -> Record:
 def _dtype(outer: Any, config: Any, name: str) -> str:
     """How the experts are stored; bfloat16 where neither config says."""
     if method := quantisation(outer) or quantisation(config):
-        with suppress(KeyError, TypeError, AttributeError, StopIteration):
-            dtype = _quantised_dtype(method, _quantised(outer) or _quantised(config))
-            if dtype in DTYPE_BYTES:
-                return dtype
+        said = _quantised(outer) or _quantised(config)
+        dtype = {"mxfp4": "mxfp4", "fp8": FP8}.get(method)
+        with suppress(KeyError, TypeError, AttributeError, StopIteration):  # of a foreign config
+            if method in ("gptq", "awq"):
+                dtype = f"int{said['bits']}"
+            elif dtype is None:
+                weights = next(iter(said["config_groups"].values()))["weights"]
+                dtype = FP8 if weights.get("type") == "float" else f"int{weights['num_bits']}"
+        if dtype in DTYPE_BYTES:
+            return dtype
         raise ValueError(
             f"{name} is quantised with {method}, in a form that is not read here; known are mxfp4, "
             f"fp8, gptq, awq, compressed-tensors. Take one of these, or the unquantised checkpoint "
@@ -214,17 +221,6 @@ def _dtype(outer: Any, config: Any, name: str) -> str:
         )
     dtype = str(_find(config, "dtype") or _find(outer, "dtype")).removeprefix("torch.")
     return dtype if dtype in DTYPE_BYTES else "bfloat16"
-
-
-def _quantised_dtype(method: str, said: Record) -> str:
-    """Raises what a foreign config makes it."""
-    known = {"mxfp4": "mxfp4", "fp8": "float8_e4m3fn"}
-    if method in known:
-        return known[method]
-    if method in ("gptq", "awq"):
-        return f"int{said['bits']}"
-    weights = next(iter(said["config_groups"].values()))["weights"]
-    return known["fp8"] if weights.get("type") == "float" else f"int{weights['num_bits']}"
 
 
 def geometric_bytes(spec: MoESpec, config: Any) -> int:

@@ -18,6 +18,7 @@ from inspect import Parameter, isfunction, signature
 from operator import or_
 from typing import Any, NamedTuple
 
+from moelab.base.files import beside
 from moelab.base.schema import typed
 from moelab.base.table import text_table
 
@@ -29,17 +30,7 @@ class Entry(NamedTuple):
 
 
 #: kind → "module:dictionary"
-KINDS = {
-    "executor": "moelab.experts:EXECUTORS",
-    "cache": "moelab.cache.policies:POLICIES",
-    "predictor": "moelab.speculate.predictors:PREDICTORS",
-    "estimator": "moelab.speculate.estimator:ESTIMATORS",
-    "codec": "moelab.store.codecs:CODECS",
-    "format": "moelab.store.fewbit:FORMATS",
-    "scheduler": "moelab.zipmoe.affinity:SCHEDULERS",
-    "model": "moelab.cards:MODELS",
-    "device": "moelab.cards:DEVICES",
-}
+KINDS = beside(__file__)
 
 
 def entries(kind: str) -> dict[str, Entry]:

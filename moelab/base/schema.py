@@ -147,7 +147,15 @@ def typed(value: Any, annotation: Any, at: str = "it") -> Any:
     if kind is None:
         return _made(value, annotation, at)
     _require(_fits(value, kind), value, WORDS[kind], at)
-    return _items(value, kind, parts, at) if parts else value
+    if not parts:
+        return value
+    if kind is dict:
+        return {key: typed(one, parts[1], _inside(at, key)) for key, one in value.items()}
+    if kind is list or parts[-1] is Ellipsis:
+        parts = parts[:1] * len(value)
+    if len(value) != len(parts):
+        raise ValueError(f"{at} has {len(value)} values; it must have {len(parts)}")
+    return kind(typed(one, part, f"{at}[{i}]") for i, (one, part) in enumerate(zip(value, parts)))
 
 
 def _require(ok: Any, value: Any, words: str, at: str) -> None:
@@ -163,17 +171,6 @@ def _fits(value: Any, kind: type) -> bool:
     if kind is int:
         return False
     return isinstance(value, (list, tuple) if kind in (list, tuple) else kind)
-
-
-def _items(value: Any, kind: type, parts: tuple[Any, ...], at: str) -> Any:
-    """Convert the items of a list, tuple or dict."""
-    if kind is dict:
-        return {key: typed(one, parts[1], _inside(at, key)) for key, one in value.items()}
-    if kind is list or parts[-1] is Ellipsis:
-        parts = parts[:1] * len(value)
-    if len(value) != len(parts):
-        raise ValueError(f"{at} has {len(value)} values; it must have {len(parts)}")
-    return kind(typed(one, part, f"{at}[{i}]") for i, (one, part) in enumerate(zip(value, parts)))
 
 
 @cache

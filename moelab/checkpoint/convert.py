@@ -130,12 +130,11 @@ def _other_files(
         left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
         names = [name for name in checkpoint.store.files if name not in left_out]
         return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
-    if checkpoint.gguf is not None:
-        return list(checkpoint.small_files()), None
-    headers = {
-        file.name: [file.stat().st_size, raw_header(file).decode()] for file in checkpoint.files
-    }
-    return list(checkpoint.small_files()), {"files": headers, "checksum": CHECKSUM}
+    looked = None
+    if checkpoint.gguf is None:
+        said = {of.name: [of.stat().st_size, raw_header(of).decode()] for of in checkpoint.files}
+        looked = {"files": said, "checksum": CHECKSUM}
+    return list(checkpoint.small_files()), looked
 
 
 def _write_experts(

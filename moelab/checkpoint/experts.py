@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -61,13 +62,20 @@ class ParameterSource:
         """What it is made of: its name, and patterns, types and shapes of its tensors."""
         return (self.name, *((p, of.dtype, of.shape) for p, of in self.stored.items()))
 
+    def read(self, checkpoint: Checkpoint) -> tuple[torch.Tensor, list[Piece]]:
+        """The parameter, and what was read for it."""
+        read = {pattern: checkpoint.weights(entry) for pattern, entry in self.stored.items()}
+        return self.make(checkpoint.plan, read), self.pieces(read)
+
     def pieces(self, read: Tensors) -> list[Piece]:
         return [(of.key, of.first, read[pattern]) for pattern, of in self.stored.items()]
 
     def make(self, plan: LoadingPlan, read: Tensors) -> torch.Tensor:
         """The parameter from its tensors by pattern, by transformers' own conversion; what is
         dequantised has the model's type."""
-        made = compat.convert_expert(self.plan, read, plan.twin, plan.quantizer)
+        one = copy(plan.twin)  # some look how a parameter lies: `Transpose(check_dims=True)`
+        one.get_parameter = lambda name: plan.twin.get_parameter(name)[:1]
+        made = compat.converted(self.plan, read, one, plan.quantizer)[self.plan.target]
         if plan.quantizer and any(of.dtype not in FLOATS for of in self.stored.values()):
             made = made.to(plan.twin.get_parameter(self.plan.target).dtype)
         return made if self.plan.single or self.plan.rows else made[0]
@@ -117,17 +125,11 @@ class CheckpointExperts:
     def made(self, layer: int, expert: int) -> Iterator[tuple[str, torch.Tensor, list[Piece]]]:
         """(name, tensor, what it was made of) of an expert's parameters."""
         for source in expert_sources(self.checkpoint, layer, expert):
-            read = _read(self.checkpoint, source)
-            made = source.make(self.checkpoint.plan, read)
-            yield source.name, made, source.pieces(read)
+            yield source.name, *source.read(self.checkpoint)
 
     def _ready(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.to(self.device, self.dtype if tensor.is_floating_point() else None)
         return tensor.contiguous() if tensor.data_ptr() % 64 == 0 else tensor.clone()
-
-
-def _read(checkpoint: Checkpoint, source: ParameterSource) -> Tensors:
-    return {pattern: checkpoint.weights(entry) for pattern, entry in source.stored.items()}
 
 
 def store_layers(layers: list[MoELayer]) -> list[tuple[str, int, bool]]:
@@ -205,7 +207,16 @@ class CheckpointStore(ExpertFiles):
         for index, layer in enumerate(plan.layers):
             few = packed if checkpoint.gguf else plan.quantizer is not None
             forms = self._few_bits(index) if few else {}
-            self.layers.append(self._layer(layer, forms))
+            entries = {}
+            at = 0
+            for name, shape in shapes(layer.experts).items():
+                codec = forms.get(name, RAW)
+                length = codec.nbytes(shape, NAMES[dtype])
+                planes = ((codec, (Chunk(at, length, ""),)),)
+                entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
+                at += aligned(length)
+            tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
+            self.layers.append(CheckpointLayer(tensors, [entries] * layer.E))
         decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
         self.scratch = max(
             (
@@ -217,20 +228,6 @@ class CheckpointStore(ExpertFiles):
             ),
             default=0,
         )
-
-    def _layer(self, layer: MoELayer, forms: dict[str, Codec]) -> CheckpointLayer:
-        """A layer whose experts' parameters are in few bits, by name, or as the model computes with
-        them."""
-        entries = {}
-        at = 0
-        dtype = NAMES[self.dtype]
-        for name, shape in shapes(layer.experts).items():
-            codec = forms.get(name, RAW)
-            length = codec.nbytes(shape, dtype)
-            entries[name] = TensorEntry(dtype, shape, "", ((codec, (Chunk(at, length, ""),)),))
-            at += aligned(length)
-        tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-        return CheckpointLayer(tensors, [entries] * layer.E)
 
     def _few_bits(self, index: int) -> dict[str, Codec]:
         """Name → codec of the parameters that can stay in few bits, by the layer's first expert,
@@ -252,9 +249,9 @@ class CheckpointStore(ExpertFiles):
         if self.checkpoint.gguf is not None:
             whole = compat.is_concatenation(source.plan, plan.quantizer)
             return codec_of(source.stored.values()) if whole else RAW
-        read = _read(self.checkpoint, source)
-        made = source.make(plan, read).to(self.dtype)
-        few = few_bits(plan, source.pieces(read), made)
+        made, read = source.read(self.checkpoint)
+        made = made.to(self.dtype)
+        few = few_bits(plan, read, made)
         return few[0] if few and not (made.dim() == 2 and torch.equal(made, made.mT)) else RAW
 
     def _straight(self, source: ParameterSource, codec: Codec) -> bool:
@@ -290,29 +287,21 @@ class CheckpointStore(ExpertFiles):
                         self.checkpoint.check(stored, memory)
                     read[pattern].append(into)
                     at = end
-            if not straight:
-                self._convert(source, codec, read, chunks.entries[source.name].shape, target)
-
-    def _convert(
-        self,
-        source: ParameterSource,
-        codec: Codec,
-        read: dict[str, list[torch.Tensor]],
-        shape: Shape,
-        target: np.ndarray,
-    ) -> None:
-        """Fill the memory of a parameter, of what was read of its tensors."""
-        plan = self.checkpoint.plan
-        if codec.few_bits and self.checkpoint.gguf is not None:
-            rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
-            target[:] = fewbit.joined(*rows)
-            return
-        found = {pattern: weights_of(of, read[pattern]) for pattern, of in source.stored.items()}
-        if codec.few_bits:
-            blobs = _blobs(plan, source.pieces(found))
-            target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
-        else:
-            torch.from_numpy(target).view(self.dtype).view(shape).copy_(source.make(plan, found))
+            if straight:
+                continue
+            if codec.few_bits and self.checkpoint.gguf is not None:
+                rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
+                target[:] = fewbit.joined(*rows)
+                continue
+            plan = self.checkpoint.plan
+            found = {of: weights_of(entry, read[of]) for of, entry in source.stored.items()}
+            if codec.few_bits:
+                blobs = _blobs(plan, source.pieces(found))
+                target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
+            else:
+                shape = chunks.entries[source.name].shape
+                into = torch.from_numpy(target).view(self.dtype).view(shape)
+                into.copy_(source.make(plan, found))
 
     @property
     def identity(self) -> str:
@@ -320,9 +309,7 @@ class CheckpointStore(ExpertFiles):
 
     @property
     def weights_bytes(self) -> int:
+        tensors = self.checkpoint.tensors
         plan = self.checkpoint.plan
-        return sum(
-            entry.nbytes
-            for key, entry in self.checkpoint.tensors.items()
-            if key not in plan.expert_keys and key not in plan.ignored
-        )
+        others = tensors.keys() - plan.expert_keys - plan.ignored
+        return sum(tensors[key].nbytes for key in others)

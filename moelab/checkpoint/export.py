@@ -132,11 +132,6 @@ def _experts(
                 yield name, part, expert
 
 
-def _block(name: str) -> int:
-    """The number of a layer, in the name of something of it."""
-    return int(re.search(r"\.(\d+)\.", name)[1])
-
-
 def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> dict[str, int]:
     """Write what comes before the tensors, and leave place for these; where they begin."""
     from gguf import GGMLQuantizationType
@@ -177,13 +172,14 @@ def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
         values = (getattr(config, field, None) for field in fields.split())
         if (value := next((of for of in values if of is not None), None)) is not None:
             said[key] = value
+    first = checkpoint.plan.layers[0].name
     size = said.setdefault("attention.key_length", config.hidden_size // config.num_attention_heads)
     said |= {
         "attention.value_length": size,
         "rope.freq_base": float(rope["rope_theta"]),
         "rope.dimension_count": int(size * rope.get("partial_rotary_factor", 1)),
         "expert_gating_func": arch.scores,
-        "leading_dense_block_count": _block(checkpoint.plan.layers[0].name),
+        "leading_dense_block_count": int(re.search(r"\.(\d+)\.", first)[1]),
     }
     return arch.name, said
 

@@ -209,11 +209,9 @@ def config_of(values: Record, header: Header) -> Any:
     for key, fields in FIELDS.items():
         if field := next((name for name in fields.split() if name in there), None):
             told.add(key)
-            if key in TABLES["needed"]:
-                facts[field] = m[key]
-            elif key in TABLES["optional"]:
+            if key in TABLES["optional"]:
                 facts[field] = m.get(key) or None
-            elif key in m:
+            elif key in m or key in TABLES["needed"]:
                 facts[field] = m[key]
     head_dim = m.get("attention.key_length") or m["embedding_length"] // m["attention.head_count"]
     facts["rope_parameters"] = _rope(m, head_dim)

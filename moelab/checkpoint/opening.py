@@ -119,7 +119,12 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool, p
         if wrong := {kind: sorted(map(str, keys))[:3] for kind, keys in report.items() if keys}:
             raise ValueError(f"transformers reports {wrong}")
         if plan.quantizer is not None:
-            compat.cast_as_computed(model, plan.twin, dtype)
+            live = model.state_dict(keep_vars=True)
+            for name, stock in plan.twin.state_dict().items():
+                # what transformers' FP8 quantiser passes on as it was stored cannot be computed with
+                if name in live and stock.is_floating_point():
+                    wide = compat.kept_in_fp32(plan.twin, name, stock, dtype)
+                    live[name].data = live[name].data.to(torch.float32 if wide else dtype)
         compat.describe(model, folder)
     if kept:
         _replace(model, {plan.same[key]: weight for key, weight in kept.items()})

@@ -80,13 +80,19 @@ def make_plan(
     with blamed(folder, "it is not complete, or another model than its config.json's"):
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)
     scaled = quantisation(config) == "fp8"
-    checked = _Checked(folder, tensors, twin, parameters, quantizer, scaled)
     made: set[str] = set()
     for plan in plans.values():
-        made |= checked.made(plan)
+        made |= _made(plan, folder, tensors, twin, parameters, quantizer, scaled)
     if store is not None:
         made |= _experts_of_store(store, layers)
-    _require_all(folder, twin, parameters.keys() - made, made, foreign)
+    lost, extra = compat.may_lack(twin, parameters.keys() - made, made, set(foreign))
+    if lost or extra:
+        extra = sorted(foreign[name] for name in extra)
+        raise ValueError(
+            f"{folder} lacks {_some(sorted(lost))} and has {_some(extra)} besides: its tensors are "
+            f"not those of a {config.model_type} model with this config. Download what is "
+            f"missing, or check config.json; other layouts are not read"
+        )
     experts = [_by_expert(layer, plans) for layer in layers] if store is None else []
     targets = {p.target for of_layer in experts for expert in of_layer for p in expert.values()}
     expert_keys = {key for target in targets for key in plans[target].keys}
@@ -119,87 +125,69 @@ def _by_expert(
     return found
 
 
-@dataclass(frozen=True)
-class _Checked:
-    """What the checks of single parameters look at; parameters : the twin's, by full name; scaled :
-    whether weights are FP8 with scales."""
+def _made(
+    plan: compat.ParameterPlan,
+    folder: Path,
+    tensors: Header,
+    twin: torch.nn.Module,
+    parameters: Tensors,
+    quantizer: Any,
+    scaled: bool,
+) -> set[str]:
+    """Names of what a plan makes; ValueError unless each has the shape of the model's and is
+    a float where that is one (any is cast to any other), and codes have scales.
 
-    folder: Path
-    tensors: Header
-    twin: torch.nn.Module
-    parameters: Tensors
-    quantizer: Any
-    scaled: bool
-
-    def made(self, plan: compat.ParameterPlan) -> set[str]:
-        """Names of what a plan makes; ValueError unless each has the shape of the model's and is
-        a float where that is one (any is cast to any other), and codes have scales."""
-        shapes = Counter(self.tensors[key].shape for key in plan.keys)
-        rare_first = sorted(plan.keys, key=lambda key: shapes[self.tensors[key].shape])
-        given = f"of {_described(self.tensors, rare_first)}; check config.json"
-        stored: dict[str, Any] = {}
-        for pattern, keys in plan.sources.items():
-            stored[pattern] = [on_meta(self.tensors[key]) for key in keys]
-            if len({tensor.shape for tensor in stored[pattern]}) > 1:
-                raise ValueError(f"{self.folder}: {plan.target} cannot be made {given}")
-        if plan.converter is None:
-            stored = {pattern: found[0] for pattern, found in stored.items()}
-        with blamed(self.folder, f"{plan.target} cannot be made {given}"):
-            if self.scaled:
-                self._require_scales(plan)
-            made = compat.converted(plan, stored, self.twin, self.quantizer)
-        for name in made.keys() & self.parameters.keys():
-            found = list(made[name].shape)
-            wanted = list(self.parameters[name].shape)
-            if found != wanted:
-                raise ValueError(
-                    f"{self.folder}: {name} is {wanted} in {self.twin.config.model_type} with this "
-                    f"config, and {found} is made {given}"
-                )
-        kinds = {on_meta(self.tensors[key]).is_floating_point() for key in plan.keys}
-        coded = self.quantizer and len(plan.sources) > 1  # what codes mean, the quantiser knows
-        wanted = self.parameters[plan.target].dtype
-        if kinds != {wanted.is_floating_point} and not coded:
+    parameters : the twin's, by full name.    scaled : whether weights are FP8 with scales."""
+    shapes = Counter(tensors[key].shape for key in plan.keys)
+    rare_first = sorted(plan.keys, key=lambda key: shapes[tensors[key].shape])
+    said = (f"{key} is {tensors[key].dtype} {list(tensors[key].shape)}" for key in rare_first)
+    given = f"of {_some([*said])}; check config.json"
+    stored: dict[str, Any] = {}
+    for pattern, keys in plan.sources.items():
+        stored[pattern] = [on_meta(tensors[key]) for key in keys]
+        if len({tensor.shape for tensor in stored[pattern]}) > 1:
+            raise ValueError(f"{folder}: {plan.target} cannot be made {given}")
+    if plan.converter is None:
+        stored = {pattern: found[0] for pattern, found in stored.items()}
+    with blamed(folder, f"{plan.target} cannot be made {given}"):
+        if scaled:
+            _require_scales(plan, tensors, quantizer.quantization_config.weight_block_size or ())
+        made = compat.converted(plan, stored, twin, quantizer)
+    for name in made.keys() & parameters.keys():
+        found = list(made[name].shape)
+        wanted = list(parameters[name].shape)
+        if found != wanted:
             raise ValueError(
-                f"{self.folder}: {plan.target} is {wanted} in the model, and is made {given}"
+                f"{folder}: {name} is {wanted} in {twin.config.model_type} with this "
+                f"config, and {found} is made {given}"
             )
-        return set(made)
-
-    def _require_scales(self, plan: compat.ParameterPlan) -> None:
-        """ValueError unless FP8 weights, and no others, have scales: one a tensor, or one a block
-        if the config has such."""
-        block = self.quantizer.quantization_config.weight_block_size or ()
-        for pattern, keys in plan.sources.items():
-            if pattern.endswith("_scale_inv"):
-                continue
-            for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
-                weight = self.tensors[key]
-                fits = weight.dtype in FLOATS and scale is None
-                grid = ()
-                if weight.dtype in CODES and scale is not None:
-                    of = self.tensors[scale]
-                    grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))
-                    shaped = of.shape == grid or prod(of.shape) == 1 or weight.dtype == "I8"
-                    fits = (shaped or not grid) and DTYPES[of.dtype].is_floating_point
-                if not fits:
-                    raise ValueError(
-                        f"{key}, and no plain weights, should have a tensor of scales {list(grid)} or one scale"
-                    )
+    kinds = {on_meta(tensors[key]).is_floating_point() for key in plan.keys}
+    coded = quantizer and len(plan.sources) > 1  # what codes mean, the quantiser knows
+    wanted = parameters[plan.target].dtype
+    if kinds != {wanted.is_floating_point} and not coded:
+        raise ValueError(f"{folder}: {plan.target} is {wanted} in the model, and is made {given}")
+    return set(made)
 
 
-def _require_all(
-    folder: Path, twin: torch.nn.Module, missing: set[str], made: set[str], foreign: dict[str, str]
-) -> None:
-    """ValueError, by name, for parameters that no tensor makes, and tensors that make no
-    parameter, but those that the architecture declares tied, optional or superfluous."""
-    missing, unexpected = compat.may_lack(twin, missing, made, set(foreign))
-    if missing or unexpected:
-        extra = sorted(foreign[name] for name in unexpected)
-        raise ValueError(
-            f"{folder} lacks {_some(sorted(missing))} and has {_some(extra)} besides: its tensors are "
-            f"not those of a {twin.config.model_type} model with this config. Download what is "
-            f"missing, or check config.json; other layouts are not read"
-        )
+def _require_scales(plan: compat.ParameterPlan, tensors: Header, block: tuple[int, ...]) -> None:
+    """ValueError unless FP8 weights, and no others, have scales: one a tensor, or one a block
+    if the config has such."""
+    for pattern, keys in plan.sources.items():
+        if pattern.endswith("_scale_inv"):
+            continue
+        for key, scale in zip_longest(keys, plan.sources.get(f"{pattern}_scale_inv", [])):
+            weight = tensors[key]
+            fits = weight.dtype in FLOATS and scale is None
+            grid = ()
+            if weight.dtype in CODES and scale is not None:
+                of = tensors[scale]
+                grid = tuple(-(-n // b) for n, b in zip(weight.shape, block))
+                shaped = of.shape == grid or prod(of.shape) == 1 or weight.dtype == "I8"
+                fits = (shaped or not grid) and DTYPES[of.dtype].is_floating_point
+            if not fits:
+                raise ValueError(
+                    f"{key}, and no plain weights, should have a tensor of scales {list(grid)} or one scale"
+                )
 
 
 def _experts_of_store(store: ExpertStore, layers: list[MoELayer]) -> set[str]:
@@ -210,7 +198,7 @@ def _experts_of_store(store: ExpertStore, layers: list[MoELayer]) -> set[str]:
         (
             of.module,
             len(of.experts),
-            {name: tuple(shape) for name, (_, shape) in of.tensors.items()},
+            {name: shape for name, (_, shape) in of.tensors.items()},
         )
         for of in store.layers
     ]
@@ -230,10 +218,6 @@ def _first_type(folder: Path, tensors: Header) -> torch.dtype:
             f"{folder} has no floating-point weights, so it is no model that is run here"
         )
     return DTYPES[tensors[min(floats)[1]].dtype]
-
-
-def _described(tensors: Header, keys: list[str]) -> str:
-    return _some([f"{key} is {tensors[key].dtype} {list(tensors[key].shape)}" for key in keys])
 
 
 def _some(names: list[str]) -> str:

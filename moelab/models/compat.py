@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 
 def model_class(config: Any) -> type:
@@ -60,12 +61,9 @@ class _NewTensors(TorchFunctionMode):
         asked = kwargs.get("dtype") is not None or func in self.asked
         if asked or not isinstance(made, Tensor) or not made.is_floating_point():
             return made
-        given = [*kwargs.values()]
-        for value in args:
-            given += value if isinstance(value, list | tuple) else [value]
         known = (
             value.is_floating_point() if isinstance(value, Tensor) else hasattr(value, "dtype")
-            for value in given
+            for value in tree_leaves((args, kwargs))
         )
         return made if any(known) else made.to(self.dtype)
 
@@ -179,9 +177,12 @@ def register_experts(forward: Callable[..., Tensor]) -> None:
 
 
 def apply_gate(experts: nn.Module, h: Tensor) -> Tensor:
-    """The gate of an experts class [n, 2I] → [n, I]: the decorator gives a class that has none the
-    usual one, and no public way to it."""
-    return experts._apply_gate(h)
+    """The gate of an experts class [n, 2I] → [n, I], the usual one where it has none: there is no
+    public way to it."""
+    if hasattr(experts, "_apply_gate"):
+        return experts._apply_gate(h)
+    gate, up = h.chunk(2, dim=-1)
+    return experts.act_fn(gate) * up
 
 
 def initialised(*modules: nn.Module) -> None:
@@ -262,17 +263,17 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
     )
     tokens = said["tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {ours: fields.get(f"tokenizer.ggml.{name}_token_id") for ours, name in names.items()}
+    special = {
+        f"{ours}_token": tokens[i]
+        for ours, name in names.items()
+        if (i := fields.get(f"tokenizer.ggml.{name}_token_id", len(tokens))) < len(tokens)
+    }
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=fields.get("tokenizer.chat_template"),
         add_bos_token=fields.get("tokenizer.ggml.add_bos_token", kind == "llama"),
         add_eos_token=fields.get("tokenizer.ggml.add_eos_token", False),
-        **{
-            f"{name}_token": tokens[i]
-            for name, i in ids.items()
-            if i is not None and i < len(tokens)
-        },
+        **special,
     )
 
 
@@ -467,19 +468,6 @@ def converted(
     }
 
 
-def convert_expert(
-    plan: ParameterPlan,
-    tensors: dict[str, torch.Tensor],
-    twin: torch.nn.Module,
-    quantizer: Any = None,
-) -> torch.Tensor:
-    """One expert's parameter [1, …] from its source tensors by pattern, by transformers' own
-    conversion."""
-    one = copy(twin)  # some look how a parameter lies: `Transpose(check_dims=True)`
-    one.get_parameter = lambda name: twin.get_parameter(name)[:1]
-    return converted(plan, tensors, one, quantizer)[plan.target]
-
-
 def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
     """Whether one expert's parameter is the bytes of its sources, one after another; not where they
     are transposed, interleaved or dequantised."""
@@ -518,13 +506,3 @@ def kept_in_fp32(
         re.search(p.replace("*", ".*"), name)
         for p in twin._get_dtype_plan(dtype or twin.config.dtype)
     )
-
-
-def cast_as_computed(model: torch.nn.Module, twin: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast weights that transformers' FP8 quantiser has passed on as they were stored, and cannot
-    compute with so."""
-    live = model.state_dict(keep_vars=True)
-    for name, stock in twin.state_dict().items():
-        if name in live and stock.is_floating_point():
-            wanted = torch.float32 if kept_in_fp32(twin, name, stock, dtype) else dtype
-            live[name].data = live[name].data.to(wanted)

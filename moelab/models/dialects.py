@@ -68,9 +68,9 @@ def _llama4_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
     return self.shared_expert(h).add_(self.experts(h, ids, weights)), output[1]
 
 
-def _switch_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    ids, weights = _switch_routing(self, self.router(hidden_states))
-    h = hidden_states.view(-1, hidden_states.shape[-1])
+def _routed_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    ids, weights = ROUTING[type(self.router).__name__](self, self.router(hidden_states))
+    h = hidden_states.reshape(-1, hidden_states.shape[-1])
     return self.experts(h, ids, weights).reshape(hidden_states.shape)
 
 
@@ -87,18 +87,12 @@ def _longcat_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return out.view(hidden_states.shape)
 
 
-def _dbrx_forward(self: Any, hidden_states: Tensor) -> Tensor:
-    ids, weights = _dbrx_routing(self, self.router(hidden_states))
-    h = hidden_states.reshape(-1, hidden_states.shape[-1])
-    return self.experts(h, ids, weights).view(hidden_states.shape)
-
-
 #: block class → its forward in the seam's terms
 BLOCKS = {
     "Llama4TextMoe": _llama4_forward,
-    "SwitchTransformersSparseMLP": _switch_forward,
+    "SwitchTransformersSparseMLP": _routed_forward,
     "LongcatFlashMoE": _longcat_forward,
-    "DbrxFFN": _dbrx_forward,
+    "DbrxFFN": _routed_forward,
 }
 
 

@@ -63,7 +63,7 @@ class SeamExperts:
 
     @property
     def num_experts(self) -> int:
-        return self.module.num_experts
+        return expert_count(self.module)
 
     def weights(self, expert: int) -> Weights:
         """One expert's tensors, from the source or else from the module's own parameters."""
@@ -142,6 +142,13 @@ def seam_of(module: nn.Module, layer: int = 0) -> SeamExperts:
     return [*known, SeamExperts][0](module, layer)
 
 
+def expert_count(module: nn.Module) -> int | None:
+    """How many experts with weights an experts module has; None for any other module."""
+    if hasattr(module, "num_experts"):
+        return module.num_experts
+    return getattr(module, "num_routed_experts", None)
+
+
 def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     """Parameter name → shape of one expert's tensor, of experts in memory or not."""
     if "seam" in vars(module):
@@ -184,10 +191,6 @@ class _Llama4Experts(SeamExperts):
 
     is_transposed = True
 
-    def activate(self, h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
-        return up * self.module.act_fn(gate)
-
     def weighted(self, x: Tensor, w: Tensor, weights: Weights) -> Tensor:
         return self.ffn(x * w[:, None], weights)
 
@@ -206,19 +209,6 @@ class _Llama4Experts(SeamExperts):
         for expert, tokens, y in contributions:
             dense[expert, tokens] = y
         return dense.sum(dim=0)
-
-
-class _LongcatExperts(SeamExperts):
-    """The experts that compute; those that give back their input are the block's
-    (`moelab.models.dialects`)."""
-
-    @property
-    def num_experts(self) -> int:
-        return self.module.num_routed_experts
-
-    def activate(self, h: Tensor) -> Tensor:
-        gate, up = h.chunk(2, dim=-1)
-        return self.module.act_fn(gate) * up
 
 
 class _SwitchExperts(SeamExperts):
@@ -272,7 +262,7 @@ ROWS = ("DbrxExperts", "SeamDbrxExperts")
 KINDS: dict[str, type[SeamExperts]] = {
     "Llama4TextExperts": _Llama4Experts,
     "SwitchTransformersExperts": _SwitchExperts,
-    "LongcatFlashExperts": _LongcatExperts,
+    "LongcatFlashExperts": SeamExperts,  # without those that give back their input: `dialects`
     "DbrxExperts": _DbrxExperts,
     "NemotronHExperts": _SumsWide,
     "Step3p7Experts": SeamExperts,

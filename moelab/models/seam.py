@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from moelab.models import compat
 from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class
-from moelab.models.experts import Run, SeamExperts, Source, run, seam_of
+from moelab.models.experts import Run, SeamExperts, Source, expert_count, run, seam_of
 from moelab.models.identity import require_same_model
 from moelab.models.patches import Patches
 from moelab.models.unchanged import FusedModule, Listener, forward
@@ -38,9 +38,7 @@ class MoELayer:
 
     @property
     def E(self) -> int:
-        return next(
-            getattr(self.experts, count) for count in COUNTS if hasattr(self.experts, count)
-        )
+        return expert_count(self.experts)
 
     @property
     def seam(self) -> SeamExperts:
@@ -133,7 +131,7 @@ def discover(model: nn.Module) -> list[MoELayer]:
     layers = []
     for name, module in model.named_modules():
         block_name, _, last = name.rpartition(".")
-        if last != "experts" or not any(hasattr(module, count) for count in COUNTS):
+        if last != "experts" or expert_count(module) is None:
             continue
         block = model.get_submodule(block_name)
         parts = dict(block.named_children())
@@ -169,8 +167,6 @@ def require_adaptable(model: nn.Module) -> None:
                 )
 
 
-#: attributes of an experts module that say how many it has
-COUNTS = ("num_experts", "num_routed_experts")
 #: what blocks call their router
 ROUTERS = ("gate", "router")
 

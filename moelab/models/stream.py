@@ -13,7 +13,7 @@ the identity."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
@@ -33,27 +33,26 @@ class Around:
     post : what is done to v before it is added; "" for nothing.
     beside : whether more than the block's output is added to r, or a multiple of it: v is then all
         of it, r' − r.
-    scale : κ, of the decoder layer."""
+    scale : the attribute of the decoder layer that is κ; "" for 1."""
 
     norm: str = "post_attention_layernorm"
     post: str = ""
     beside: bool = False
-    scale: Callable[[Any], float] = lambda _: 1.0
+    scale: str = ""
 
-
-def _cohere_scale(layer: Any) -> float:
-    block = layer.mlp
-    averages = block.num_shared_experts and block.shared_expert_combination_strategy == "average"
-    return 0.5 if averages else 1.0
+    def factor(self, layer: Any) -> float:
+        """κ of a decoder layer; where a block averages its shared experts and the others, ½."""
+        block = getattr(layer, "mlp", None)
+        averages = getattr(block, "shared_expert_combination_strategy", "") == "average"
+        if averages and block.num_shared_experts:
+            return 0.5
+        return attrgetter(self.scale)(layer) if self.scale else 1.0
 
 
 _LISTED = beside(__file__)
 PLAIN: list[str] = _LISTED["plain"]
 #: all layers that are known
 AROUND = dict.fromkeys(PLAIN, Around()) | {n: Around(**of) for n, of in _LISTED["others"].items()}
-for _name, _attribute in _LISTED["scales"].items():
-    AROUND[_name] = replace(AROUND[_name], scale=attrgetter(_attribute))
-AROUND["Cohere2Moe"] = replace(AROUND["Cohere2Moe"], scale=_cohere_scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +130,7 @@ def _stream(model: nn.Module, layer: MoELayer) -> Stream:
         )
     inside = dict(holder.named_modules())
     norm, post = (inside.get(of or None) for of in (around.norm, around.post))
-    return Stream(layer, holder, norm, post, around.beside, around.scale(holder))
+    return Stream(layer, holder, norm, post, around.beside, around.factor(holder))
 
 
 def stacks(model: Any) -> list[tuple[nn.Module, list[MoELayer]]]:

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from moelab.kernels.compile import c_function, kernel
-from moelab.kernels.emit import emitted, read, take
-from moelab.kernels.threads import TEAM, in_threads
+from moelab.kernels.compile import kernel
+from moelab.kernels.linear import widened
+from moelab.kernels.products import Matrices
 from moelab.kernels.vectors import BF12 as KIND
 from moelab.kernels.vectors import BLOCK
 from moelab.store.bits import as_bytes, count
@@ -31,7 +31,7 @@ from moelab.store.codec import WORTH, Codec, in_blocks, rows_in_blocks
 from moelab.store.headers import Shape
 
 HEAD = 64  # bytes before the low bytes, which so begin on a cache line
-_PIECE = 1 << 16  # weights that a thread unpacks at a time
+_ROW = 4096  # weights that are unpacked as one row of a matrix
 _NEVER = (0x7F, 0xFF)  # high bytes of infinities and NaN, by which escapes' codes must not multiply
 
 
@@ -48,17 +48,16 @@ class BF12(Codec):
         return blob if len(blob) <= WORTH * as_bytes(data).nbytes else None
 
     def decompress(self, blob: Any, out: Any) -> None:
-        words = as_bytes(out, writable=True).view(np.uint16)
+        words = torch.from_numpy(as_bytes(out, writable=True)).view(torch.bfloat16)
+        source = as_bytes(blob)
         n = len(words)
-        low, codes, indices, values = _parts(as_bytes(blob), n)
+        *_, indices, _ = _parts(source, n)
         in_order = np.all(indices[1:] > indices[:-1])
         if len(indices) and not (in_order and indices[-1] < n):
             raise ValueError("the escapes of a bf12 blob are not in order")
-        addresses = [array.ctypes.data for array in (low, codes, words)]
-        job = np.array([0, *addresses, n])
-        threads = min(-(-n // _PIECE), torch.get_num_threads())
-        in_threads(TEAM, c_function(_join_pieces), threads, job)
-        words[indices] = values
+        rows = words.view(-1, math.gcd(n, _ROW))
+        row = self.row(source.ctypes.data, len(source), (n,))
+        widened(Matrices(KIND, np.array([row]), len(rows)), 0, 0, rows)
 
     def admits(self, dtype: str, shape: Shape, planes: int, lengths: list[int]) -> bool:
         return (
@@ -108,34 +107,6 @@ def _parts(blob: np.ndarray, n: int) -> tuple[np.ndarray, ...]:
     ends = np.cumsum([n, n // 2, 4 * m])
     low, codes, indices, values = np.split(blob[HEAD:], ends)
     return low, codes, indices.view(np.uint32), values.view(np.uint16)
-
-
-def _join_pieces(job):
-    """What a thread does: pieces of a blob until none is left."""
-    low = read(job, 1)
-    codes = read(job, 2)
-    out = read(job, 3)
-    n = read(job, 4)
-    table = low - 16
-    while True:
-        begin = take(job) * _PIECE
-        if begin >= n:
-            return
-        size = min(_PIECE, n - begin)
-        _join(low + begin, codes + begin // 2, table, size, out + 2 * begin)
-
-
-@emitted()
-def _join(w, other, table, n, out):
-    """Write n weights of bf12, a multiple of `BLOCK`, as bf16 at `out`."""
-    table = KIND.table(table)
-    with n.steps(BLOCK) as i:
-        at = out + i * 2
-        for low, high in KIND.halves(w + KIND.span(i), other + KIND.beside(i), table):
-            count = low.type.count
-            order = [number + count * byte for number in range(count) for byte in (0, 1)]
-            at.store(low.shuffled(order, high))
-            at = at + 2 * count
 
 
 @kernel

@@ -27,7 +27,6 @@ says."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -37,6 +36,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from moelab.base.files import beside
 from moelab.base.registry import Entry, require
 from moelab.kernels.linear import widened
 from moelab.kernels.products import KINDS, PACKED, Matrices
@@ -130,13 +130,11 @@ class Format(FewBits):
 
     code, scale : their dtypes.
     group : codes' entries for 32 weights, or 0 for blocks of 128 × 128.
-    dequantize : codes, scales → fp32 weights of as many entries.
     """
 
     code: torch.dtype
     group: int
     scale: torch.dtype
-    dequantize: Callable[[Tensor, Tensor], Tensor]
 
     def parts(self, shape: Shape) -> dict[str, tuple[torch.dtype, Shape, int]]:
         """Of the "codes" and of the "scales"."""
@@ -169,11 +167,28 @@ class Format(FewBits):
         """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
         codes, scales = self.split(blob, tuple(out.shape)).values()
         target = out.mT if self.transposed else out
-        if not _kernel_widens(self, codes, scales, target):
-            target.copy_(self.dequantize(codes, scales).view(target.shape))
+        # by a kernel, where codes and scales are what it takes them for
+        known = target.shape[-1] % PART == 0 and target.dtype in KINDS and codes.is_cpu
+        if known and self.kind == "fp8":  # no NaN, scales that times 256 are still numbers of fp32
+            known = int((codes.view(torch.uint8) << 1).amax()) < 254
+            known = known and bool((scales.abs() < 2.0**119).all())
+        if known and self.kind == "mxfp4":  # no NaN
+            known = bool((scales < 255).all())
+        if known:
+            widen(PACKED[self.kind], codes, scales, target)
         else:
-            made = target if target.is_contiguous() else torch.empty(target.shape, dtype=out.dtype)
-            target.copy_(widen(PACKED[self.kind], codes, scales, made))
+            target.copy_(self.dequantize(codes, scales).view(target.shape))
+
+    def dequantize(self, codes: Tensor, scales: Tensor) -> Tensor:
+        """fp32 weights of as many entries as the codes stand for."""
+        if self.kind == "fp8":
+            return codes.float() * spread_blocks(scales, *codes.shape)
+        scales = scales[..., None]
+        if self.kind == "mxfp4":
+            values = _E2M1.to(codes.device)[codes.int()].flatten(-2)
+            return torch.ldexp(values, scales.int() - 127)
+        values = nibbles(codes).float() - 8 if self.kind == "int4" else codes.float()
+        return values * scales.float()
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         return self.name if rows_in_blocks(self.stored(shape)) else ""
@@ -181,24 +196,6 @@ class Format(FewBits):
     def row(self, address: int, length: int, shape: Shape) -> list[int]:
         dtype, of, _ = self.parts(shape)["codes"]
         return [address, address + prod(of) * dtype.itemsize, 0, 0]
-
-
-def dequantize_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
-    """fp32 [..., n/32, 32] of blocks uint8 [..., n/32, 16] and scales uint8 [..., n/32]."""
-    values = _E2M1.to(blocks.device)[blocks.int()].flatten(-2)
-    return torch.ldexp(values, scales.int()[..., None] - 127)
-
-
-def _dequantize_int8(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * scales.float()[..., None]
-
-
-def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    return (nibbles(codes).float() - 8) * scales.float()[..., None]
-
-
-def _dequantize_fp8(codes: Tensor, scales: Tensor) -> Tensor:
-    return codes.float() * spread_blocks(scales, *codes.shape)
 
 
 def spread_blocks(scales: Tensor, R: int, n: int) -> Tensor:
@@ -236,22 +233,8 @@ def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor
 
 #: what a model can be quantised to: name → `Format` in an entry of `moelab.base.registry`
 FORMATS = {
-    "int8": Entry(
-        Format("int8", torch.int8, 32, torch.bfloat16, _dequantize_int8),
-        "8.5 bits a weight: nearly lossless",
-    ),
-    "fp8": Entry(
-        Format("fp8", torch.float8_e4m3fn, 0, torch.float32, _dequantize_fp8),
-        "8 bits, as DeepSeek-V3 and Qwen3 are published",
-    ),
-    "mxfp4": Entry(
-        Format("mxfp4", torch.uint8, 16, torch.uint8, dequantize_mxfp4),
-        "4.25 bits, as GPT-OSS is published",
-    ),
-    "int4": Entry(
-        Format("int4", torch.uint8, 16, torch.bfloat16, _dequantize_int4),
-        "4.5 bits: the most accurate of the four-bit formats",
-    ),
+    name: Entry(Format(name, getattr(torch, code), group, getattr(torch, scale)), purpose)
+    for name, (code, group, scale, purpose) in beside(__file__).items()
 }
 
 
@@ -297,22 +280,11 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return np.array_equal(as_bytes(a.contiguous()), as_bytes(b.contiguous()))
 
 
-def widen(kind: Kind, codes: Tensor, scales: Tensor, out: Tensor) -> Tensor:
-    """Write weights into a contiguous tensor on the CPU, which is returned.
+def widen(kind: Kind, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write weights into a tensor on the CPU.
 
     codes, scales : what lies at a kind's two addresses. Rows of `out` are whole steps of the kind."""
+    plain = out.is_contiguous() and out.dtype in KINDS
+    made = out if plain else torch.empty(out.shape)
     row = np.array([[codes.data_ptr(), scales.data_ptr(), 0, 0]])
-    return widened(Matrices(kind, row, len(out)), 0, 0, out)
-
-
-def _kernel_widens(form: Format, codes: Tensor, scales: Tensor, target: Tensor) -> bool:
-    """Whether rows are whole blocks, and codes and scales, on the CPU, what the kernel takes them for: no NaN,
-    and scales that times 256 are still numbers of fp32 (fp8), or not NaN (MXFP4)."""
-    if target.shape[-1] % PART or target.dtype not in KINDS or not codes.is_cpu:
-        return False
-    if form.kind == "fp8":
-        nan = int((codes.view(torch.uint8) << 1).amax()) == 254
-        return not nan and bool((scales.abs() < 2.0**119).all())
-    if form.kind == "mxfp4":
-        return bool((scales < 255).all())
-    return True
+    out.copy_(widened(Matrices(kind, row, len(out)), 0, 0, made))

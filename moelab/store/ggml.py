@@ -9,6 +9,7 @@ Source: ggml, `ggml-common.h` and `ggml-quants.c`; gguf-py, `gguf.quants`."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from moelab.base.files import beside
-from moelab.kernels.products import KINDS, PACKED
+from moelab.kernels.products import PACKED
 from moelab.store.fewbit import FewBits, widen
 from moelab.store.gptq import fit, naive_scales
 from moelab.store.headers import Shape
@@ -53,18 +54,14 @@ class GGMLFormat(FewBits):
 
         if (rows := self.rows(data, self.block)) is None:
             return None
-        if moments is not None and self.kind in FITTED:
-            return self._fitted(rows, moments)
-        try:
-            return quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind]).reshape(-1)
-        except NotImplementedError:
+        if moments is None or self.kind not in FITTED:
+            with suppress(NotImplementedError):
+                return quants.quantize(rows.numpy(), GGMLQuantizationType[self.kind]).reshape(-1)
             return None
-
-    def _fitted(self, w: Tensor, moments: Tensor) -> np.ndarray:
-        """The blob of weights [R, n]: of each block an fp16 scale, then the codes, of Q4_0 plus 8, those
-        of its second half in the high bits."""
+        # of each block an fp16 scale, then the codes, of Q4_0 plus 8, those of its second half in the
+        # high bits
         kind, half = FITTED[self.kind], torch.float16
-        values, scales = fit(kind, w, naive_scales(kind, w, half), moments, half)
+        values, scales = fit(kind, rows, naive_scales(kind, rows, half), moments, half)
         codes = values.to(torch.int8).unflatten(1, (-1, self.block))
         if kind == "int4":
             low, high = (codes + 8).chunk(2, -1)
@@ -73,26 +70,23 @@ class GGMLFormat(FewBits):
         return torch.cat([scales, codes], -1).view(torch.uint8).view(-1).numpy()
 
     def decompress(self, blob: Any, out: Tensor) -> None:
-        """Write a blob's weights into a tensor of their shape and any floating-point dtype."""
+        """Write a blob's weights into a tensor of their shape and any floating-point dtype, in fp32
+        bit for bit as gguf-py has them."""
         target = out.mT if self.transposed else out
-        if self.kernel("", out.shape) and target.is_contiguous() and out.dtype in KINDS:
-            blocks = self.split(blob, tuple(out.shape))["blocks"]
+        blocks = self.split(blob, tuple(out.shape))["blocks"]
+        if self.kernel("", out.shape):
             widen(PACKED[self.kind], blocks, blocks, target)
-        else:
-            out.copy_(self.dequantize(blob, tuple(out.shape)))
-
-    def dequantize(self, blob: Any, shape: Shape) -> Tensor:
-        """The weights of a blob in fp32, bit for bit as gguf-py has them."""
-        if self.transposed:
-            return GGML[self.kind].dequantize(blob, self.stored(shape)).mT
-        blocks = self.split(blob, shape)["blocks"]
-        if self.kernel("", shape):
-            return widen(PACKED[self.name], blocks, blocks, torch.empty(shape))
+            return
         from gguf import GGMLQuantizationType, quants
 
         with np.errstate(all="ignore"):  # a scale may be any number of fp16
-            found = quants.dequantize(blocks.numpy(), GGMLQuantizationType[self.name])
-        return torch.from_numpy(found).view(shape)
+            found = quants.dequantize(blocks.numpy(), GGMLQuantizationType[self.kind])
+        target.copy_(torch.from_numpy(found).view(target.shape))
+
+    def dequantize(self, blob: Any, shape: Shape) -> Tensor:
+        """The weights of a blob in fp32."""
+        self.decompress(blob, out := torch.empty(shape))
+        return out
 
     def kernel(self, dtype: str, shape: Shape) -> str:
         known = self.kind in PACKED and len(shape) > 1 and prod(shape) > 0

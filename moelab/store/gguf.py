@@ -23,7 +23,7 @@ from moelab.base.files import stamp
 from moelab.base.records import Record
 from moelab.base.schema import blamed
 from moelab.store.ggml import GGML
-from moelab.store.headers import DTYPES, Header, Stored, block_of, nbytes
+from moelab.store.headers import DTYPES, Header, Stored, block_of
 
 #: kinds of values → numpy's types; texts and arrays
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
@@ -120,7 +120,14 @@ def _read(head: _Head, file: Path, size: int) -> tuple[Record, Header]:
             raise ValueError(f"{tensor.key} is there twice, or at {tensor.begin:,}, not aligned")
         found[tensor.key] = tensor
     begin = -(-head.at // align) * align
-    return fields, _placed(found, begin, size)
+    end = 0
+    for tensor in sorted(found.values(), key=lambda tensor: tensor.begin):
+        if tensor.begin < end:
+            raise ValueError(f"{tensor.key} begins inside the tensor before it")
+        end = tensor.begin + tensor.nbytes
+        if begin + end > size:
+            raise ValueError(f"{tensor.key} ends at {begin + end:,}, and the file at {size:,}")
+    return fields, {key: of._replace(begin=begin + of.begin) for key, of in found.items()}
 
 
 def _read_tensor(head: _Head, file: Path) -> Stored:
@@ -142,18 +149,6 @@ def _read_tensor(head: _Head, file: Path) -> Stored:
     if not 0 < prod(shape) < 1 << 48 or shape[-1] % block_of(dtype)[0]:
         raise ValueError(f"{name} is {list(shape)}, which cannot be {dtype}")
     return Stored(file, dtype, shape, begin, name)
-
-
-def _placed(found: Header, begin: int, size: int) -> Header:
-    """The tensors where they lie in their file, none in another or behind the end."""
-    end = 0
-    for tensor in sorted(found.values(), key=lambda tensor: tensor.begin):
-        if tensor.begin < end:
-            raise ValueError(f"{tensor.key} begins inside the tensor before it")
-        end = tensor.begin + nbytes(tensor.dtype, tensor.shape)
-        if begin + end > size:
-            raise ValueError(f"{tensor.key} ends at {begin + end:,}, and the file at {size:,}")
-    return {key: of._replace(begin=begin + of.begin) for key, of in found.items()}
 
 
 def read_shards(file: Path) -> tuple[list[Path], Record, Header]:

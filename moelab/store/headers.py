@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 from moelab.base.files import beside
 from moelab.base.records import Record
+from moelab.base.schema import blamed
 
 Shape = tuple[int, ...]
 #: name → tensor
@@ -161,12 +162,8 @@ def read_json(file: Path) -> Record:
 def _parse_json(file: Path, raw: bytes) -> Record:
     """A JSON object; ValueError, naming the file, for anything else. As JSON of Python, it may have
     Infinity, as some configs do."""
-    try:
+    with blamed(file, "it is damaged; download or write it again"):
         return {**json.loads(raw)}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{file} is damaged ({type(error).__name__}: {error}); download or write it again"
-        ) from error
 
 
 def read_folder(folder: Path) -> tuple[list[Path], Header]:

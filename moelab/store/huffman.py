@@ -105,44 +105,26 @@ def _decompress(source: np.ndarray, target: np.ndarray) -> bool:
 
 def code_lengths(counts: np.ndarray, limit: int) -> np.ndarray:
     """Lengths of an optimal prefix code of at most `limit` bits for int64 counts [N]: int64 [N], 0
-    where unused."""
-    words = np.flatnonzero(counts)
-    lengths = np.zeros(len(counts), np.int64)
-    words = words[np.argsort(counts[words], kind="stable")]
-    lengths[words] = _package_merge(counts[words], limit)
-    return lengths
-
-
-@kernel
-def _package_merge(counts, limit):
-    """The lengths for counts that are above 0 and sorted.
+    where unused.
 
     List j merges the counts and the pairs of list j − 1; each time that a count is among the
     cheapest 2n − 2 items, unpacked through the lists, its code is one bit longer."""
-    n = len(counts)
-    size = 0
-    items = np.full(4 * n, 1 << 56)
-    merged = np.full(4 * n, 1 << 56)
-    before = np.zeros((limit, 2 * n), np.int64)  # counts among the first items of a list
-    for level in range(limit):
-        a = 0
-        b = 0
-        while a + b < n + size // 2:
-            pair = items[2 * b] + items[2 * b + 1]
-            if a < n and counts[a] <= pair:
-                merged[a + b] = counts[a]
-                a += 1
-            else:
-                merged[a + b] = pair
-                b += 1
-            before[level, a + b] = a
-        size = a + b
-        items, merged = merged, items
-    lengths = np.zeros(n, np.int64)
+    words = np.flatnonzero(counts)
+    words = words[np.argsort(counts[words], kind="stable")]
+    n = len(words)
+    items = np.zeros(0, np.int64)
+    lists = []  # how many of the first items are counts, which come before pairs of the same size
+    for _ in range(limit):
+        items = np.concatenate([counts[words], items[: len(items) & ~1].reshape(-1, 2).sum(1)])
+        order = np.argsort(items, kind="stable")
+        items = items[order]
+        lists.append(np.cumsum(order < n))
+    lengths = np.zeros(len(counts), np.int64)
     take = 2 * n - 2
-    for of_list in before[::-1]:
-        lengths[: of_list[take]] += 1
-        take = 2 * (take - of_list[take])
+    for of_list in reversed(lists):
+        whole = of_list[take - 1] if take else 0
+        lengths[words[:whole]] += 1
+        take = 2 * (take - whole)
     return lengths
 
 

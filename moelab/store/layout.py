@@ -146,20 +146,20 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> Entries:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
     checksum]]]]]."""
     _need(list(fields) == list(tensors), "impossible entry: an expert has not the others' tensors")
-    return {name: _read_entry(*tensors[name], *fields[name]) for name in fields}
-
-
-def _read_entry(dtype: str, shape: Shape, checksum: str, planes: list[list]) -> TensorEntry:
-    possible = len(planes) in (1, DTYPES[dtype].itemsize)
-    found = []
-    for record, given in planes:
-        codec = read_codec(record)
-        chunks = tuple(Chunk(int(offset), int(length), check) for offset, length, check in given)
-        lengths = [chunk.length for chunk in chunks]
-        possible = possible and codec.admits(dtype, tuple(shape), len(planes), lengths)
-        found.append((codec, chunks))
-    _need(possible, "impossible entry: chunks that do not fit their tensor's type and shape")
-    return TensorEntry(dtype, tuple(shape), checksum, tuple(found))
+    entries = {}
+    for name, (check, planes) in fields.items():
+        dtype, shape = tensors[name]
+        possible = len(planes) in (1, DTYPES[dtype].itemsize)
+        found = []
+        for record, given in planes:
+            codec = read_codec(record)
+            chunks = tuple(Chunk(int(offset), int(length), of) for offset, length, of in given)
+            lengths = [chunk.length for chunk in chunks]
+            possible = possible and codec.admits(dtype, tuple(shape), len(planes), lengths)
+            found.append((codec, chunks))
+        _need(possible, "impossible entry: chunks that do not fit their tensor's type and shape")
+        entries[name] = TensorEntry(dtype, tuple(shape), check, tuple(found))
+    return entries
 
 
 def run(entries: Entries, part: str) -> tuple[int, int]:
@@ -406,7 +406,6 @@ class ExpertStore(ExpertFiles):
         self.codec = fields["codec"]
         find_codec(self.codec)
         self.layers = [Layer(i, layer) for i, layer in enumerate(fields["layers"])]
-        self._paths = [self.folder / layer.file for layer in self.layers]
         experts = [len(layer.experts) for layer in self.layers]
         _need(
             len(experts) == self.spec.L and {*experts} == {self.spec.E},
@@ -429,14 +428,13 @@ class ExpertStore(ExpertFiles):
 
     def _check_files(self) -> None:
         """Sizes of all files, contents of small ones, headers of the others."""
+        begins = [(name, *of, FILE_LIMIT) for name, of in self.files.items()]
         headers = [(WEIGHTS, self.weights_size, self._weights_header)]
         headers += [(layer.file, layer.size, layer_header(layer)) for layer in self.layers]
+        begins += [(name, size, checksum(of), len(of)) for name, size, of in headers]
         wrong = [
-            name for name, size, header in headers if self._begin(name, size, len(header)) != header
+            name for name, size, of, most in begins if checksum(self._begin(name, size, most)) != of
         ]
-        for name, (size, check) in self.files.items():
-            if checksum(self._begin(name, size, FILE_LIMIT)) != check:
-                wrong.append(name)
         _need(
             not wrong,
             f"{self.folder}: {', '.join(wrong)[:200]} is damaged at its beginning, or does not belong "
@@ -457,7 +455,7 @@ class ExpertStore(ExpertFiles):
 
     def extents(self, parts: list[Any]) -> Iterable[Extent]:
         memory = [memoryview(part.data) for part in parts]
-        return [(self._paths[parts[0].layer], parts[0].offset, memory)]
+        return [(self.folder / layer_file(parts[0].layer), parts[0].offset, memory)]
 
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes

@@ -53,6 +53,7 @@ from moelab.store.layout import (
     Entries,
     ExpertFiles,
     StoreError,
+    in_file,
     run,
 )
 
@@ -116,6 +117,9 @@ class Chunks:
     data: np.ndarray = field(repr=False)
     offset: int
     nbytes: int
+
+    def __str__(self) -> str:
+        return f"the {self.part} chunks of expert {self.expert} of MoE layer {self.layer}"
 
     def plane(self, name: str, i: int, shard: int | None = None) -> Plane:
         """Plane `i` of a tensor or of one shard of it, as views of `data`."""
@@ -211,8 +215,21 @@ class Reader(contextlib.AbstractContextManager):
         total = 0
         start = time.perf_counter()
         for path, offset, views in self.store.extents(filled) if filled else ():
-            total += sum(map(len, views))
-            self._read_extent(path, offset, views, filled[0])
+            try:
+                while views:
+                    total += (n := self._request(path, views, offset))
+                    if not n:
+                        raise StoreError(
+                            f"{path} is cut off at byte {offset:,}, inside {filled[0]}"
+                        )
+                    offset += n
+                    while views and n >= len(views[0]):
+                        n -= len(views.pop(0))
+                    if n:
+                        views[0] = views[0][n:]
+            except OSError as error:
+                words = f"reading {path} at byte {offset:,} ({filled[0]}) failed: {error.strerror}"
+                raise OSError(error.errno, words) from error
         self._throttle(total, start)
         return found
 
@@ -238,25 +255,6 @@ class Reader(contextlib.AbstractContextManager):
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
             wait = self._free_at - time.perf_counter()
         time.sleep(max(0.0, wait))
-
-    def _read_extent(self, path: Path, begin: int, views: list[memoryview], what: Chunks) -> None:
-        """Fill the views with a file's bytes from `begin` on."""
-        offset = begin
-        try:
-            while views:
-                n = self._request(path, views, offset)
-                if not n:
-                    raise StoreError(f"{path} is cut off at byte {offset:,}, inside {_which(what)}")
-                offset += n
-                while views and n >= len(views[0]):
-                    n -= len(views.pop(0))
-                if n:
-                    views[0] = views[0][n:]
-        except OSError as error:
-            raise OSError(
-                error.errno,
-                f"reading {path} at byte {offset:,} ({_which(what)}) failed: {error.strerror}",
-            ) from error
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
@@ -292,18 +290,17 @@ class Reader(contextlib.AbstractContextManager):
         checksums."""
         if self.store.checksum is None:
             return
-        first = 1 if chunks.part == "SM" else 0
-        for name in chunks.entries if only is None else [only]:
-            for i, (_, expected) in enumerate(chunks.entries[name].of(chunks.part), first):
-                for shard, (data, chunk) in enumerate(zip(chunks.plane(name, i).shards, expected)):
-                    if self.store.checksum(data) != chunk.checksum:
-                        file = self.store.layers[chunks.layer].file
-                        raise StoreError(
-                            f"{self.store.folder / file} is damaged: chunk "
-                            f"{chunks.layer}.{chunks.expert}.{name}.p{i}.{shard} (expert {chunks.expert} of MoE "
-                            f"layer {chunks.layer}, {chunk.length:,} bytes at {chunk.offset:,}) does not match "
-                            f"its checksum; {AGAIN}"
-                        )
+        for name, chunk in in_file(chunks.entries):
+            at = chunk.offset - chunks.offset
+            data = chunks.data[at : at + chunk.length] if 0 <= at < len(chunks.data) else ()
+            wanted = len(data) and (only is None or name.startswith(f"{only}.p"))
+            if wanted and self.store.checksum(data) != chunk.checksum:
+                file = self.store.layers[chunks.layer].file
+                raise StoreError(
+                    f"{self.store.folder / file} is damaged: chunk {chunks.layer}.{chunks.expert}.{name} "
+                    f"(expert {chunks.expert} of MoE layer {chunks.layer}, {chunk.length:,} bytes at "
+                    f"{chunk.offset:,}) does not match its checksum; {AGAIN}"
+                )
 
     def close(self) -> None:
         """Close the files; a later read opens them again."""
@@ -389,7 +386,3 @@ class StoreExperts:
         `decode` raise."""
         chunks = self.reader.read(layer, expert)
         return decode(chunks, chunks)
-
-
-def _which(chunks: Chunks) -> str:
-    return f"the {chunks.part} chunks of expert {chunks.expert} of MoE layer {chunks.layer}"

@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -151,29 +151,23 @@ class StoreWriter:
                 path.unlink()
 
     def _whole(self, records: list[Record]) -> Iterator[Record]:
-        """The journal's records up to the first one of an expert that is not whole."""
+        """The journal's records up to the first one that is not the next expert's, or whose bytes are
+        not whole or do not lie right behind those of the one before."""
         checked = progress(records, "checking what is there", unit="expert") if records else ()
-        for (layer, expert), record in zip(self._keys, checked):
-            try:
-                if not self._is_whole(layer, expert, record):
+        after = 0
+        with suppress(Exception):  # a journal that makes no sense, a file that cannot be read
+            for key, record in zip(self._keys, checked):
+                entries = read_entries(record["entries"], record["tensors"])
+                begin, end = record["begin"], record["end"]
+                with open(self.folder / layer_file(key[0]), "rb") as f:
+                    f.seek(begin)
+                    data = f.read(end - begin)
+                follows = begin + len(data) == end and (not key[1] or begin == after)
+                said = record["layer"], record["expert"]
+                if not (follows and said == key and intact(entries, data, begin)):
                     return
-            except Exception:  # a journal that makes no sense, a file that cannot be read
-                return
-            yield record
-
-    def _is_whole(self, layer: int, expert: int, record: Record) -> bool:
-        """Whether a record is this expert's, and its bytes lie right behind those of the one
-        before."""
-        entries = read_entries(record["entries"], record["tensors"])
-        begin = record["begin"]
-        end = record["end"]
-        with open(self.folder / layer_file(layer), "rb") as f:
-            f.seek(begin)
-            data = f.read(end - begin)
-        follows = begin + len(data) == end and (not expert or begin == self._end)
-        self._end = end
-        said = record["layer"], record["expert"]
-        return follows and said == (layer, expert) and intact(entries, data, begin)
+                after = end
+                yield record
 
     # -----------------------------------------------------------------------------------------
     # experts
@@ -219,7 +213,16 @@ class StoreWriter:
             del tensor
         self._wait()
         record = {"layer": layer, "expert": expert, "entries": entries, "tensors": shapes}
-        begin = self._end if expert else self._room_for_header(layer, packed, shapes)
+        begin = self._end
+        if not expert:  # room for the header of the layer's file
+            n_chunks = sum(
+                len(plane.shards) + codecs.SHARDS for p in packed.values() for plane in p
+            )
+            longest = (
+                max(map(len, packed)) + 150
+            )  # bytes of an entry's JSON; its padding's are fewer
+            about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
+            begin = aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
         self._writing = self._thread.submit(
             self._write_expert, record | {"sources": sources}, packed, begin
         )
@@ -232,15 +235,6 @@ class StoreWriter:
             done = self._writing
             self._writing = None
             done.result()
-
-    def _room_for_header(
-        self, layer: int, packed: dict[str, codecs.PackedTensor], shapes: dict[str, list]
-    ) -> int:
-        """Bytes that are enough for the header of a layer's file, from its first expert."""
-        n_chunks = sum(len(plane.shards) + codecs.SHARDS for p in packed.values() for plane in p)
-        longest = max(map(len, packed)) + 150  # bytes of an entry's JSON; its padding's are fewer
-        about = 1000 + 2 * len(json.dumps([self.layers[layer], shapes]))
-        return aligned(8 + about + 2 * self.layers[layer][1] * n_chunks * longest)
 
     def _write_expert(
         self, record: Record, packed: dict[str, codecs.PackedTensor], begin: int
@@ -314,7 +308,13 @@ class StoreWriter:
                 _write(self.folder / plain_name(name), content)
                 table[name] = [len(content), checksum(content)]
             layers = self._write_headers()
-            others = self._write_weights(weights)
+            others = {key: [of.dtype, list(of.shape), []] for key, of in weights.items()}
+            with open(self.folder / WEIGHTS, "wb") as out:
+                out.write(bytes(len(weights_header(others, "0" * 64))))  # room for their header
+                for key, tensor in weights.items():
+                    for piece in tensor.pieces(PIECE):
+                        others[key][2].append(checksum(piece))
+                        out.write(piece)
             index, digest = seal(self.head | {"layers": layers, "weights": others, "files": table})
             _write(self.folder / WEIGHTS, weights_header(others, digest), "r+b")
             _write(self.folder / INDEX, index)
@@ -341,20 +341,6 @@ class StoreWriter:
                 "r+b",
             )
         return layers
-
-    def _write_weights(self, weights: Header) -> dict[str, list]:
-        """Copy the other weights behind room for their header; returns key → dtype, shape,
-        checksums of its pieces."""
-        written = {key: [of.dtype, list(of.shape), []] for key, of in weights.items()}
-        with open(self.folder / WEIGHTS, "wb") as out:
-            out.write(bytes(len(weights_header(written, "0" * 64))))
-            for key, tensor in weights.items():
-                for piece in tensor.pieces(PIECE):
-                    written[key][2].append(checksum(piece))
-                    out.write(piece)
-            out.flush()
-            os.fsync(out.fileno())
-        return written
 
     def publish(self) -> Path:
         """Give the finished store its name."""
