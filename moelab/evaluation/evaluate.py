@@ -271,8 +271,7 @@ def _through_plan(mode: str, args: argparse.Namespace) -> Make:
         raise ValueError(
             f"{mode} runs on the CPU with all experts in memory; leave out --device and --memory"
         )
-    readers = {name: read for name, (read, *_) in PLANNING.items()}
-    readers |= {"overflow": one_of(OVERFLOW), "order": one_of(ORDERS)}
+    readers = PLANNING | {"overflow": one_of(OVERFLOW), "order": one_of(ORDERS)}
     given: Record = {}
     for name, text in options_of(mode, mode.partition(":")[2]).items():
         registry.require("option of npumoe", name, readers)
