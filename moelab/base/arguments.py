@@ -7,16 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import (
-    PARSER,
-    REMAINDER,
-    Action,
-    ArgumentError,
-    ArgumentParser,
-    ArgumentTypeError,
-    BooleanOptionalAction,
-)
-from collections.abc import Callable, Iterable, Mapping
+from argparse import PARSER, REMAINDER, Action, ArgumentError, ArgumentParser, ArgumentTypeError
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,26 +141,3 @@ def several(read: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
         raise ArgumentTypeError(f"{text!r} names nothing; write values with commas between them")
 
     return read_all
-
-
-#: word → how an option is read, in the tables of `declare`
-READERS: dict[str, Callable[[str], Any]] = {
-    "path": Path,
-    "output": output,
-    "whole": whole(),
-    "count": whole(1),
-    "positive": number(above=0),
-}
-
-
-def declare(parser: Any, table: Mapping[str, Any], **readers: Callable[[str], Any]) -> list[Action]:
-    """Adds arguments as a table has them (TOML, `moelab.base.files.beside`): name → what argparse's
-    `add_argument` takes, its "type" a word of `READERS` or of `readers`."""
-    known = READERS | readers
-    parser.register("action", "yes_or_no", BooleanOptionalAction)
-    return [
-        parser.add_argument(
-            name, **options | ({"type": known[options["type"]]} if "type" in options else {})
-        )
-        for name, options in table.items()
-    ]
