@@ -32,8 +32,8 @@ from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import PARTS, Question
 from moelab.advice.ways import Way
-from moelab.base.arguments import declare
-from moelab.base.files import beside, write_text
+from moelab.base.arguments import described
+from moelab.base.files import write_text
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
 from moelab.cards import load_device
@@ -222,8 +222,7 @@ def parse_loss(loss: str | float) -> float:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    declare(parser, beside(__file__), memory=budget.memory)
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -15,8 +15,8 @@ from typing import Any
 
 from moelab.advice.assumed import assumed
 from moelab.advice.model import find_model
-from moelab.base.arguments import declare
-from moelab.base.files import beside, write_json
+from moelab.base.arguments import described
+from moelab.base.files import write_json
 from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
 from moelab.base.table import text_table
@@ -28,12 +28,11 @@ from moelab.ndp.simulation import Result, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS
 from moelab.simulation.costs import BESIDE
 
-ARGUMENTS = beside(__file__)
 SHOWN = (*PAPER, "NDP+TP+LB+PRE, improved")
 #: sequences of drawn routing beside the one that is simulated: what is known of popularity
 OTHERS = 3
 OURS = "as chosen"
-GPU, UNIT = (ARGUMENTS["others"][of]["default"] for of in ("--gpu", "--dimm"))
+GPU, UNIT = "rtx-5080", "ndp-dimm-ddr4"  # the paper's
 HEAD = ["system", "prompt, s", "answer, s", "both, s", "× MoE-OnDemand", "prefetched"]
 #: reading → system → its result, None where the machine does not support it
 Found = dict[str, dict[str, Result | None]]
@@ -95,8 +94,8 @@ def routed(spec: MoESpec, args: argparse.Namespace) -> tuple[PromptRouting, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    declare(parser, ARGUMENTS["others"])
-    declare(parser.add_mutually_exclusive_group(), ARGUMENTS["routing"])
+    described(__file__, "others")(parser)
+    described(__file__, "routing")(parser.add_mutually_exclusive_group())
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 
 from moelab.advice.neuron import KIND, SIZES, NeuronPlan, plan
-from moelab.base.arguments import declare
-from moelab.base.files import beside, write_json, write_text
+from moelab.base.arguments import described
+from moelab.base.files import write_json, write_text
 from moelab.base.table import duration, filled, percent, size, text_table
 
 #: of the command line, what the plan does not depend on
@@ -180,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="degrees, blocks, memory and bounds of a model on NeuronCores",
         description="Plan a model on NeuronCores; modelled, nothing runs on Neuron.",
     )
-    declare(command, beside(__file__))
+    described(__file__)(command)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from moelab.ane import predict
 from moelab.ane.coreml.ffn_graph import WEIGHTS
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.systems import SYSTEMS
-from moelab.base.arguments import declare, number, one_of, several, whole
+from moelab.base.arguments import Parser, described, number
 from moelab.base.files import beside
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
@@ -36,25 +36,13 @@ from moelab.base.table import format_value, head_and_rows, text_table
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.simulation.routing import routing_of
-from moelab.static.tiers import RULES
 from moelab.trace import PREFILL
 from moelab.trace.foreign import model_of
 
-#: commands and their arguments
-TABLES = beside(__file__)
-#: how the options are read that only these commands have
-READERS = {
-    "rule": one_of(RULES),
-    "system": one_of(SYSTEMS),
-    "weights": one_of(WEIGHTS),
-    "capacities": several(whole(1)),
-    "share": number(0, most=1),
-    "least": number(0),
-}
+#: how `cold_share` and `min_rows` are read
+SHARE, AMOUNT = number(0, most=1), number(0)
 #: option of `make_plan`, also of `moelab evaluate --modes npumoe` → how it is read
-PLANNING = {
-    of.dest: of.type for of in declare(argparse.ArgumentParser(), TABLES["planning"], **READERS)
-}
+PLANNING = {of.dest: of.type for of in described(__file__, "planning")(Parser())}
 #: tokens of drawn routing that are counted where there is no calibration
 DRAWN = 4096
 
@@ -62,13 +50,12 @@ DRAWN = 4096
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for run in (plan, convert, lint, parity, doctor):
-        purpose, *groups = TABLES["commands"][run.__name__]
+        purpose, *groups = beside(__file__)["commands"][run.__name__]
         command = commands.add_parser(
             run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
         command.set_defaults(run=run)
-        for group in groups:
-            declare(command, TABLES[group], **READERS)
+        described(__file__, *groups)(command)
 
 
 def main(args: argparse.Namespace) -> int:

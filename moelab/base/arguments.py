@@ -62,8 +62,8 @@ class Parser(ArgumentParser):
         self.exit(2, f"moelab: {message} ({self.prog} --help)\n")
 
 
-def described(module: str, *sections: str) -> Callable[[ArgumentParser], None]:
-    """A function that adds to a parser the arguments which the TOML file beside a module, `__file__`,
+def described(module: str, *sections: str) -> Callable[[Any], list[Action]]:
+    """A function that adds to a parser, or to a group of it, the arguments which the TOML file beside a module, `__file__`,
     describes, in all of its sections or in these: its names → what argparse takes. What is
     "module:name" stands for that object, and further words for a `type` or `choices`:
 
@@ -72,18 +72,20 @@ def described(module: str, *sections: str) -> Callable[[ArgumentParser], None]:
         several = true           values with commas between them
         names = "codec"          one of the names of a kind of the registry"""
 
-    def add(parser: ArgumentParser) -> None:
+    def add(parser: Any) -> list[Action]:
         content = beside(module)
-        for section in sections or content:
-            for flags, of in content[section].items():
-                parser.add_argument(*flags.split(), **_options(of))
+        return [
+            parser.add_argument(*flags.split(), **_options(of))
+            for section in sections or content
+            for flags, of in content[section].items()
+        ]
 
     return add
 
 
 def _options(told: Record) -> Record:
     found = dict(told)
-    for key in {"type", "choices", "default"} & {*found}:
+    for key in {"type", "choices", "default", "action"} & {*found}:
         if re.fullmatch(r"[\w.]+:\w+", str(found[key])):
             found[key] = resolve_name(found[key])
     if limits := {key: found.pop(key) for key in ("above", "most") if key in found}:
