@@ -43,25 +43,16 @@ class PlannedExperts(StaticExecutor):
     on the CPU by what computed the experts before.
 
     backend : its plan is the one that runs.
-    overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again,
-        without loss.
-    order, saliency : who is dropped first, a key of `ORDERS`, and the tokens' norms, for the orders
-        that need them.
+    options : of `StaticExecutor`; with overflow="pad" a group is launched again, without loss.
     timeline : where it reports what backend and CPU do.
     below : an engine that loads and computes the experts of the CPU; None: the layer's executor.
     total : exact counts over all layers and chunks; decode steps are not among them.
     """
 
     def __init__(
-        self,
-        backend: TorchBackend,
-        overflow: str = "prune",
-        order: str = "saliency",
-        saliency: Saliency | None = None,
-        seed: int = 0,
-        timeline: Timeline | None = None,
+        self, backend: TorchBackend, timeline: Timeline | None = None, **options: Any
     ) -> None:
-        super().__init__(overflow, order, saliency, seed)
+        super().__init__(**options)
         self.backend, self.plan = backend, backend.plan
         self.timeline = Timeline() if timeline is None else timeline
         self.below: Engine | None = None
@@ -244,7 +235,8 @@ def prefill_through(
     needs = overflow == "prune" and order in NEED_SALIENCY
     saliency = Saliency(model, discover(model)) if needs else None
     timeline = model.moelab.timeline if hasattr(model, "moelab") else None
-    planned = PlannedExperts(backend, overflow, order, saliency, seed, timeline)
+    options = {"overflow": overflow, "order": order, "saliency": saliency, "seed": seed}
+    planned = PlannedExperts(backend, timeline, **options)
     with Patches() as patches:
         patches.wrap(
             model.base_model,

@@ -9,30 +9,18 @@ the upper 16 bits are counted."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from moelab.base.files import beside
 from moelab.store.bits import as_bytes, count
 from moelab.store.codecs import entropy
 
 
-class Format(NamedTuple):
-    """A float type in bits: its width, its exponent, and how much of its mantissa is counted."""
-
-    bits: int
-    exponent: int
-    mantissa: int
-
-
-#: float types by the names that safetensors gives them
-FORMATS = {
-    "BF16": Format(16, 8, 7),
-    "F16": Format(16, 5, 10),
-    "F32": Format(32, 8, 7),
-    "F8_E4M3": Format(8, 4, 3),
-    "F8_E5M2": Format(8, 5, 2),
-}
+#: float types by the names that safetensors gives them → bits: the width, the exponent, and how much
+#: of the mantissa is counted
+FORMATS: dict[str, list[int]] = beside(__file__)
 
 
 def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:
@@ -45,7 +33,7 @@ def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:
             f"no float type {dtype!r}; the entropy analysis knows {', '.join(FORMATS)}"
         )
     data = as_bytes(weights)
-    bits = FORMATS[dtype].bits
+    bits, *_ = FORMATS[dtype]
     words = (
         data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
     )
