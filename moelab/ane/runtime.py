@@ -12,7 +12,7 @@ same KV cache. Batch size 1: prompts of a batch would compete for the same capac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -57,7 +57,11 @@ class PlannedExperts(StaticExecutor):
         self.timeline = Timeline() if timeline is None else timeline
         self.below: Engine | None = None
         self.total = Account()
-        self._room = [_room(layer.groups, self.plan) for layer in self.plan.layers]
+        spec = self.plan.spec
+        self._room = torch.full((spec.L, spec.E), self.plan.chunk)  # tokens that an expert takes
+        for room, layer in zip(self._room, self.plan.layers):
+            for group in layer.on("ane"):
+                room[list(group.experts)] = group.capacity
         self._cold = [layer.cold for layer in self.plan.layers]
         self._since = clock()  # what the caller's thread does now began
         self.forked()
@@ -196,15 +200,6 @@ def _launches(group: PlannedGroup, offsets: list[int]) -> Iterator[tuple[list[in
         if not now:
             return
         yield now, slot
-
-
-def _room(groups: Sequence[PlannedGroup], plan: ANEPlan) -> Tensor:
-    """How many tokens each expert of a layer takes at most, [E]."""
-    room = torch.full((plan.spec.E,), plan.chunk)
-    for group in groups:
-        if group.unit == "ane":
-            room[list(group.experts)] = group.capacity
-    return room
 
 
 @contextmanager
