@@ -13,12 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moelab.advice.machine import disk_rates, memory_rate
+from moelab.base.arguments import described
 from moelab.base.files import beside, cache_root, folder_bytes, nearest
 from moelab.base.table import size
 from moelab.offloading.budget import available
 
 #: package → what does not run without it; path of a decoded token → what runs it
-PACKAGES, GRAPHS = beside(__file__).values()
+PACKAGES, GRAPHS, _ = beside(__file__).values()
 
 
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
@@ -127,13 +128,7 @@ def decoded_by(device: str) -> str:
     return "; ".join([*found, *(str(of.message) for of in said)])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        default=".",
-        help="or a file, on the disk that shall be measured (default: here)",
-    )
+add_arguments = described(__file__, "arguments")
 
 
 def main(args: argparse.Namespace) -> int:
