@@ -63,9 +63,9 @@ class Parser(ArgumentParser):
 
 
 def described(module: str, *sections: str) -> Callable[[Any], list[Action]]:
-    """A function that adds to a parser, or to a group of it, the arguments which the TOML file beside a module, `__file__`,
-    describes, in all of its sections or in these: its names → what argparse takes. What is
-    "module:name" stands for that object, and further words for a `type` or `choices`:
+    """A function that adds to a parser, or to a group of it, the arguments which the TOML file beside
+    a module, `__file__`, describes, in all of its sections or in these: its names → what argparse
+    takes. What is "module:name" stands for that object, and further words for a `type` or `choices`:
 
         least = 1                a whole number of at least so much
         above = 0, most = 1      a number
