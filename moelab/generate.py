@@ -32,7 +32,7 @@ import torch
 
 from moelab.api import OpenOptions, open_model
 from moelab.base import registry
-from moelab.base.arguments import output, whole
+from moelab.base.arguments import described, whole
 from moelab.base.files import writable
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
@@ -70,19 +70,12 @@ class Generation(Metrics):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
     text = parser.add_mutually_exclusive_group().add_argument
     text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
     text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
-    add(
-        "--drafts",
-        type=_drafts,
-        metavar="N",
-        help="tokens to guess ahead, from what the text said before, and to verify in one pass: a "
-        "number, or auto for as many as are seen to be faster (default: none)",
-    )
+    described(__file__, "generate")(parser)
     add_opening(parser, 32)
-    add(
+    parser.add_argument(
         "--parallel",
         choices=(*VARIANTS, "auto"),
         metavar="NAME",
@@ -90,26 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"not to be faster: ep (all-gather), ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp "
         f"(cut), tp-ep (both), auto: as AWS Neuron's guide advises (default: what --tp says, or {DEFAULT})",
     )
-    add(
-        "--tp",
-        type=whole(1),
-        metavar="N",
-        help="ranks that share experts and attention's heads: of all ranks (tp), or of groups (tp-ep, "
-        "default: 2)",
-    )
-    add(
-        "--sequence-router",
-        action="store_true",
-        help="each rank routes its share of a prompt's tokens, and all gather what was chosen",
-    )
-    add(
-        "--perfetto",
-        type=output,
-        metavar="FILE",
-        help="write what happened when as a trace for https://ui.perfetto.dev; with --memory, every "
-        "read, decoding and wait",
-    )
-    add("--json", action="store_true", help="print one JSON document")
+    described(__file__, "ranks")(parser)
 
 
 def _text(path: str) -> str:
@@ -119,25 +93,16 @@ def _text(path: str) -> str:
         raise argparse.ArgumentTypeError(f"{path!r} cannot be read as text: {error}") from None
 
 
-def _drafts(text: str) -> int | str:
+def drafts_of(text: str) -> int | str:
+    """Reads a number of drafts, or "auto"."""
     return text if text == "auto" else whole(0)(text)
 
 
 def add_opening(parser: argparse.ArgumentParser, tokens: int) -> None:
     """The model, how many tokens it generates, the options of `open_model`, and what their names are
     for at the end of --help."""
-    parser.add_argument(
-        "model",
-        nargs="?",
-        help="a checkpoint folder, a store or a hub id (default: the small model)",
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=whole(1),
-        default=tokens,
-        metavar="N",
-        help="(default: %(default)s)",
-    )
+    described(__file__, "opening")(parser)
+    parser.set_defaults(max_new_tokens=tokens)
     kinds = {}
     for name, of in OPENING.items():
         flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]

@@ -32,7 +32,7 @@ from moelab.advice.machine import here, told
 from moelab.advice.model import Model, find_model
 from moelab.advice.question import PARTS, Question
 from moelab.advice.ways import Way
-from moelab.base.arguments import output, whole
+from moelab.base.arguments import described
 from moelab.base.files import write_text
 from moelab.base.specs import DeviceSpec
 from moelab.base.table import size
@@ -222,58 +222,7 @@ def parse_loss(loss: str | float) -> float:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "model",
-        nargs="?",
-        help="a card's name, a hub id, a checkpoint folder or a store; without it, the small model",
-    )
-    add(
-        "--memory",
-        type=budget.memory,
-        default="auto",
-        metavar="SIZE",
-        help="of the whole process, such as 8GB, or of a GPU; auto (default): what is available",
-    )
-    add(
-        "--host",
-        type=budget.memory,
-        metavar="SIZE",
-        help="of the CPU's memory, beside a GPU (default: all of it)",
-    )
-    add(
-        "--context",
-        type=whole(1),
-        help=f"tokens of a sequence (default: {CONTEXT}, or as many as the model takes)",
-    )
-    add("--batch", type=whole(1), default=1, help="sequences at a time (default: 1)")
-    add(
-        "--loss",
-        default=0.0,
-        metavar="SHARE",
-        help="more language loss that few bits may cost, such as 1%%, or any (default: none)",
-    )
-    add("--device", help="a device card's name or a .toml instead of this machine; cuda: its GPU")
-    add("--trace", metavar="FILE", help="the routing of your text: `moelab trace show FILE`")
-    add("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
-    add(
-        "--simulate",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="play the ways in the simulator, if the weights are here",
-    )
-    add(
-        "--verify",
-        action="store_true",
-        help="run the best ones for real; Ctrl-C stops it and keeps what was measured",
-    )
-    add(
-        "--page",
-        type=output,
-        metavar="FILE",
-        help="write the arithmetic as a page, too, which answers for other memory, disks and contexts",
-    )
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

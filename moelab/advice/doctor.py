@@ -13,26 +13,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from moelab.advice.machine import disk_rates, memory_rate
-from moelab.base.files import cache_root, folder_bytes, nearest
+from moelab.base.arguments import described
+from moelab.base.files import beside, cache_root, folder_bytes, nearest
 from moelab.base.table import size
 from moelab.offloading.budget import available
 
-#: package → what does not run without it
-PACKAGES = {
-    "torch": "everything",
-    "transformers": "opening models",
-    "numba": "opening models",
-    "zstandard": "the codecs zstd and zstd-huffman",
-    "coremltools": "converting for the Neural Engine",
-    "plotly": "figures",
-    "ipywidgets": "widgets",
-    "papermill": "reproduce and run",
-    "lm_eval": "evaluate with lm-eval's tasks",
-    "accelerate": "bench engine's peer accelerate",
-}
-
-#: path of a decoded token → what runs it
-GRAPHS = {"token": "one graph a token", "layer": "a graph a layer", "none": "no graph"}
+#: package → what does not run without it; path of a decoded token → what runs it
+PACKAGES, GRAPHS, _ = beside(__file__).values()
 
 
 def findings(folder: str | Path = ".") -> Iterator[tuple[str, str]]:
@@ -141,13 +128,7 @@ def decoded_by(device: str) -> str:
     return "; ".join([*found, *(str(of.message) for of in said)])
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        default=".",
-        help="or a file, on the disk that shall be measured (default: here)",
-    )
+add_arguments = described(__file__, "arguments")
 
 
 def main(args: argparse.Namespace) -> int:

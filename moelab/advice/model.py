@@ -23,6 +23,7 @@ from moelab.cards import card_of, load_card, load_model, other_bytes
 FORMS = {"bf12": 12, "int8": 8.5, "fp8": 8.002, "int4": 4.5, "mxfp4": 4.25}
 AS_IS = "as it is"
 LOSSLESS = (AS_IS, "bf12")
+GUESSED = "estimated from its geometry"
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,10 @@ def find_model(model: str | Path | None) -> Model:
     path = small_model() if model is None else Path(model).expanduser()
     home, is_here = path, path.exists()
     if not is_here and (name := card_of(text)):
-        return _to_download(_of_card(name))
+        spec, card = load_model(name), load_card(name)
+        published = "total_params" in card.get("figures", {})
+        how = "published parameters less the experts'" if published else GUESSED
+        return _to_download(Model(card.get("hub", name), spec, other_bytes(spec), how))
     if not is_here and "/" not in text and not path.with_name(f"{text}.part").exists():
         registry.require("folder here and no model card", text, registry.names("model"))
     if not is_here and text.count("/") == 1:
@@ -95,7 +99,7 @@ def find_model(model: str | Path | None) -> Model:
             text,
             spec,
             geometric_bytes(spec, config),
-            "estimated from its geometry",
+            GUESSED,
             most=_most(config),
         )
         return found if is_here else _to_download(found)
@@ -126,14 +130,6 @@ def _to_download(model: Model) -> Model:
     kept = Path(HF_HUB_CACHE, f"models--{model.source.replace('/', '--')}", "blobs")
     here = sum(file.stat().st_size for file in kept.glob("*"))
     return replace(model, download=max(model.spec.experts_bytes + model.others - here, 0))
-
-
-def _of_card(name: str) -> Model:
-    spec = load_model(name)
-    card = load_card(name)
-    published = "total_params" in card.get("figures", {})
-    how = "published parameters less the experts'" if published else "estimated from its geometry"
-    return Model(card.get("hub", name), spec, other_bytes(spec), how)
 
 
 def _most(config: Any) -> int | None:

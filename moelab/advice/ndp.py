@@ -15,7 +15,7 @@ from typing import Any
 
 from moelab.advice.assumed import assumed
 from moelab.advice.model import find_model
-from moelab.base.arguments import number, output, whole
+from moelab.base.arguments import described
 from moelab.base.files import write_json
 from moelab.base.progress import progress
 from moelab.base.specs import MoESpec
@@ -94,20 +94,8 @@ def routed(spec: MoESpec, args: argparse.Namespace) -> tuple[PromptRouting, str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", nargs="?", help="a card, a hub id, a checkpoint or a store; else the small model")
-    add("--gpu", default=GPU, metavar="CARD", help="of a device (%(default)s), or a .toml")
-    add("--dimm", default=UNIT, metavar="CARD", help="of a module (%(default)s)")
-    add("--host", default="i7-14700", metavar="CARD", help="of the CPU (%(default)s)")
-    add("--modules", type=whole(1), default=4, metavar="N", help="how many (%(default)s)")
-    add("--link", type=number(above=0), metavar="GB/S", help="one way (the GPU card's)")
-    add("--prompt", type=whole(1), default=512, metavar="N", help="tokens (%(default)s)")
-    add("--answer", type=whole(1), default=512, metavar="N", help="tokens (%(default)s)")
-    routing = parser.add_mutually_exclusive_group().add_argument
-    routing("--trace", metavar="FILE", help="routing, prompt and answer as they were recorded")
-    routing("--calibration", metavar="FILE", help="of `moelab calibrate`: how popular experts are")
-    add("--seed", type=whole(), default=0, metavar="N", help="of the routing; a trace's sequence")
-    add("--output", type=output, metavar="FILE", help="all of it as JSON, reading by reading")
+    described(__file__, "others")(parser)
+    described(__file__, "routing")(parser.add_mutually_exclusive_group())
 
 
 def main(args: argparse.Namespace) -> int:

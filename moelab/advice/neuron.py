@@ -38,6 +38,7 @@ from moelab.static.parallelism import (
     choose,
     neuron_choice,
 )
+from moelab.static.tiers import round_up
 
 FORMAT = "moelab.neuron/1"
 KIND = "modelled, not run on Neuron"
@@ -58,11 +59,6 @@ LOW_EP = 4
 CONTEXT = 8192
 #: of HBM, what is left beside the compiler's and runtime's own (assumed)
 USABLE = 0.9
-
-
-def up(n: int, step: int) -> int:
-    """n padded to a multiple of `step`."""
-    return -(-n // step) * step
 
 
 @dataclass(frozen=True)
@@ -173,7 +169,7 @@ class NeuronPlan:
     def padded(self) -> dict[str, int]:
         """I, a multiple of TP, and attention heads, one of the cores."""
         spec = self.spec
-        return {"I": up(spec.I, self.way.tp), "heads": up(max(spec.heads, 1), self.cores)}
+        return {"I": round_up(spec.I, self.way.tp), "heads": round_up(spec.heads, self.cores)}
 
     def share(self, nbytes: float) -> float:
         """A core's of weights outside of the experts, with padded heads."""

@@ -8,48 +8,11 @@ from __future__ import annotations
 
 import argparse
 
-from moelab.advice.neuron import CONTEXT, KIND, PHASES, SIZES, WEIGHTS, NeuronPlan, plan
-from moelab.base.arguments import number, output, whole
+from moelab.advice.neuron import KIND, SIZES, NeuronPlan, plan
+from moelab.base.arguments import described
 from moelab.base.files import write_json, write_text
-from moelab.base.records import Record
 from moelab.base.table import duration, filled, percent, size, text_table
 
-OPTIONS: dict[str, Record] = {
-    "device": {"default": "trn2", "help": "a device card (default: trn2)"},
-    "cores": {
-        "type": whole(1),
-        "default": 64,
-        "metavar": "N",
-        "help": "logical cores, two physical ones each (default: 64, of a trn2.48xlarge)",
-    },
-    "phase": {
-        "choices": PHASES,
-        "default": "prefill",
-        "help": "whose degrees are chosen (default: prefill)",
-    },
-    "batch": {
-        "type": whole(1),
-        "default": 1,
-        "metavar": "N",
-        "help": "sequences that decode together (default: 1)",
-    },
-    "context": {
-        "type": whole(1),
-        "metavar": "N",
-        "help": f"tokens of a prompt, and of a sequence (default: {CONTEXT:,})",
-    },
-    "quantize": {
-        "choices": WEIGHTS,
-        "help": "weights of the experts (default: the checkpoint's, else bf16)",
-    },
-    "capacity-factor": {
-        "type": number(above=0),
-        "metavar": "X",
-        "help": "drop tokens beyond it (default: drop none)",
-    },
-    "output": {"type": output, "metavar": "FILE", "help": "write the plan as JSON"},
-    "python": {"type": output, "metavar": "FILE", "help": "write it for NxD"},
-}
 #: of the command line, what the plan does not depend on
 NOT_ASKED = ("main", "debug", "output", "python")
 
@@ -217,9 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="degrees, blocks, memory and bounds of a model on NeuronCores",
         description="Plan a model on NeuronCores; modelled, nothing runs on Neuron.",
     )
-    command.add_argument("model", help="a card's name, a hub id, a checkpoint folder or a store")
-    for name, options in OPTIONS.items():
-        command.add_argument(f"--{name}", **options)
+    described(__file__)(command)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -90,7 +90,12 @@ class Question:
         """The forms that fit.
 
         faster : than the machine's is the disk that is asked about."""
-        fast, rates, slow = self._rates(faster)
+        # as published, as expected, and at their slowest, with a busy disk or twice the expected
+        # shortfall from what is published
+        found = [MachineRates.of(self.device, reached) for reached in range(3)]
+        if busy := self.device.figures.get("storage_busy_gbs"):
+            found[2] = replace(found[2], read=1e9 * busy.value)
+        fast, rates, slow = (replace(of, read=faster * of.read) for of in found)
         ways = []
         count = self.model.spec.L * self.model.spec.E
         for form in self.model.forms():
@@ -108,14 +113,6 @@ class Question:
         """What of a step's experts, of so many bytes, is in memory with such a share of all there:
         least, middle, most."""
         return self.assumed.found(share)
-
-    def _rates(self, faster: float) -> list[MachineRates]:
-        """The machine's rates: as published, as expected, and at their slowest, with a busy disk or twice
-        the expected shortfall from what is published."""
-        found = [MachineRates.of(self.device, reached) for reached in range(3)]
-        if busy := self.device.figures.get("storage_busy_gbs"):
-            found[2] = replace(found[2], read=1e9 * busy.value)
-        return [replace(rates, read=faster * rates.read) for rates in found]
 
     def token(self, expert: int, hit: float, rates: MachineRates) -> tuple[float, str]:
         """(seconds of a token, what limits it), of experts of so many bytes, such a share of which

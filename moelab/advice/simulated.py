@@ -14,7 +14,7 @@ from moelab.advice import verify as real
 from moelab.advice.answer import Advice, conclude
 from moelab.advice.kept import Kept
 from moelab.advice.machine import machine, quietest, told
-from moelab.advice.model import AS_IS, Model
+from moelab.advice.model import AS_IS
 from moelab.advice.question import Question
 from moelab.advice.sample import sample_costs
 from moelab.advice.space import (
@@ -42,13 +42,18 @@ def simulated(asked: Question, verify: bool) -> Advice:
     """The advice; verify : also run the best for real.
 
     Raises RuntimeError, OSError: the model cannot be run here."""
-    kept = Kept(identity_of(asked.model))
+    from moelab.checkpoint.checkpoint import Checkpoint
+
+    kept = Kept(Checkpoint.at(asked.model.folder).identity)
     look = looked(asked, kept)
     asked = replace(asked, assumed=replace(asked.assumed, words="as in what ran here"))
     costs = sample_costs(asked.model, look)
     notes = told(look.ran["others"])
     search = Search(asked, costs, look.seen, kept)
-    _keep_look(search, look.ran)
+    once = Way(**look.ran["way"])  # is kept as a measurement of that way, unless there is one
+    known = [record["settings"] for record in kept.records]
+    if AS_IS in costs and not once.resident and once.settings not in known:
+        kept.add(search.play(once), asked.batch, look.ran)
     if verify:
         notes += real.verify(asked, chosen(search), kept)
         search.found = [
@@ -67,15 +72,6 @@ def simulated(asked: Question, verify: bool) -> Advice:
 
     ways, elsewhere = (map(search.corrected, of) for of in (search.found, search.elsewhere))
     return conclude(asked, ways, faster, [*elsewhere], notes + _how(search))
-
-
-def _keep_look(search: Search, ran: Record) -> None:
-    """Keep the run in which an offloaded model was looked at as a measurement of that way, unless
-    there is one."""
-    way = Way(**ran["way"])
-    known = [record["settings"] for record in search.kept.records]
-    if AS_IS in search.costs and not way.resident and way.settings not in known:
-        search.kept.add(search.play(way), search.asked.batch, ran)
 
 
 def _how(search: Search) -> list[str]:
@@ -116,13 +112,6 @@ def chosen(search: Search) -> list[Way]:
     if loss and not any(way.lossless for way in ways):
         ways[-1:] = [way for way in fastest if way.lossless][:1]
     return ways
-
-
-def identity_of(model: Model) -> str:
-    """The identity of a checkpoint's weights."""
-    from moelab.checkpoint.checkpoint import Checkpoint
-
-    return Checkpoint.at(model.folder).identity
 
 
 def looked(asked: Question, kept: Kept, **slow: float) -> Look:

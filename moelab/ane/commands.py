@@ -24,96 +24,38 @@ from pathlib import Path
 from typing import Any
 
 from moelab import cards
+from moelab.ane import predict
 from moelab.ane.coreml.ffn_graph import WEIGHTS
-from moelab.ane.plan import MAX_GRAPH_MB, ANEPlan, make_plan
-from moelab.ane.predict import DeviceModel, beside
+from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.systems import SYSTEMS
-from moelab.base.arguments import number, one_of, output, several, whole
+from moelab.base.arguments import Parser, described, number
+from moelab.base.files import beside
 from moelab.base.records import Record
 from moelab.base.specs import MoESpec
 from moelab.base.table import format_value, head_and_rows, text_table
 from moelab.calibration import Calibration
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.simulation.routing import routing_of
-from moelab.static.tiers import RULES
 from moelab.trace import PREFILL
 from moelab.trace.foreign import model_of
 
-#: an option of `make_plan`, of the command line and of `moelab evaluate --modes npumoe`:
-#: name → (type, metavar, default, help)
-PLANNING = {
-    "chunk": (whole(1), "B", 256, "tokens of a prefill chunk"),
-    "group_size": (whole(1), "G", 8, "experts a graph"),
-    "levels": (whole(1), "N", 3, "capacity tiers a layer"),
-    "slack": (number(above=0), "X", 1.0, "factor of all expected loads"),
-    "rule": (one_of(RULES), "RULE", "topk", "of capacities: topk, or the paper's literal B/E"),
-    "capacities": (several(whole(1)), "C,…", None, "fixed ones instead, as 32,64,128"),
-    "cold_share": (
-        number(0, most=1),
-        "X",
-        0.1,
-        "of the routings, whose rarest experts the CPU has",
-    ),
-    "min_rows": (number(0), "N", 32, "tokens that a group on the ANE expects of a chunk"),
-    "max_graphs": (whole(1), "N", None, "graphs of experts on the ANE, the hottest"),
-    "max_graph_mb": (number(above=0), "MB", MAX_GRAPH_MB, "weights that one graph holds"),
-    "system": (
-        one_of(SYSTEMS),
-        "NAME",
-        None,
-        f"{', '.join(SYSTEMS)}; if not given, plan takes the fastest, others npumoe",
-    ),
-}
-#: what a plan is made from beside its options
-SOURCE = {
-    "calibration": (
-        Path,
-        "FILE",
-        None,
-        "of the model, by `moelab calibrate`; else routing is drawn",
-    ),
-    "weights": (one_of(WEIGHTS), "NAME", "fp16", "of the experts: fp16 or int8"),
-}
-CHECKPOINT = (Path, "FOLDER", None, "if it is not where it was converted")
-CONVERTED = (Path, "a converted model")
+#: how `cold_share` and `min_rows` are read
+SHARE, AMOUNT = number(0, most=1), number(0)
+#: option of `make_plan`, also of `moelab evaluate --modes npumoe` → how it is read
+PLANNING = {of.dest: of.type for of in described(__file__, "planning")(Parser())}
 #: tokens of drawn routing that are counted where there is no calibration
 DRAWN = 4096
-MODEL = "a checkpoint folder, a store or a hub id; 'small' is the shipped model"
-PLAN = {
-    "plan": (
-        Path,
-        "FILE",
-        None,
-        "of `moelab ane plan MODEL --save FILE`; else npumoe's, of routing that is drawn",
-    ),
-    "context": (whole(1), "P", 2048, "positions of the KV cache"),
-}
-COMPARED = {
-    "prompts": (whole(1), "N", 20, "prefills to compare"),
-    "tokens": (whole(1), "N", 256, "length of a prompt"),
-    "checkpoint": CHECKPOINT,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for run, purpose, positional, options in COMMANDS:
+    for run in (plan, convert, lint, parity, doctor):
+        purpose, *groups = beside(__file__)["commands"][run.__name__]
         command = commands.add_parser(
             run.__name__, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
         command.set_defaults(run=run)
-        for name, (kind, told) in positional.items():
-            command.add_argument(
-                name, type=kind, nargs="+" if name.endswith("s") else None, help=told
-            )
-        for name, (kind, metavar, default, told) in options.items():
-            command.add_argument(
-                f"--{name.replace('_', '-')}",
-                type=kind,
-                metavar=metavar,
-                default=default,
-                help=told if default is None else f"{told} ({default})",
-            )
+        described(__file__, *groups)(command)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -123,12 +65,12 @@ def main(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """Print what each system would take, and the plan of the fastest, or of the one asked for."""
     spec, source = _source(args)
-    device = DeviceModel.of(args.device)
+    device = predict.DeviceModel.of(args.device)
     given = {name: of for name in PLANNING if (of := getattr(args, name)) is not None}
     plans = {of: make_plan(spec, **source | given | {"system": of}) for of in SYSTEMS}
     made = plans[args.system or "npumoe"]
     try:
-        rows = beside(device, plans, args.prompt, args.new_tokens)
+        rows = predict.beside(device, plans, args.prompt, args.new_tokens)
     except ValueError as error:  # another attention
         print(f"What this takes is not known: {error}")
     else:
@@ -255,48 +197,3 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     for name, value in found.summary().items():
         print(f"  {name:<34} {format_value(value)}")
     return int(not found.ok), found
-
-
-#: function, purpose, positional arguments, options
-COMMANDS = (
-    (
-        plan,
-        "what each system would take, and the fastest one's tiers, groups, graphs and placement",
-        {"model": (None, f"a model card (moelab.names('model') lists them), or {MODEL}")},
-        PLANNING
-        | SOURCE
-        | {
-            "device": (None, "NAME", "m2-ultra", "a device card, or a .toml of `bench ane_mac`"),
-            "prompt": (whole(1), "N", 1024, "tokens of a prompt that the systems are compared by"),
-            "new_tokens": (whole(), "N", 8, "decoded after it, on the CPU"),
-            "save": (output, "FILE", None, "write the plan as JSON"),
-        },
-    ),
-    (
-        convert,
-        "turn a model into Core ML packages, layer by layer",
-        {
-            "model": (None, MODEL),
-            "destination": (Path, "the new folder; until it is complete, DESTINATION.part"),
-        },
-        PLAN | {"weights": SOURCE["weights"]},
-    ),
-    (
-        lint,
-        "predict what the Neural Engine does not run of saved packages",
-        {"packages": (Path, "packages, or folders of converted models")},
-        {},
-    ),
-    (
-        parity,
-        "compare whole prefills through the packages with the model",
-        {"folder": CONVERTED},
-        COMPARED,
-    ),
-    (
-        doctor,
-        "on a Mac: check that each operation is on the Neural Engine, and computes well",
-        {"folder": CONVERTED},
-        COMPARED | {"timeout": (number(above=0), "S", 300.0, "for one package")},
-    ),
-)

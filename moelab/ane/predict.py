@@ -238,7 +238,10 @@ class DeviceModel:
                 f"chunks of {plan.chunk} tokens are not converted, only multiples of 16: plan anew"
             )
         spec = plan.spec
-        means = _expected(plan)
+        means = np.zeros((spec.L, spec.E))
+        for of_layer, layer in zip(means, plan.layers):
+            for group in layer.groups:
+                of_layer[list(group.experts)] = group.expected / len(group.experts)
         visited = -np.expm1(-means)  # as if tokens were independent
         if loads is not None:
             means, visited = loads.mean(0), (loads > 0).mean(0)
@@ -296,12 +299,3 @@ def beside(
             "memory, GB": sum(plan.memory(prompt).values()) / 1e9,
         }
     return rows
-
-
-def _expected(plan: ANEPlan) -> np.ndarray:
-    """Tokens of a chunk that the plan expects for each expert, [L, E]."""
-    expected = np.zeros((plan.spec.L, plan.spec.E))
-    for l, layer in enumerate(plan.layers):
-        for group in layer.groups:
-            expected[l, list(group.experts)] = group.expected / len(group.experts)
-    return expected

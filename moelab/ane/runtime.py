@@ -12,7 +12,7 @@ same KV cache. Batch size 1: prompts of a batch would compete for the same capac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -43,30 +43,25 @@ class PlannedExperts(StaticExecutor):
     on the CPU by what computed the experts before.
 
     backend : its plan is the one that runs.
-    overflow : "prune" drops what a static capacity has no room for; "pad" launches the group again,
-        without loss.
-    order, saliency : who is dropped first, a key of `ORDERS`, and the tokens' norms, for the orders
-        that need them.
+    options : of `StaticExecutor`; with overflow="pad" a group is launched again, without loss.
     timeline : where it reports what backend and CPU do.
     below : an engine that loads and computes the experts of the CPU; None: the layer's executor.
     total : exact counts over all layers and chunks; decode steps are not among them.
     """
 
     def __init__(
-        self,
-        backend: TorchBackend,
-        overflow: str = "prune",
-        order: str = "saliency",
-        saliency: Saliency | None = None,
-        seed: int = 0,
-        timeline: Timeline | None = None,
+        self, backend: TorchBackend, timeline: Timeline | None = None, **options: Any
     ) -> None:
-        super().__init__(overflow, order, saliency, seed)
+        super().__init__(**options)
         self.backend, self.plan = backend, backend.plan
         self.timeline = Timeline() if timeline is None else timeline
         self.below: Engine | None = None
         self.total = Account()
-        self._room = [_room(layer.groups, self.plan) for layer in self.plan.layers]
+        spec = self.plan.spec
+        self._room = torch.full((spec.L, spec.E), self.plan.chunk)  # tokens that an expert takes
+        for room, layer in zip(self._room, self.plan.layers):
+            for group in layer.on("ane"):
+                room[list(group.experts)] = group.capacity
         self._cold = [layer.cold for layer in self.plan.layers]
         self._since = clock()  # what the caller's thread does now began
         self.forked()
@@ -207,15 +202,6 @@ def _launches(group: PlannedGroup, offsets: list[int]) -> Iterator[tuple[list[in
         yield now, slot
 
 
-def _room(groups: Sequence[PlannedGroup], plan: ANEPlan) -> Tensor:
-    """How many tokens each expert of a layer takes at most, [E]."""
-    room = torch.full((plan.spec.E,), plan.chunk)
-    for group in groups:
-        if group.unit == "ane":
-            room[list(group.experts)] = group.capacity
-    return room
-
-
 @contextmanager
 def prefill_through(
     model: Any,
@@ -244,7 +230,8 @@ def prefill_through(
     needs = overflow == "prune" and order in NEED_SALIENCY
     saliency = Saliency(model, discover(model)) if needs else None
     timeline = model.moelab.timeline if hasattr(model, "moelab") else None
-    planned = PlannedExperts(backend, overflow, order, saliency, seed, timeline)
+    options = {"overflow": overflow, "order": order, "saliency": saliency, "seed": seed}
+    planned = PlannedExperts(backend, timeline, **options)
     with Patches() as patches:
         patches.wrap(
             model.base_model,

@@ -10,21 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from moelab.base.files import beside
+
 UNITS = ("ane", "cpu")
 Unit = Literal[UNITS]
 
-
-#: architectures whose attention `moelab.ane.coreml.attention_graph` computes, each checked by a
-#: test
-ATTENTION_GRAPHS = ("mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe")
-#: architectures whose experts no graph here can stand for → why
-NO_EXPERT_GRAPHS = {
-    "dbrx": "DBRX computes its experts by code of its own, of the rows of one matrix",
-    "llama4_text": "in Llama 4 the routing weights scale the experts' input, and a graph's output "
-    "is what is weighted",
-    "switch_transformers": "Switch Transformers are encoder-decoders, and prefill in chunks is for "
-    "decoders",
-}
+ATTENTION_GRAPHS, NO_EXPERT_GRAPHS, _SYSTEMS = beside(__file__).values()
 
 
 def why_no_graph(block: str, model_type: str) -> str:
@@ -55,14 +46,4 @@ class ANESystem:
     )
 
 
-SYSTEMS = {
-    "cpu": ANESystem("Core ML (CPU only)", "cpu", "cpu"),
-    "naive": ANESystem("Core ML (naïve)", "cpu", "ane", managed=False),
-    "anemll": ANESystem("ANEMLL", "ane", "cpu"),
-    "base": ANESystem("Ours-base", "ane", "ane"),
-    "base+T": ANESystem("Ours-T", "ane", "ane", tiers=True),
-    "base+TG": ANESystem("Ours-TG", "ane", "ane", tiers=True, grouped=True),
-    "npumoe": ANESystem(
-        "NPUMoE (Ours-all)", "ane", "ane", tiers=True, grouped=True, placement=True
-    ),
-}
+SYSTEMS = {name: ANESystem(**of) for name, of in _SYSTEMS.items()}

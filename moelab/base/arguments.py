@@ -11,9 +11,12 @@ from argparse import PARSER, REMAINDER, Action, ArgumentError, ArgumentParser, A
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
-from moelab.base.files import writable
+from moelab.base import registry
+from moelab.base.files import beside, writable
+from moelab.base.records import Record
 from moelab.base.registry import require
 
 
@@ -57,6 +60,43 @@ class Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """End with one line and status 2."""
         self.exit(2, f"moelab: {message} ({self.prog} --help)\n")
+
+
+def described(module: str, *sections: str) -> Callable[[Any], list[Action]]:
+    """A function that adds to a parser, or to a group of it, the arguments which the TOML file beside
+    a module, `__file__`, describes, in all of its sections or in these: its names → what argparse
+    takes. What is "module:name" stands for that object, and further words for a `type` or `choices`:
+
+        least = 1                a whole number of at least so much
+        above = 0, most = 1      a number
+        several = true           values with commas between them
+        names = "codec"          one of the names of a kind of the registry"""
+
+    def add(parser: Any) -> list[Action]:
+        content = beside(module)
+        return [
+            parser.add_argument(*flags.split(), **_options(of))
+            for section in sections or content
+            for flags, of in content[section].items()
+        ]
+
+    return add
+
+
+def _options(told: Record) -> Record:
+    found = dict(told)
+    for key in {"type", "choices", "default", "action"} & {*found}:
+        if re.fullmatch(r"[\w.]+:\w+", str(found[key])):
+            found[key] = resolve_name(found[key])
+    if limits := {key: found.pop(key) for key in ("above", "most") if key in found}:
+        found["type"] = number(**limits)
+    if "least" in found:
+        found["type"] = whole(found.pop("least"))
+    if "names" in found:
+        found["choices"] = registry.names(found.pop("names"))
+    if found.pop("several", False):
+        found["type"] = several(found["type"])
+    return found
 
 
 def output(text: str) -> Path:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import torch
 
 from moelab.api import open_model
-from moelab.base.arguments import number, output, whole
+from moelab.base.arguments import described
 from moelab.base.files import write_json
 from moelab.base.progress import progress
 from moelab.base.schema import Amount, Count, Must, Positive, Size
@@ -123,23 +123,7 @@ def measured(lm: Any, run: EngineRun) -> Profile:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", help="an expert store")
-    parser.add_argument(
-        "--workers", type=whole(1), default=1, metavar="L", help="threads that decode (default: 1)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=number(above=0),
-        default=10.0,
-        help="about how long to measure (default: 10)",
-    )
-    parser.add_argument(
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="keep what was measured in a JSON file",
-    )
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

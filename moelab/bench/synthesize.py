@@ -31,8 +31,8 @@ import numpy as np
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 
-from moelab.base import configs, registry
-from moelab.base.arguments import number, whole
+from moelab.base import configs
+from moelab.base.arguments import described
 from moelab.base.configs import spec_from_config
 from moelab.base.files import folder_bytes, small_model, vacant
 from moelab.base.progress import progress
@@ -300,31 +300,7 @@ def _write_checkpoint(folder: Path, tensors: dict[str, torch.Tensor], weights: W
     (folder / WEIGHT_MAP).write_text(json.dumps(about))
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("destination", help="a folder that does not exist")
-    parser.add_argument(
-        "--model", required=True, metavar="CARD", help="a model card's name, e.g. Qwen3-30B-A3B"
-    )
-    parser.add_argument(
-        "--scale",
-        type=number(above=0, most=1),
-        default=1.0,
-        help="part of the model's layers (default: 1, all)",
-    )
-    parser.add_argument(
-        "--codec", choices=sorted(codecs.CODECS), help="write an expert store with this codec"
-    )
-    parser.add_argument(
-        "--quantize",
-        choices=registry.names("format"),
-        help="write a store of experts in this format",
-    )
-    parser.add_argument(
-        "--routing",
-        metavar="CARD|TRACE",
-        help="routing as of a card's real model, or as a trace says (default: random routers)",
-    )
-    parser.add_argument("--seed", type=whole(), default=0)
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

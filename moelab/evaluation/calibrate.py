@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab import open_model
-from moelab.base.arguments import one_of, output, several, whole
+from moelab.base.arguments import described, one_of, several
 from moelab.base.files import writable
 from moelab.base.library import token_count
 from moelab.calibration import Calibration, calibrate
@@ -30,66 +30,18 @@ SOURCES = ("code", "prose", "needle_multikey", "lookup")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser, 16)
-    add_batch(parser)
-    parser.add_argument(
-        "--inputs",
-        type=whole(),
-        default=0,
-        metavar="N",
-        help="also keep what experts are given of N tokens, drawn from all: rounding then looks at it "
-        "(convert --quantize int4 --calibration FILE)",
-    )
-    parser.add_argument(
-        "--imatrix",
-        type=output,
-        metavar="FILE.gguf",
-        help="also write what llama.cpp's quantizer reads, of these inputs",
-    )
-    parser.add_argument(
-        "--new-tokens",
-        type=whole(),
-        default=17,
-        metavar="N",
-        help="generated after each prompt; n "
-        "tokens are n - 1 decode steps, 0 leaves decode out (%(default)s)",
-    )
+    described(__file__, "batch", "calibrate")(parser)
 
 
 def add_prompts(parser: argparse.ArgumentParser, prompts: int) -> None:
     """A model, a new file, and what the model is run on to fill it."""
-    add = parser.add_argument
-    add("model", help="a checkpoint folder, a store or a hub id; 'small' is the shipped model")
-    add("file", type=Path, help="the new file, FILE.safetensors")
-    add(
-        "--prompts",
-        type=whole(1),
-        default=prompts,
-        metavar="N",
-        help="of each source (%(default)s)",
-    )
-    add(
+    described(__file__, "run")(parser)
+    parser.set_defaults(prompts=prompts)
+    parser.add_argument(
         "--sources",
         type=several(one_of(questions.SOURCES)),
         default=list(SOURCES),
         help=f"of {', '.join(questions.SOURCES)} (default: {','.join(SOURCES)})",
-    )
-    add("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-    add(
-        "--external",
-        action="store_true",
-        help="read experts one by one where they are needed: slower, and a fraction of the memory",
-    )
-    add("--seed", type=whole(), default=0, help="picks the prompts (%(default)s)")
-    add("--force", action="store_true", help="replace the file if it is there")
-
-
-def add_batch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--batch",
-        type=whole(1),
-        default=8,
-        metavar="B",
-        help="prompts a forward pass (%(default)s)",
     )
 
 

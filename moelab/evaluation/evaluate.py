@@ -32,7 +32,7 @@ from typing import Any
 import moelab
 from moelab.api import make_executor, parts_of
 from moelab.base import registry
-from moelab.base.arguments import one_of, output, whole
+from moelab.base.arguments import described, one_of
 from moelab.base.files import results_root, write_json
 from moelab.base.library import token_count
 from moelab.base.records import Record
@@ -40,7 +40,6 @@ from moelab.calibration import Calibration, calibrate
 from moelab.evaluation import accuracy, questions
 from moelab.evaluation.calibrate import SOURCES
 from moelab.models.identity import identity
-from moelab.offloading.budget import memory
 from moelab.recording import record
 from moelab.speculate import MODES, PREDICTORS, Speculation, default_vectors, takes
 from moelab.speculate.predictors import require_parts
@@ -53,91 +52,8 @@ Make = Callable[[Any, "Ingredients"], Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("model", nargs="?", help="a checkpoint folder, a hub id or a store; else the small model")
-    add(
-        "--tasks",
-        default=",".join(accuracy.TASKS),
-        help="moelab's own, or lm-eval's by their names there: gsm8k, boolq, mbpp_plus … (default: "
-        "all of moelab's own)",
-    )
-    add(
-        "--modes",
-        default="",
-        help="compared with the baseline: hint[:PREDICTOR], speculative[:PREDICTOR], router-free, "
-        "executor:NAME[:OPTION=VALUE], npumoe[:OPTION=VALUE…]",
-    )
-    add(
-        "--limit",
-        type=whole(2),
-        metavar="N",
-        help="questions a task, at least two for a standard error; if not given, 200 of moelab's "
-        "own and all of lm-eval's",
-    )
-    add("--tokens", type=whole(1), default=256, help="length of a prompt (%(default)s)")
-    _add_ways(add)
-    add("--seed", type=whole(), default=0, help="of prompts and of the random predictor")
-    add(
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="of the JSON (results/runs/evaluate/TIME.json)",
-    )
-
-
-def _add_ways(add: Callable[..., Any]) -> None:
-    """Options of how a model is run and what its modes need."""
-    add(
-        "--decode-only",
-        action="store_true",
-        help="speculate in decode steps only, as a server would; moelab's own tasks are then scored "
-        "in decode steps",
-    )
-    add(
-        "--memory",
-        type=memory,
-        help="for experts, such as 50%% or 2GB, the others stay on disk; of a store, what this "
-        "machine has left if not given",
-    )
-    add("--device", default="cpu", help="(default: %(default)s)")
-    add(
-        "--batch",
-        type=whole(1),
-        default=8,
-        metavar="B",
-        help="texts a forward pass (%(default)s); 1 where an executor drops tokens",
-    )
-    add(
-        "--estimator",
-        metavar="FILE",
-        help="of `moelab train estimator`, for the predictors estimator and hybrid, and router-free",
-    )
-    add("--vectors", metavar="FILE", help="of `moelab train vectors`, else they are measured")
-    add(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="of `moelab calibrate`, for npumoe; else experts are counted on --prompts",
-    )
-    add(
-        "--prompts",
-        type=whole(1),
-        default=64,
-        metavar="N",
-        help="of the training split, on which what a mode needs is measured (%(default)s)",
-    )
-    add(
-        "--few-shot",
-        type=whole(),
-        metavar="N",
-        help="solved examples before each of lm-eval's questions, if not the task's own number",
-    )
-    add("--chat", action="store_true", help="lm-eval's questions in the tokenizer's chat template")
-    add(
-        "--run-code",
-        action="store_true",
-        help="let tasks execute the code that the model writes, here and without a sandbox",
-    )
+    described(__file__)(parser)
+    parser.set_defaults(tasks=",".join(accuracy.TASKS))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -271,8 +187,7 @@ def _through_plan(mode: str, args: argparse.Namespace) -> Make:
         raise ValueError(
             f"{mode} runs on the CPU with all experts in memory; leave out --device and --memory"
         )
-    readers = {name: read for name, (read, *_) in PLANNING.items()}
-    readers |= {"overflow": one_of(OVERFLOW), "order": one_of(ORDERS)}
+    readers = PLANNING | {"overflow": one_of(OVERFLOW), "order": one_of(ORDERS)}
     given: Record = {}
     for name, text in options_of(mode, mode.partition(":")[2]).items():
         registry.require("option of npumoe", name, readers)

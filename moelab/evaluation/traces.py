@@ -16,51 +16,29 @@ import math
 from dataclasses import asdict
 from pathlib import Path
 
-from moelab.base.arguments import number, output, several
+from moelab.base.arguments import described
 from moelab.base.table import percent, text_table
 from moelab.calibration import Calibration
 from moelab.evaluation.calibrate import require_new, summary
 from moelab.simulation.routing import fit
 from moelab.trace import PREFILL, RoutingTrace, load, save_arrays
 from moelab.trace.popularity import has_counts
-from moelab.trace.statistics import SHARES, Statistics, statistics
+from moelab.trace.statistics import Statistics, statistics
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, run, purpose in (
-        ("import", bring, "write it as a trace of moelab's own, or as arrays"),
-        ("show", compare, "say what caches and predictors would find in it"),
-        ("compare", compare, "the same of several, side by side"),
-        ("fit", fitted, "fit the model of routing to it, as a card's [routing]"),
+    for name, run, purpose, sections in (
+        ("import", bring, "write it as a trace of moelab's own, or as arrays", ("one", "import")),
+        ("show", compare, "say what caches and predictors would find in it", ("one", "shares")),
+        ("compare", compare, "the same of several, side by side", ("several", "shares")),
+        ("fit", fitted, "fit the model of routing to it, as a card's [routing]", ("one",)),
     ):
         command = commands.add_parser(
             name, help=purpose, description=purpose[0].upper() + purpose[1:] + "."
         )
         command.set_defaults(run=run)
-        command.add_argument(
-            "traces",
-            nargs="+" if name == "compare" else 1,
-            type=Path,
-            metavar="TRACE",
-            help="a file of any program",
-        )
-        command.add_argument(
-            "--model", metavar="NAME", help="whose it is: a card's name, a hub id or a folder"
-        )
-        if run is bring:
-            command.add_argument(
-                "file", type=output, help="the new one: .safetensors, .npz or .npy"
-            )
-            command.add_argument("--force", action="store_true", help="replace it if it is there")
-        elif run is compare:
-            command.add_argument(
-                "--shares",
-                type=several(number(above=0, most=100)),
-                metavar="PERCENT,…",
-                default=[100 * share for share in SHARES],
-                help="of all experts in memory (10,25,50,75)",
-            )
+        described(__file__, *sections, "all")(command)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -20,13 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from moelab.base.arguments import one_of, whole
-from moelab.base.registry import names
-from moelab.evaluation.calibrate import add_batch, add_prompts, opened, prompts
+from moelab.base.arguments import described
+from moelab.evaluation import calibrate
+from moelab.evaluation.calibrate import add_prompts, opened, prompts
 from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.speculate import DefaultVectors, default_vectors, train
-from moelab.speculate.estimator import DEFAULT_ESTIMATOR
 from moelab.trace import RoutingTrace
 
 #: one in so many prompts of an estimator measures its default vectors; as many more validate it
@@ -42,28 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         command = commands.add_parser(name, help=purpose, description=f"{purpose.capitalize()}.")
         add_prompts(command, n)
         command.set_defaults(run=run)
-    add_batch(command)
-    add = command.add_argument
-    add(
-        "--kind",
-        type=one_of(names("estimator")),
-        default=DEFAULT_ESTIMATOR,
-        help="residual begins as the next router, appendix-a is the paper's (%(default)s)",
-    )
-    add(
-        "--parameters",
-        type=whole(1),
-        default=150_000,
-        metavar="N",
-        help="of the estimator (%(default)s)",
-    )
-    add(
-        "--train-tokens",
-        type=whole(1),
-        default=300_000,
-        metavar="N",
-        help="that it sees, again where fewer are recorded (%(default)s)",
-    )
+    described(calibrate.__file__, "batch")(command)
+    described(__file__)(command)
 
 
 def main(args: argparse.Namespace) -> int:

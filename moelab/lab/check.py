@@ -16,6 +16,7 @@ import argparse
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moelab.base.arguments import described
 from moelab.base.files import read_json, results_root, write_json
 from moelab.base.records import Record
 from moelab.base.table import text_table
@@ -96,19 +97,7 @@ def _update(path: Path, found: Record, busy: bool) -> None:
     print(f"wrote {write_json(path, about | {'metrics': metrics})}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "notebooks", nargs="*", help="names or numbers; all that have a baseline if none"
-    )
-    parser.add_argument(
-        "--update", action="store_true", help="write the baselines from the newest runs"
-    )
-    parser.add_argument(
-        "--busy", action="store_true", help="update them from runs on a busy machine, too"
-    )
-    parser.add_argument(
-        "--all", action="store_true", help="print every metric, not only those that differ"
-    )
+add_arguments = described(__file__)
 
 
 def _check(name: str, results: Path, everything: bool) -> bool | None:

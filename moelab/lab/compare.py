@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from moelab.base.arguments import described
 from moelab.base.files import absolute, read_json, results_root
 from moelab.base.records import Record
 from moelab.base.table import format_value, text_table
@@ -19,14 +20,7 @@ from moelab.lab.runner import notebooks
 Spread = tuple[float, float]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs",
-        nargs="+",
-        metavar="RUN",
-        help="two runs, each a folder or a notebook, by name or number, for its newest one; or one "
-        "notebook, for its two newest",
-    )
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

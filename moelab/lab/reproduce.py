@@ -13,11 +13,12 @@ import time
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
+from moelab.base.arguments import described
 from moelab.base.registry import require
 from moelab.base.table import duration, text_table
+from moelab.lab import runner
 from moelab.lab.runner import (
     NotebookFailed,
-    add_run_options,
     check_parameters,
     inspect,
     notebooks,
@@ -26,10 +27,7 @@ from moelab.lab.runner import (
     tagged,
 )
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("notebooks", nargs="*", help="numbers or names; all if none")
-    add_run_options(parser)
+add_arguments = described(runner.__file__, "several", "how")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moelab.base.arguments import number
+from moelab.base.arguments import described
 from moelab.base.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
 from moelab.base.records import Record
 from moelab.base.registry import near
@@ -212,31 +212,7 @@ def child_environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path}
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """The options that `run` and `reproduce` share."""
-    parser.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="set a parameter of the notebook; may be given several times",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=number(above=0),
-        default=CELL_TIMEOUT,
-        metavar="SECONDS",
-        help="the longest that one cell may take (%(default)g)",
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("notebook", help="its number, its name or a path")
-    parser.add_argument(
-        "--list", action="store_true", help="list the notebook's parameters and do nothing"
-    )
-    add_run_options(parser)
+add_arguments = described(__file__, "one", "how")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -58,7 +58,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from moelab.base.arguments import output, whole
+from moelab.base.arguments import described
 from moelab.base.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
 from moelab.base.journal import Journal
 from moelab.base.progress import progress
@@ -69,8 +69,8 @@ from moelab.bench import names as benches
 from moelab.bench import parser_of, path_of
 from moelab.bench.results import environment, metrics_of
 from moelab.comparison import MetricsFile
+from moelab.lab import runner
 from moelab.lab.runner import (
-    add_run_options,
     check_parameters,
     child_environment,
     notebooks,
@@ -269,27 +269,8 @@ def told(table: Any) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (parser.epilog or "") + "\n\n" + __doc__[__doc__.index("Points run") :]
-    parser.add_argument("target", help="a notebook, by its number, name or path, or a bench")
-    parser.add_argument(
-        "--grid",
-        nargs="+",
-        required=True,
-        metavar="NAME=VALUE,VALUE",
-        help="values of parameters or options, of which every combination is run",
-    )
-    parser.add_argument("--workers", type=whole(1), default=1, help="processes here (%(default)s)")
-    parser.add_argument(
-        "--scheduler",
-        metavar="tls://HOST:PORT",
-        help="of a Dask cluster, which runs the points instead; tcp:// on this machine",
-    )
-    parser.add_argument(
-        "--table",
-        type=output,
-        metavar="FILE",
-        help="the table (results/sweeps/TARGET.parquet); its journal lies beside it",
-    )
-    add_run_options(parser)
+    described(__file__)(parser)
+    described(runner.__file__, "how")(parser)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from moelab.base.files import beside
 from moelab.base.registry import require
 from moelab.base.specs import MoESpec
 from moelab.cards import load_model
@@ -16,25 +17,7 @@ from moelab.ndp.routing import PromptRouting, simulated_routing
 from moelab.ndp.systems import GPUNDP, SYSTEMS, MoNDE, System
 
 #: what is open of the machine, of the prompts' routing, of the systems → what else it could be
-MACHINE: dict[str, tuple[Any, ...]] = {
-    "mapping": ("MOP4CLXOR", "ChRaBaRoCo", "stated"),  # a module's streaming rate (§IV-A)
-    "clock_ghz": (0.5, 0.64, 1.0, 1.25, 1.6),  # of its multipliers (Table I has none)
-    "efficiency": ((1.0, 1.0), (0.9, 0.8)),  # share of the peaks that is reached
-    "gpu_ghz": (2.3,),  # Table I's clock of the GPU; the card's figures are at its boost clock
-    "gpu_gb": (16 * 2**30 / 1e9,),  # 16 GB as memory is sold
-}
-ROUTING: dict[str, tuple[Any, ...]] = {
-    "zipf": (0.0, 0.1, 0.3, 0.4, 0.6, 1.0),  # skew of the experts' popularity (§II-A)
-    "bias": (0.0, 0.6),  # how much a prompt has favourites of its own (§III-D)
-}
-#: of the systems, those by which the six numbers come out, too; notebook 07 has others
-READINGS: dict[str, tuple[Any, ...]] = {
-    "monde_placement": ("popularity",),  # which module gets which expert (§III-B)
-    "monde_correction": ("prompt",),  # of MoNDE's share, by history (§I, §III-C)
-    "rounding": ("round",),  # of E_g (§III-C says whole, §I partial experts)
-    "eq2_tokens": ("prompt",),  # tokens of an expert in the balance of a prompt
-    "cached": ("Fiddler",),  # who keeps popular experts on the GPU all along
-}
+MACHINE, ROUTING, READINGS = beside(__file__).values()
 CHOICES = ROUTING | MACHINE | READINGS
 
 

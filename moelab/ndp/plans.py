@@ -135,7 +135,14 @@ def problem(
     asked : the step that was to be planned, in any order of its experts. N : units.
     held : (step, N) → the share of each of its experts that each unit ([A, N] or one for all) and
     the host has."""
-    if not isinstance(plan, Plan) or not _same(asked, plan.step):
+
+    def told(
+        step: LayerStep,
+    ) -> tuple[Any, ...]:  # steps differ at most in the order of their experts
+        experts = zip(*(getattr(step, name).tolist() for name in COLUMNS))
+        return step.S, step.decode, step.layer, sorted(experts)
+
+    if not isinstance(plan, Plan) or told(asked) != told(plan.step):
         return f"it is {plan!r}, and asked was for one of {asked}"
     step, A = plan.step, len(asked)
     columns = (plan.resident, plan.moved, plan.host)
@@ -166,13 +173,3 @@ def problem(
         f"expert {step.experts[a]} is computed {once[a]:.6g} times"
         for a in np.flatnonzero(abs(once - 1) > 1e-9)[:3]
     )
-
-
-def _same(one: LayerStep, other: LayerStep) -> bool:
-    """Whether two steps differ at most in the order of their experts."""
-
-    def told(step: LayerStep) -> tuple[Any, ...]:
-        experts = zip(*(getattr(step, name).tolist() for name in COLUMNS))
-        return step.S, step.decode, step.layer, sorted(experts)
-
-    return told(one) == told(other)

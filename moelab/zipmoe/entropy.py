@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from moelab.base.files import beside
 from moelab.store.bits import as_bytes, count
 from moelab.store.codecs import entropy
 
@@ -26,13 +27,7 @@ class Format(NamedTuple):
 
 
 #: float types by the names that safetensors gives them
-FORMATS = {
-    "BF16": Format(16, 8, 7),
-    "F16": Format(16, 5, 10),
-    "F32": Format(32, 8, 7),
-    "F8_E4M3": Format(8, 4, 3),
-    "F8_E5M2": Format(8, 5, 2),
-}
+FORMATS = {name: Format(*bits) for name, bits in beside(__file__).items()}
 
 
 def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:

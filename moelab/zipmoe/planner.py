@@ -44,15 +44,15 @@ TIMED = 16
 def drawn(shares: np.ndarray, tokens: int, seed: int = 0) -> list[list[tuple[int, dict[int, int]]]]:
     """Decode steps of so many tokens, each expert of a layer as often as `shares` [L, E] says,
     independently."""
-    layers = []
-    for layer, f in enumerate(shares):
-        layers.append(sample(*selection_probabilities(f), tokens, seed + layer))
+    layers = [
+        sample(*selection_probabilities(f), tokens, seed + layer) for layer, f in enumerate(shares)
+    ]
     return [
         [
-            (layer, dict.fromkeys(np.flatnonzero(found[token]).tolist(), 1))
-            for layer, found in enumerate(layers)
+            (layer, dict.fromkeys(np.flatnonzero(chosen).tolist(), 1))
+            for layer, chosen in enumerate(token)
         ]
-        for token in range(tokens)
+        for token in zip(*layers)
     ]
 
 

@@ -14,7 +14,7 @@ of the time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate, product
 from typing import NamedTuple
 
@@ -98,7 +98,12 @@ def plans(
     n_bytes = [max(1, bytes_of[p]) for p in HIERARCHY]
     known = {}  # experts of a layer in the pools → seconds
     found = {}  # pools → seconds
-    for division in _divisions(parts, pools):
+    # all integers that sum to `parts`, 0 outside `pools`, the largest first numbers first
+    for first in product(*(range(parts if of in pools else 0, -1, -1) for of in "FCS")):
+        last = parts - sum(first)
+        if last < 0 or last and "E" not in pools:
+            continue
+        division = *first, last
         shares = [part * budget_bytes // parts for part in division]
         layer = _filled([s // (layers * size) for s, size in zip(shares, n_bytes)], len(f))
         total = _filled([s // size for s, size in zip(shares, n_bytes)], len(f) * layers)
@@ -147,12 +152,3 @@ def _filled(capacities: list[int], experts: int) -> tuple[int, ...]:
     first."""
     ends = [min(end, experts) for end in accumulate(capacities)]
     return tuple(end - begin for begin, end in zip([0, *ends], ends))
-
-
-def _divisions(n: int, pools: str) -> Iterator[tuple[int, ...]]:
-    """All (F, C, S, E) of integers that sum to `n`, 0 outside `pools`, those with the largest first
-    numbers first."""
-    for F, C, S in product(*(range(n if name in pools else 0, -1, -1) for name in "FCS")):
-        E = n - F - C - S
-        if E == 0 or E > 0 and "E" in pools:
-            yield F, C, S, E

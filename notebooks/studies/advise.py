@@ -30,7 +30,7 @@ from moelab.advice.machine import DISTURBED, here
 from moelab.advice.model import find_model
 from moelab.advice.question import Question
 from moelab.advice.sample import sample_costs
-from moelab.advice.simulated import chosen, identity_of, looked
+from moelab.advice.simulated import chosen, looked
 from moelab.advice.space import Costs, Look, Search
 from moelab.advice.verify import run as run_way
 from moelab.advice.verify import stored
@@ -43,6 +43,7 @@ from moelab.base.specs import MoESpec
 from moelab.bench.memory_limit import drop_cached
 from moelab.bench.results import git, watched
 from moelab.cards import load_model
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.evaluation.intervals import typical
 
 from .advise_on_gpu import on_gpu
@@ -106,7 +107,7 @@ def settings(
     known: Times,
 ) -> Records:
     """One budget and rate with every loss: a row of each setting."""
-    kept = Kept(identity_of(asked.model))
+    kept = Kept(Checkpoint.at(asked.model.folder).identity)
     tried: dict[str, list[Way]] = {}
     for name, loss in LOSSES.items():
         search = Search(replace(asked, loss=loss), costs, look.seen, kept, SEARCH)
@@ -233,7 +234,7 @@ def prepared(spec: MoESpec, folder: Path, rate: float) -> tuple[Look, dict[str, 
         routing, _ = routing_of(load_model(spec.name))
         synthesize(folder, spec, routing=routing.draw(spec.L, spec.E, spec.K, [CONTEXT]))
     asked = asked_of(folder, 0.5)
-    look = looked(asked, Kept(identity_of(asked.model)), bandwidth=rate)
+    look = looked(asked, Kept(Checkpoint.at(asked.model.folder).identity), bandwidth=rate)
     late = look.ran["late"]  # by so much does a throttled read wake up too late
 
     def throttled(seconds: float, nbytes: float) -> float:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.__main__ import COMMANDS, error_text, main
-from moelab.base.arguments import number, one_of, output, several, whole
+from moelab.base.arguments import Parser, described, number, one_of, output, several, whole
 from moelab.bench import module_of, parser_of
 from moelab.bench import names as benches
 
@@ -28,7 +28,7 @@ PYTHONS_OWN = (
 def parsers():
     """(words before the options, parser) of every command, subcommand and bench."""
     for name, (module, *_) in COMMANDS.items():
-        parser = argparse.ArgumentParser()
+        parser = Parser()
         importlib.import_module(module).add_arguments(parser)
         nested = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
         yield from (
@@ -81,6 +81,29 @@ def test_lists_and_names():
     assert several(one_of("ab"))("b,a") == ["b", "a"]
     with pytest.raises(argparse.ArgumentTypeError, match="no choice 'c'. There are: a, b"):
         several(one_of("ab"))("a,c")
+
+
+def test_arguments_that_a_file_describes(tmp_path, capsys):
+    (tmp_path / "module.toml").write_text(
+        """
+        [one]
+        "-n --number" = {least = 2, default = 3}
+        --shares = {above = 0, most = 1, several = true}
+        --codec = {names = "codec"}
+        [two]
+        file = {type = "pathlib:Path", help = "of any program: this one"}
+        """
+    )
+    parser = Parser()
+    described(str(tmp_path / "module.py"))(parser)
+    found = parser.parse_args(["-n", "7", "--shares", "0.5,1", "--codec", "RAW", "x"])
+    assert vars(found) == {"number": 7, "shares": [0.5, 1.0], "codec": "raw", "file": Path("x")}
+    for wrong in (["-n", "1"], ["--shares", "2"], ["--codec", "none"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args([*wrong, "x"])
+    alone = Parser()
+    described(str(tmp_path / "module.py"), "one")(alone)
+    assert alone.parse_args([]).number == 3
 
 
 @pytest.mark.parametrize(

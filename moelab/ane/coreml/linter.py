@@ -21,6 +21,7 @@ import numpy as np
 
 from moelab.ane.coreml.package import constant, dtype, fixed, read_package
 from moelab.ane.plan import MAX_CHANNELS, MAX_GRAPH_MB
+from moelab.base.files import beside
 from moelab.base.table import text_table
 
 TINY_MACS = 500_000  # multiply-adds below which a graph is called tiny; ours
@@ -28,53 +29,12 @@ ROW_BYTES = 64  # a row of the last axis takes a multiple of this
 MAX_PADDING = 4  # padded size over real size from which we warn; ours
 FLOAT_BYTES = {"fp16": 2, "fp32": 4}
 
-#: rule → severity, errors first; by NPUMoE Figure 4 ([4]), its text, or reports of people who ran
-#: models on the ANE ([R])
-RULES = {
-    "unsupported-op": "error",  # [4]
-    "dilated": "error",  # [4]
-    "dynamic-index": "error",  # [4]
-    "fp32-compute": "error",  # [R]
-    "channels": "error",  # [R]
-    "dynamic-shape": "warning",  # [4]
-    "risky-op": "warning",  # [4], [R]
-    "unknown-op": "warning",  # not in [4]
-    "align-16": "warning",  # §3.2
-    "row-padding": "warning",  # Apple, Deploying Transformers on the Apple Neural Engine
-    "weight-size": "warning",  # §4.2
-    "tiny-graph": "warning",  # [R]; the threshold is ours
-}
-#: by Figure 4 or §3.2, and what rearranges or reduces statically
-SUPPORTED = (
-    "conv conv_transpose matmul softmax relu relu6 silu sigmoid gelu tanh erf leaky_relu softplus "
-    "add sub mul real_div maximum minimum abs exp sqrt rsqrt square pow clip inverse identity cos "
-    "sin split concat reshape transpose expand_dims squeeze slice_by_size stack reduce_mean "
-    "reduce_sum reduce_max reduce_min reduce_sum_square reduce_l2_norm"
-)
-UNSUPPORTED = {
-    "TopK sampling ×": "topk argsort reduce_argmax reduce_argmin",
-    "Scatter/Gather ×": "gather gather_nd gather_along_axis scatter scatter_nd scatter_along_axis",
-    "Comparison Ops ×": "greater greater_equal less less_equal equal not_equal",
-    "Layernorm ×": "layer_norm instance_norm l2_norm",
-    "Indexing ×": "non_zero non_maximum_suppression one_hot range_1d shape fill band_part cumsum",
-    "Dynamic shapes/tensors ×": "while_loop cond list_gather make_list list_write",
-    "Custom Operators ×": "custom_layer lstm gru rnn",
-}
-RISKY = {
-    "Fig. 4 has linear layers as convolutions: write it as a 1×1 convolution": "linear",
-    "static slices run; reports of clamping above 4094": "slice_by_index",
-    "the static way to write a cache; contested on the ANE": "slice_update",
-    "states on the ANE are contested": "read_state coreml_update_state write_state",
-    "between fp16 and fp32: a hop to another unit": "cast",
-    "copies what a broadcast would not": "tile",
-    "needs a mask made by comparison": "select",
-    "quantised weights can move a convolution to the CPU": "constexpr_blockwise_shift_scale "
-    "constexpr_affine_dequantize constexpr_lut_to_dense",
-}
-#: operation → (rule, why)
-FOUND = {
+#: rule → severity, errors first; and why it finds an operation → which
+RULES, OPERATIONS = beside(__file__).values()
+#: operation → (rule or "supported", why)
+KNOWN = {
     kind: (rule, why)
-    for rule, of in (("unsupported-op", UNSUPPORTED), ("risky-op", RISKY))
+    for rule, of in OPERATIONS.items()
     for why, kinds in of.items()
     for kind in kinds.split()
 }
@@ -143,11 +103,10 @@ Found = Iterator[tuple[str, str, str]]
 
 def _of_kinds(function: Any) -> Found:
     for kind in {op.op_type: None for op in function.operations if op.op_type != "const"}:
-        if kind in FOUND:
-            rule, why = FOUND[kind]
+        unknown = "unknown-op", f"nothing is known about {kind} on the ANE"
+        rule, why = KNOWN.get(kind, unknown)
+        if rule != "supported":
             yield rule, kind, why
-        elif kind not in SUPPORTED.split():
-            yield "unknown-op", kind, f"nothing is known about {kind} on the ANE"
 
 
 def _shape(value: Any) -> list[int | None]:

@@ -18,11 +18,9 @@ from typing import Any
 
 from moelab import open_model
 from moelab.base import registry
-from moelab.base.arguments import output, whole
+from moelab.base.arguments import described, whole
 from moelab.base.files import atomic, small_model
 from moelab.base.table import filled
-from moelab.cache.policies import DEFAULT_POLICY
-from moelab.offloading.budget import memory
 from moelab.speculate.predictors import lacking
 from moelab.trace import load
 from moelab.trace.reading import READERS
@@ -49,50 +47,17 @@ def _word(value: Any) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("view", choices=[name for name in views.__all__ if name != "arena"])
-    parser.add_argument(
-        "what",
-        nargs="*",
-        help="a checkpoint folder, a store, a hub id, a routing trace or, for budget, a card's name "
-        "(default: the small model)",
-    )
-    parser.add_argument(
-        "--memory",
-        type=memory,
-        default="50%",
-        help="for experts, where the run is recorded (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--cache",
-        default=DEFAULT_POLICY,
-        metavar="NAME",
-        help="who is evicted (default: %(default)s)",
-    )
+    described(__file__)(parser)
     parser.add_argument(
         "--prefetch",
         choices=[name for name in registry.names("predictor") if not lacking(name)],
         help="what predicts which experts to load ahead",
     )
-    parser.add_argument("--prompt", help="the text that is gone on from")
     parser.add_argument(
         "--tokens",
         type=whole(3),
         metavar="N",
         help=f"generated (default: {TOKENS}), or decoded tokens of a trace (default: {TRACED})",
-    )
-    parser.add_argument("--model", help="whose trace it is: a card's name, a hub id or a folder")
-    parser.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="turn a control; may be given several times",
-    )
-    parser.add_argument(
-        "--output",
-        type=output,
-        metavar="FILE",
-        help="a .html page, which is opened, a .csv table or a .png picture",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from plotly.graph_objects import Figure
 
-from moelab.base.arguments import number, output, several
+from moelab.base.arguments import described
 from moelab.base.files import absolute, shipped, write_text
 from moelab.base.records import Rows
 from moelab.base.table import filled, head_and_rows, text_table
@@ -145,22 +145,7 @@ def traces_of(text: str) -> dict[str, RoutingTrace]:
     return found
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("policy", metavar="MODULE:CLASS", help="a class with touch and victim, of a module here")
-    add(
-        "--traces",
-        default="all",
-        metavar="PLACE",
-        help="routing traces: a file, a folder, or all (default): those of real models that are shipped",
-    )
-    add(
-        "--shares",
-        type=several(number(above=0, most=1)),
-        default=SHARES,
-        help="of the experts that fit in memory (default: 0.1,0.25)",
-    )
-    add("--output", type=output, metavar="FILE", help="a page to keep or to send, .html")
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:
