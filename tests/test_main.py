@@ -46,7 +46,7 @@ def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moelab.lab.check.main", interrupted)
+    monkeypatch.setattr("notebooks.check.main", interrupted)
     assert main(["check"]) == 130
     assert capsys.readouterr().err == "\nmoelab: interrupted\n"
 
