@@ -17,7 +17,7 @@ from moelab.viz.charts import (
     AHEAD,
     DASHED,
     EDGE,
-    NOTE,
+    LOOKS,
     Values,
     bar_look,
     finish,
@@ -65,14 +65,10 @@ def budget_curve(
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         figure.add_annotation(
+            LOOKS["mark"],
             x=memory / scale,
-            y=1,
-            yref="paper",
-            yanchor="bottom",
             yshift=16 + 13 * (i % 2),  # above the title; neighbours may be close
             text=name,
-            font=NOTE,
-            showarrow=False,
         )
     figure.update_xaxes(matches="x2", showticklabels=False, row=1)
     return figure.update_yaxes(range=[0, 104], row=2)
