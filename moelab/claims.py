@@ -34,7 +34,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, reduce
+from operator import truediv
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,13 +61,20 @@ REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTAB
     "unanswered",
 )
 HEAD = ["claim", "model, hardware", "source's value", "ours", "kind", "verdict", "why"]
+
+
+def ratios(values: list[float]) -> list[float]:
+    """The first over the second, the third over the fourth, …"""
+    return [a / b for a, b in zip(values[::2], values[1::2], strict=True)]
+
+
 #: how several metrics become one number
 COMBINE: dict[str, Callable[[list[float]], float]] = {
-    "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
+    "ratio": lambda v: reduce(truediv, ratios(v)),
     "least": min,
     "most": max,
-    "least ratio": lambda v: min(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
-    "largest ratio": lambda v: max(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
+    "least ratio": lambda v: min(ratios(v)),
+    "largest ratio": lambda v: max(ratios(v)),
 }
 #: a difference that a run says little about, relative
 SLIGHT = 0.05

@@ -17,17 +17,14 @@ from moelab.base.records import Record
 from moelab.base.specs import Event
 from moelab.viz import theme
 
-GREY = "#555555"
-EDGE = {"color": theme.BLACK, "width": 1}
-DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
-NOTE = {"size": 11, "color": GREY}
+LOOKS = beside(__file__)
+GREY, EDGE, DASHED, NOTE = (LOOKS[name] for name in ("grey", "edge", "dashed", "note"))
 #: ticks of a logarithmic axis
 ROUND = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 Values = Mapping[str, float]
 AHEAD = "prefetch"
-LOOKS = beside(__file__)
 #: kind of work → colour, pattern, colour of the number on it, its name in the legend
 KINDS: dict[str, list[str]] = LOOKS["kinds"]
 RESOURCES: list[str] = LOOKS["resources"]  # from top to bottom
@@ -144,9 +141,7 @@ def gantt(
     brief = 2e-3 * max((end - start for start, end in spans), default=0)
     for at, events, resources, (start, end) in zip(places, runs.values(), rows, spans):
         _add_work(figure, events, start, brief, numbers, at)
-        figure.add_vline(
-            x=1e3 * (end - start), line={"color": theme.BLACK, "dash": "dash", "width": 1.5}, **at
-        )
+        figure.add_vline(x=1e3 * (end - start), line=LOOKS["end"], **at)
         figure.update_yaxes(
             LOOKS["resource"],
             categoryarray=resources,

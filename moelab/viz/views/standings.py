@@ -51,8 +51,7 @@ def draw(contest: Contest) -> Figure:
             hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + UNIT, of.name),
             **LOOKS["contestant"],
         )
-    figure.add_vline(x=100, line=EDGE).update_xaxes(range=[0, 112])
-    figure.update_yaxes(type="category", tickfont={"size": 12})
+    figure.add_vline(x=100, line=EDGE)
     return finish(
         figure,
         "reached of the ceiling (%)",
