@@ -2,7 +2,7 @@
 installed.
 
 A command is a module with `add_arguments(parser)` and `main(args) -> exit status`, and one entry in
-`__main__.toml`."""
+`__main__.toml`. Those that only a clone has use for lie beside its notebooks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import importlib
 import os
 import re
 import sys
+from types import ModuleType
 
 from moelab import __version__
 from moelab.base.arguments import Parser
 from moelab.base.errors import error_text
-from moelab.base.files import absolute, beside
+from moelab.base.files import CHECKOUT, absolute, beside
 from moelab.base.table import filled
 
 #: name → (module, what it does, an example of its arguments)
@@ -24,6 +25,17 @@ COMMANDS = beside(__file__)
 OF_RESULTS = ("reproduce", "run", "list", "compare", "check", "claims", "sweep")
 #: what goes wrong for reasons that lie outside of moelab; any other error is a mistake in it
 FORESEEN = (ValueError, LookupError, OSError, RuntimeError, ImportError, MemoryError)
+
+
+def module_of(home: str) -> ModuleType:
+    """The module of a command. ValueError: one of the notebooks', and this is no clone."""
+    if home.startswith("notebooks."):
+        if CHECKOUT is None:
+            raise ValueError(
+                f"this command is of the project's notebooks ({home}): run it in a clone of the repository"
+            )
+        sys.path.append(str(CHECKOUT))
+    return importlib.import_module(home)
 
 
 def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
@@ -47,7 +59,7 @@ def build_parser(arguments: list[str]) -> argparse.ArgumentParser:
             "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
         )
         if name == chosen:
-            implementation = importlib.import_module(module)
+            implementation = module_of(module)
             implementation.add_arguments(command)
             command.set_defaults(main=implementation.main)
             if name in OF_RESULTS:

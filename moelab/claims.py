@@ -1,4 +1,4 @@
-"""`moelab claims`: what the five sources claim, what answers it, and a verdict by rule.
+"""What the five sources claim, what answers it, and a verdict by rule; `moelab claims` prints it.
 
 `data/claims.toml` is the ledger; tables of the papers, which nobody disputes, are in
 `moelab.base.papers`. A claim is a number, a range, a word or an order (`above`,
@@ -28,14 +28,14 @@ otherwise must say so in `follows`."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, reduce
+from operator import truediv
 from pathlib import Path
 from typing import Any, Literal
 
@@ -44,7 +44,7 @@ import numpy as np
 from moelab.base.files import read_json, results_root, shipped
 from moelab.base.records import Record, Records
 from moelab.base.schema import Amount, typed
-from moelab.base.table import format_value, text_table
+from moelab.base.table import format_value
 from moelab.bench.results import bench_file, metrics_of
 from moelab.comparison import MetricsFile, are_numbers, differing, finished_runs
 
@@ -61,13 +61,20 @@ REPRODUCED, FITTED, FOLLOWS, DIRECTION, NOT_REPRODUCED, CONTRADICTED, NOT_TESTAB
     "unanswered",
 )
 HEAD = ["claim", "model, hardware", "source's value", "ours", "kind", "verdict", "why"]
+
+
+def ratios(values: list[float]) -> list[float]:
+    """The first over the second, the third over the fourth, …"""
+    return [a / b for a, b in zip(values[::2], values[1::2], strict=True)]
+
+
 #: how several metrics become one number
 COMBINE: dict[str, Callable[[list[float]], float]] = {
-    "ratio": lambda v: v[0] / v[1] if len(v) == 2 else (v[0] / v[1]) / (v[2] / v[3]),
+    "ratio": lambda v: reduce(truediv, ratios(v)),
     "least": min,
     "most": max,
-    "least ratio": lambda v: min(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
-    "largest ratio": lambda v: max(a / b for a, b in zip(v[::2], v[1::2], strict=True)),
+    "least ratio": lambda v: min(ratios(v)),
+    "largest ratio": lambda v: max(ratios(v)),
 }
 #: a difference that a run says little about, relative
 SLIGHT = 0.05
@@ -323,46 +330,3 @@ def summary(answered: list[Row]) -> str:
     """How many claims have which verdict, in a sentence."""
     said = ", ".join(f"{n} {verdict}" for verdict, n in counts(answered).items())
     return f"{len(answered)} claims: {said}."
-
-
-def problems(answered: Iterable[Row]) -> list[str]:
-    """What `--check` objects to: metrics that are gone, and what is not reproduced for no stated
-    reason, unless it was measured: that is another machine's business, and may differ from run to
-    run."""
-    found = []
-    for row in answered:
-        of = row.claim
-        if of.metric and row.ours is None:
-            found.append(
-                f"{of.source}/{of.id}: {of.metric[0]} has no metric {', '.join(of.metric[1:])}"
-            )
-        elif (
-            row.verdict == NOT_REPRODUCED
-            and not (of.reason or row.doubt)
-            and row.kind != "measured"
-        ):
-            found.append(f"{of.source}/{of.id}: not reproduced, and no reason is given")
-    return found
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    sources = dict.fromkeys(claim.source for claim in ledger())
-    parser.add_argument(
-        "--source", choices=sources, metavar="NAME", help=f"only its claims: {', '.join(sources)}"
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="fail if a metric is gone or a claim is unanswered"
-    )
-
-
-def main(args: argparse.Namespace) -> int:
-    chosen = [claim for claim in ledger() if args.source in (None, claim.source)]
-    answered = rows(chosen)
-    print(summary(answered))
-    for source in dict.fromkeys(claim.source for claim in chosen):
-        own = [row for row in answered if row.claim.source == source]
-        print(f"\n{own[0].claim.title} ({source})\n" + text_table(HEAD, [row.cells for row in own]))
-    wrong = problems(answered) if args.check else []
-    for problem in wrong:
-        print(f"FAILED {problem}")
-    return 1 if wrong else 0

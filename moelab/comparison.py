@@ -1,12 +1,12 @@
-"""What runs keep, as types that `moelab.base.schema` validates, and two of them side by side: the
-parameters that differ, and every metric. A run is its folder."""
+"""What runs keep, as types that `moelab.base.schema` validates, and which there are. A run is its
+folder."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 from moelab.base.files import results_root
 from moelab.base.records import Record, Value
@@ -76,42 +76,11 @@ def resolved(name: str, known: Iterable[str], what: str = "notebook") -> str:
     return require(what, name, known)
 
 
-class Metric(NamedTuple):
-    """One metric in both runs; None where a run lacks it, units and kinds that differ joined by
-    " / "."""
-
-    name: str
-    unit: str
-    kind: str
-    values: tuple[Any, Any]
-
-    @property
-    def note(self) -> str:
-        """The second over the first, or that they differ; "" where they are equal."""
-        a, b = self.values
-        if are_numbers(a, b) and a:
-            return f"{b / a:.3f} ×"
-        return "" if a == b else "only one has it" if None in (a, b) else "differs"
-
-
 def differing(a: Record, b: Record) -> dict[str, tuple[Any, Any]]:
     """Parameters that differ → both values. What one does not know is "" in it: a text that may be
     left empty says nothing of what was before there was such a parameter."""
     both = {name: (a.get(name, ""), b.get(name, "")) for name in a | b}
     return {name: of for name, of in both.items() if of[0] != of[1]}
-
-
-def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list[Metric]]:
-    """(parameters that differ, every metric) of the contents of two metrics.json."""
-    metrics = []
-    for name in a["metrics"] | b["metrics"]:
-        both = [of["metrics"].get(name, {}) for of in (a, b)]
-        there = [of for of in both if of]
-        unit, kind = (
-            " / ".join(dict.fromkeys(of[key] for of in there)) for key in ("unit", "kind")
-        )
-        metrics.append(Metric(name, unit, kind, tuple(of.get("value") for of in both)))
-    return differing(*(of["params"] | {"seed": of["seed"]} for of in (a, b))), metrics
 
 
 def are_numbers(*values: Any) -> bool:

@@ -41,13 +41,15 @@ from moelab.models.greedy import greedy, not_followed
 from moelab.offloading.metrics import Metrics, summary_line
 from moelab.offloading.session import Session
 from moelab.parallel import VARIANTS, connect
-from moelab.parallel.opening import DEFAULT, first_ranks, open_parallel, spread, variant_of
+from moelab.parallel.opening import first_ranks, open_parallel, spread, variant_of
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
 OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
 SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
+#: how experts may be spread over ranks
+PARALLEL = (*VARIANTS, "auto")
 #: a registered name that is not offered, since it needs the future
 NOT_OFFERED = ("belady",)
 
@@ -75,14 +77,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
     described(__file__, "generate")(parser)
     add_opening(parser, 32)
-    parser.add_argument(
-        "--parallel",
-        choices=(*VARIANTS, "auto"),
-        metavar="NAME",
-        help=f"how experts are spread over the ranks that torchrun started, to have memory for them, "
-        f"not to be faster: ep (all-gather), ep-a2a (all-to-all-v), ep-dedup (deduplicated), tp "
-        f"(cut), tp-ep (both), auto: as AWS Neuron's guide advises (default: what --tp says, or {DEFAULT})",
-    )
     described(__file__, "ranks")(parser)
 
 

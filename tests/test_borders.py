@@ -32,12 +32,12 @@ from moelab.calibration import Calibration, calibrate
 from moelab.cards import load_device
 from moelab.checkpoint.opening import open_checkpoint, spec_of
 from moelab.comparison import MetricsFile
-from moelab.lab import compare
-from moelab.lab.check import compare as checked_against
 from moelab.lab.runner import inspect, tagged
 from moelab.models.identity import identity
 from moelab.speculate import DefaultVectors, Estimator, default_vectors
 from moelab.trace import RoutingTrace
+from notebooks import compare
+from notebooks.check import compare as checked_against
 from tests.depth import depth
 from tests.models import tiny
 from tests.test_trace import random_trace

@@ -25,6 +25,7 @@ from moelab.claims import (
     Claim,
     rows,
 )
+from notebooks.claims import problems
 
 BASELINES = CHECKOUT / "results"
 EFFECT = {"value": 1.2, "tolerance": 0.2, "neutral": 1.0}
@@ -121,7 +122,7 @@ def test_what_is_not_reproduced_needs_a_reason_unless_it_was_measured():
     for kind, reason, fails in (("exact", "", 1), ("exact", "because", 0), ("measured", "", 0)):
         of = claim(reason=reason)
         row = claims.Row(of, 5.0, kind)
-        assert row.verdict == NOT_REPRODUCED and len(claims.problems([row])) == fails
+        assert row.verdict == NOT_REPRODUCED and len(problems([row])) == fails
 
 
 def test_claims_of_the_ledger_are_whole():
@@ -147,7 +148,7 @@ def test_the_ledger_is_complete():
     there is none."""
     answered = rows(results=BASELINES)
     assert len(answered) >= 150 and len({row.claim.source for row in answered}) == 5
-    assert claims.problems(answered) == []
+    assert problems(answered) == []
     assert sum(claims.counts(answered).values()) == len(answered)
     for row in answered:
         assert row.why or row.verdict in (REPRODUCED, DIRECTION), row.claim.id

@@ -42,11 +42,18 @@ def test_errors_are_one_line_and_status_2(capsys):
             main(words)
 
 
+def test_a_command_of_a_clone_is_refused_elsewhere(monkeypatch, capsys):
+    monkeypatch.setattr("moelab.__main__.CHECKOUT", None)
+    assert main(["check"]) == 2
+    told = capsys.readouterr().err
+    assert "clone of the repository" in told and len(told.splitlines()) == 1
+
+
 def test_an_interrupt_ends_with_130(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("moelab.lab.check.main", interrupted)
+    monkeypatch.setattr("notebooks.check.main", interrupted)
     assert main(["check"]) == 130
     assert capsys.readouterr().err == "\nmoelab: interrupted\n"
 

@@ -135,7 +135,7 @@ def test_a_mistake_of_ours_is_called_one(monkeypatch, capsys):
     def broken(*_):
         raise TypeError("'NoneType' object is not iterable")
 
-    monkeypatch.setattr("moelab.lab.check.main", broken)
+    monkeypatch.setattr("notebooks.check.main", broken)
     assert main(["check"]) == 2
     told = capsys.readouterr().err
     assert "mistake in moelab" in told and "--debug" in told and len(told.splitlines()) == 1

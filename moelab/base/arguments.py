@@ -84,10 +84,12 @@ def described(module: str, *sections: str) -> Callable[[Any], list[Action]]:
 
 
 def _options(told: Record) -> Record:
-    found = dict(told)
-    for key in {"type", "choices", "default", "action"} & {*found}:
-        if re.fullmatch(r"[\w.]+:\w+", str(found[key])):
-            found[key] = resolve_name(found[key])
+    found = {
+        key: resolve_name(of)
+        if key in ("type", "choices", "default", "action") and ":" in str(of)
+        else of
+        for key, of in told.items()
+    }
     if limits := {key: found.pop(key) for key in ("above", "most") if key in found}:
         found["type"] = number(**limits)
     if "least" in found:

@@ -21,7 +21,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from types import ModuleType
 
-from moelab.base.arguments import Parser, output
+from moelab.base.arguments import Parser, described
 from moelab.base.files import CHECKOUT, absolute
 from moelab.base.registry import require
 from moelab.base.table import head_and_rows, text_table
@@ -63,12 +63,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name", metavar="NAME|FILE.py", help="a bench of a clone of the project, or of yours"
-    )
-    parser.add_argument(
-        "options", nargs=argparse.REMAINDER, help="its own options; NAME --help shows them"
-    )
+    described(__file__, "arguments")(parser)
     listed = text_table(["bench", "what it measures"], [(name, purpose(name)) for name in names()])
     parser.epilog = f"{listed}\n\n{parser.epilog or ''}"
 
@@ -102,17 +97,8 @@ def parser_of(name: str) -> argparse.ArgumentParser:
             **how,
             help=purpose + f" (default: {shown})" * (shown not in ("", "False", "None")),
         )
-    parser.add_argument(
-        "--output",
-        type=output,
-        metavar="FILE",
-        default=bench_file(Path(name).stem),
-        help="where the records go; rows there that are not measured now stay (default: "
-        f"results/bench/{Path(name).stem}.json)",
-    )
-    parser.add_argument(
-        "--busy", action="store_true", help="measure on a busy machine, and let the records say so"
-    )
+    described(__file__, "own")(parser)
+    parser.set_defaults(output=bench_file(Path(name).stem))
     return parser
 
 

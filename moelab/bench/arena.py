@@ -89,10 +89,12 @@ def arena(
 
             of = open_model()
         of = texts(of, tokens, each)
-    games = {text: (trace, share) for text, trace in of.items()}
-    if isinstance(share, Sequence):
-        every = [(text, trace, one) for text, trace in of.items() for one in share]
-        games = {f"{text}, {100 * one:g} %": (trace, one) for text, trace, one in every}
+    shares = share if isinstance(share, Sequence) else [share]
+    games = {
+        f"{text}, {100 * one:g} %" if shares is share else text: (trace, one)
+        for text, trace in of.items()
+        for one in shares
+    }
     ceiling = {
         text: play(trace, Belady(step[1:] for step in steps(trace)), share)
         for text, (trace, share) in games.items()

@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from moelab.base import registry
 from moelab.base.specs import MoESpec
-from moelab.cards import MODELS, load_model
+from moelab.cards import load_model
 from moelab.models import compat
 from moelab.models.patches import Patches
 from moelab.models.seam import ROUTERS, MoELayer, leave_out, plug
@@ -120,8 +121,7 @@ def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tens
 
 def _named(routing: str | Path, spec: MoESpec, seed: int) -> tuple[RoutingTrace | np.ndarray, str]:
     """`TOKENS` tokens of a card's routing, or a trace from its file; and its name in words."""
-    card = {name.lower(): name for name in MODELS}.get(str(routing).lower())
-    if card is None:
+    if (card := registry.like("model", routing)) is None:
         return load(routing), f"the trace {Path(routing).name}"
     return drawn(spec, TOKENS, seed, load_model(card))
 

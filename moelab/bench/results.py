@@ -32,21 +32,16 @@ from typing import Any, Literal, NotRequired, TypedDict, TypeVar
 
 import numpy as np
 
-from moelab.base.files import CHECKOUT, read_json, results_root, write_text
+from moelab.base.files import CHECKOUT, beside, read_json, results_root, write_text
 from moelab.base.records import Record, Value
 from moelab.base.schema import Count
 from moelab.comparison import KINDS, KeptMetric
 
 T = TypeVar("T")
 Sections = dict[str, Any]  # section → row → metric → value, or section → metric → value
-UNITS = {"s", "ms", "GB", "MB", "GB/s", "MB/s", "bytes", "GFLOP/s", "tokens/s", "seconds", "%"}
-PACKAGES = (
-    *("moelab", "torch", "transformers", "numpy", "numba"),
-    *("zstandard", "lz4", "coremltools", "plotly"),
-)
+TABLES = beside(__file__)
 #: words in a name that say of which kind its values are
-WORDS = {"predicted": "simulated", "limit": "modelled", "bound": "modelled", "eq": "modelled"}
-WORDS |= zip(KINDS, KINDS)
+WORDS = TABLES["words"] | dict(zip(KINDS, KINDS))
 #: a machine is quiet below these: processes that want to run, a core; a small computation's 90 %
 #: quantile over its 10 %; cores that others, the kernel's reads among them, keep busy meanwhile
 LOAD = 0.5
@@ -233,7 +228,7 @@ def tenths(values: list[float]) -> tuple[float, float]:
 def unit_of(metric: str) -> str:
     """The unit that a metric's name ends in; "" without one."""
     last = metric.split(" ")[-1]
-    return last if last in UNITS else ""
+    return last if last in TABLES["units"] else ""
 
 
 def kind_of(metric: str, section: str) -> str | None:
@@ -278,7 +273,7 @@ def environment() -> Record:
     from llvmlite.binding import get_host_cpu_name
 
     versions = {"python": platform.python_version()}
-    for name in PACKAGES:
+    for name in TABLES["packages"]:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     commit = git("rev-parse", "HEAD")

@@ -11,6 +11,7 @@ kilobytes that are bound to the model: a `moelab.calibration.Calibration`."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,13 @@ def opened(args: argparse.Namespace) -> Any:
     return open_model(name, experts="external" if args.external else "resident")
 
 
-def prompts(model: Any, args: argparse.Namespace, n: int, seed: int) -> list[questions.Prompt]:
+def prompts(
+    model: Any, args: argparse.Namespace, n: int, seed: int, sources: Sequence[str] = ()
+) -> list[questions.Prompt]:
     """`n` prompts of each source, of the training split."""
     count = token_count(model.tokenizer)
     how = {"tokens": args.tokens, "seed": seed, "split": "train", "count": count}
-    return questions.prompts(args.sources, n, **how)
+    return questions.prompts(sources or args.sources, n, **how)
 
 
 def main(args: argparse.Namespace) -> int:

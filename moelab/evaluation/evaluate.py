@@ -34,11 +34,10 @@ from moelab.api import make_executor, parts_of
 from moelab.base import registry
 from moelab.base.arguments import described, one_of
 from moelab.base.files import results_root, write_json
-from moelab.base.library import token_count
 from moelab.base.records import Record
 from moelab.calibration import Calibration, calibrate
 from moelab.evaluation import accuracy, questions
-from moelab.evaluation.calibrate import SOURCES
+from moelab.evaluation.calibrate import SOURCES, prompts
 from moelab.models.identity import identity
 from moelab.recording import record
 from moelab.speculate import MODES, PREDICTORS, Speculation, default_vectors, takes
@@ -222,14 +221,8 @@ class Ingredients:
     @cached_property
     def prompts(self) -> list[questions.Prompt]:
         """Prompts of the training split."""
-        return questions.prompts(
-            SOURCES,
-            max(1, self.args.prompts // len(SOURCES)),
-            tokens=self.args.tokens,
-            seed=self.seed,
-            split="train",
-            count=token_count(self.model.tokenizer),
-        )
+        n = max(1, self.args.prompts // len(SOURCES))
+        return prompts(self.model, self.args, n, self.seed, SOURCES)
 
     @cached_property
     def calibration(self) -> Calibration:

@@ -9,8 +9,7 @@ from moelab.advice.answer import Advice
 from moelab.advice.model import AS_IS, FORMS
 from moelab.advice.ways import Way
 from moelab.base.table import duration, size, unit_of
-from moelab.viz import theme
-from moelab.viz.charts import ROUND, add_points, finish
+from moelab.viz.charts import LOOKS, ROUND, add_points, finish
 from moelab.viz.notebook import say, show, table
 
 #: forms in the order of their colours and symbols
@@ -48,19 +47,9 @@ def pareto(advice: Advice) -> Figure:
     figure.add_scatter(
         x=[*(memory for memory, _ in lossless), max(way.memory for way in every) / B],
         y=[*front, *front[-1:]],
-        name="the best lossless",
-        mode="lines",
-        line={"color": theme.BLACK, "width": 1.5, "shape": "hv", "dash": "solid"},
-        hoverinfo="skip",
+        **LOOKS["front"],
     )
-    figure.add_scatter(
-        x=[advice.best.memory / B],
-        y=[advice.best.tpot / s],
-        name="advised",
-        mode="markers",
-        marker={"symbol": "circle-open", "size": 30, "color": theme.BLACK, "line": {"width": 2}},
-        hoverinfo="skip",
-    )
+    figure.add_scatter(x=[advice.best.memory / B], y=[advice.best.tpot / s], **LOOKS["advised"])
     near = max(way.tpot for way in every) < 10 * min(way.tpot for way in every)
     between = [digit * power for power in ROUND[::3] for digit in (1.5, 3, 4, 7)] if near else []
     figure.update_yaxes(type="log", tickvals=sorted(ROUND + between))

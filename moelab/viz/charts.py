@@ -17,20 +17,17 @@ from moelab.base.records import Record
 from moelab.base.specs import Event
 from moelab.viz import theme
 
-GREY = "#555555"
-EDGE = {"color": theme.BLACK, "width": 1}
-DASHED = {"color": GREY, "dash": "dash", "width": 1.5}
-NOTE = {"size": 11, "color": GREY}
+LOOKS = beside(__file__)
+GREY, EDGE, DASHED, NOTE = (LOOKS[name] for name in ("grey", "edge", "dashed", "note"))
 #: ticks of a logarithmic axis
 ROUND = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
 Points = Sequence[tuple[float, float]]
 Spread = tuple[float, float, float]
 Values = Mapping[str, float]
 AHEAD = "prefetch"
-_LOOKS = beside(__file__)
 #: kind of work → colour, pattern, colour of the number on it, its name in the legend
-KINDS: dict[str, list[str]] = _LOOKS["kinds"]
-RESOURCES: list[str] = _LOOKS["resources"]  # from top to bottom
+KINDS: dict[str, list[str]] = LOOKS["kinds"]
+RESOURCES: list[str] = LOOKS["resources"]  # from top to bottom
 
 
 def line_look(i: int) -> Record:
@@ -114,11 +111,10 @@ def finish(figure: Figure, x: str = "", y: str = "", legend: str = "", **layout:
         if trace.name and trace.showlegend is None:
             trace.update(legendgroup=trace.name, showlegend=trace.name not in named)
             named.add(trace.name)
-    title = {"text": legend, "font": {"size": 13}}
     figure.update_layout(
-        legend={"x": 1.02, "y": 1, "yanchor": "top", "tracegroupgap": 0, "title": title},
+        LOOKS["finish"],
+        legend_title_text=legend,
         showlegend=len(figure.data) > 1 or bool(legend),
-        margin={"l": 72, "r": 24, "t": 40, "b": 56},
     )
     return figure.update_layout(**layout)
 
@@ -145,27 +141,21 @@ def gantt(
     brief = 2e-3 * max((end - start for start, end in spans), default=0)
     for at, events, resources, (start, end) in zip(places, runs.values(), rows, spans):
         _add_work(figure, events, start, brief, numbers, at)
-        figure.add_vline(
-            x=1e3 * (end - start), line={"color": theme.BLACK, "dash": "dash", "width": 1.5}, **at
-        )
+        figure.add_vline(x=1e3 * (end - start), line=LOOKS["end"], **at)
         figure.update_yaxes(
-            type="category",
-            categoryorder="array",
+            LOOKS["resource"],
             categoryarray=resources,
-            showgrid=False,
             range=[len(resources) - 0.5, -0.5],
             **at,
         )
     figure.update_xaxes(range=[0, 1.02e3 * max(end - start for start, end in spans)])
     figure.update_annotations(x=0, xanchor="left")
-    finish(
+    return finish(
         figure,
         legend=f"{kind}<br>numbers: {numbers}" if numbers else kind,
-        barmode="overlay",
         height=110 + 26 * round(sum(heights)),
-        uniformtext={"minsize": 8, "mode": "hide"},
+        **LOOKS["gantt"],
     )
-    return figure.update_layout(legend_traceorder="normal")
 
 
 def _add_work(
@@ -187,14 +177,10 @@ def _add_work(
         figure.add_bar(
             y=[e.resource for e in of],
             base=[1e3 * (e.start - start) for e in of],
-            orientation="h",
             name=(called or [name])[0],
             x=[1e3 * (e.end - e.start) for e in of],
             text=["" if n < 0 else str(n) for n in shown],
-            textposition="inside",
-            textangle=0,
-            insidetextanchor="middle",
-            textfont={"color": text, "size": 12},
+            textfont_color=text,
             customdata=[(e.layer, e.expert) for e in of],
             marker={
                 "color": colour,
@@ -207,6 +193,7 @@ def _add_work(
             + name
             + ", layer %{customdata[0]}, expert %{customdata[1]}: %{x:.4f} ms from "
             "%{base:.4f} ms<extra></extra>",
+            **LOOKS["work"],
             **at,
         )
 

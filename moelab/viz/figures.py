@@ -12,23 +12,20 @@ from plotly.graph_objects import Figure
 
 from moelab.base.specs import Event
 from moelab.base.table import unit_of
-from moelab.viz import theme
 from moelab.viz.charts import (
     AHEAD,
     DASHED,
     EDGE,
-    NOTE,
+    LOOKS,
     Values,
     bar_look,
     finish,
     hover,
     line_look,
     panels,
-    pattern,
 )
 
 BELADY = "Belady, whole experts"
-BEST = {"width": 3, "color": theme.BLACK, "dash": "solid"}
 READS = "disk", "link"  # resources that experts are read from, or sent over
 
 
@@ -57,7 +54,7 @@ def budget_curve(
                 y=factor * points[column],
                 name=name,
                 hovertemplate=hover("%{x:g}: %{y:.3g}", name),
-                **line_look(i) | ({"mode": "lines", "line": BEST} if name == BELADY else {}),
+                **line_look(i) | (LOOKS["optimum"] if name == BELADY else {}),
                 **place,
             )
     finish(figure, legend="policies: simulated", height=560, margin_t=64)
@@ -65,14 +62,10 @@ def budget_curve(
     for i, (name, memory) in enumerate((marks or {}).items()):
         figure.add_vline(x=memory / scale, line=DASHED)
         figure.add_annotation(
+            LOOKS["mark"],
             x=memory / scale,
-            y=1,
-            yref="paper",
-            yanchor="bottom",
             yshift=16 + 13 * (i % 2),  # above the title; neighbours may be close
             text=name,
-            font=NOTE,
-            showarrow=False,
         )
     figure.update_xaxes(matches="x2", showticklabels=False, row=1)
     return figure.update_yaxes(range=[0, 104], row=2)
@@ -82,7 +75,6 @@ def memory_bar(parts: Values, on_disk: str) -> Figure:
     """What takes memory, {part: bytes}, stacked; the part `on_disk`, which is not in memory, is
     hatched."""
     unit, scale = unit_of(sum(parts.values()), "B")
-    grey = {"color": "#d0d0d0", "pattern": pattern("x", "#888888", size=6)}
     figure = Figure()
     for i, (name, nbytes) in enumerate(parts.items()):
         figure.add_bar(
@@ -90,12 +82,10 @@ def memory_bar(parts: Values, on_disk: str) -> Figure:
             x=[nbytes / scale],
             name=f"{name}: {nbytes / scale:.3g} {unit}",
             orientation="h",
-            marker=(grey if name == on_disk else bar_look(i)) | {"line": EDGE},
+            marker=(LOOKS["on_disk"] if name == on_disk else bar_look(i)) | {"line": EDGE},
             hovertemplate=hover("%{x:.3g} " + unit, name),
         )
-    figure.update_yaxes(showgrid=False, showticklabels=False)
-    finish(figure, f"memory ({unit})", legend="exact", barmode="stack", height=250)
-    return figure.update_layout(legend_traceorder="normal")
+    return finish(figure, f"memory ({unit})", legend="exact", **LOOKS["memory"])
 
 
 def kind_of(event: Event, events: Sequence[Event]) -> str:

@@ -4,7 +4,7 @@ import pytest
 
 from moelab.__main__ import main
 from moelab.base.files import write_json
-from moelab.lab.check import compare
+from notebooks.check import compare
 
 
 def content(params=None, seed=0, **metrics):

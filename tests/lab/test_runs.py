@@ -2,7 +2,7 @@
 
 from moelab.__main__ import main
 from moelab.base.files import write_json
-from moelab.lab.compare import find_run
+from notebooks.compare import find_run
 
 
 def put(results, run_id, value, smoke=True, notebook="01_calibration", **more):

@@ -24,7 +24,7 @@ from moelab.bench import arena as contests
 from moelab.bench.arena import Contest
 from moelab.trace import RoutingTrace, load
 from moelab.trace.reading import READERS
-from moelab.viz.charts import EDGE, bar_look, finish, hover
+from moelab.viz.charts import EDGE, LOOKS, bar_look, finish, hover
 from moelab.viz.views.base import View
 
 #: of the scores
@@ -45,20 +45,20 @@ def draw(contest: Contest) -> Figure:
         figure.add_bar(
             y=traces,
             x=[100 * contest.share(of, trace) for trace in traces],
-            orientation="h",
             name=f"<b>{escape(of.name)}</b>" if of.own else of.name,
             marker=bar_look(i),
             text=[f"{of.scores[trace]:.3g}" if trace in of.scores else "–" for trace in traces],
-            textposition="outside",
-            textfont={"size": 10},
-            cliponaxis=False,
             hovertemplate=hover("%{y}: %{x:.1f} % of the ceiling, %{text} " + UNIT, of.name),
+            **LOOKS["contestant"],
         )
-    figure.add_vline(x=100, line=EDGE).update_xaxes(range=[0, 112])
-    figure.update_yaxes(type="category", tickfont={"size": 12})
-    legend, height = f"numbers:<br>{UNIT}", 140 + 14 * len(traces) * len(order)
-    look = {"barmode": "group", "bargap": 0.25, "height": height, "legend_traceorder": "reversed"}
-    return finish(figure, "reached of the ceiling (%)", legend=legend).update_layout(**look)
+    figure.add_vline(x=100, line=EDGE)
+    return finish(
+        figure,
+        "reached of the ceiling (%)",
+        legend=f"numbers:<br>{UNIT}",
+        height=140 + 14 * len(traces) * len(order),
+        **LOOKS["arena"],
+    )
 
 
 def words(contest: Contest) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from moelab.base.registry import names
 from moelab.base.table import format_value
 from moelab.checkpoint.checkpoint import locate
 from moelab.viz import survey
-from moelab.viz.charts import finish
+from moelab.viz.charts import LOOKS, finish
 from moelab.viz.theme import SCALE
 from moelab.viz.views.base import View, menu
 
@@ -81,18 +81,11 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
     value, nbytes = zip(*there or [(0.0, 1)])
     # without the outermost per cent of the bytes: a few tiny tensors would else take all colours
     low, high = np.quantile(value, (0.01, 0.99), weights=nbytes, method="inverted_cdf").tolist()
-    title = {
-        "text": "compressed ÷ size" if colour == BOUND else "relative error",
-        "side": "right",
-        "font": {"size": 13},
-    }
     figure = Figure().add_treemap(
         ids=[node.name for node in tree],
         parents=[node.parent for node in tree],
         labels=[node.label for node in tree],
         values=[node.bytes for node in tree],
-        branchvalues="total",
-        maxdepth=3,
         customdata=[node.name for node in tree],
         text=[
             f"{node.bytes / 1e6:,.2f} MB" + ("" if node.value is None else f", {node.value:.4g}")
@@ -104,17 +97,11 @@ def draw(tree: Sequence[Node], colour: str) -> Figure:
             "cmin": low,
             "cmax": high,
             "showscale": bool(there),
-            "line": {"width": 1},
-            "colorbar": {"thickness": 20, "tickfont": {"size": 11}, "title": title},
         },
-        hovertemplate="%{id}<br>%{text}<extra></extra>",
-        tiling={"pad": 1},
-        root={"color": "#bbbbbb"},
-        textinfo="label",
+        **LOOKS["treemap"],
+        marker_colorbar_title_text="compressed ÷ size" if colour == BOUND else "relative error",
     )
-    # a margin that no tick widens, or every rectangle would be drawn anew with another colour
-    margin = {"l": 8, "r": 120, "t": 8, "b": 8, "autoexpand": False}
-    return finish(figure, height=560, showlegend=False, margin=margin)
+    return finish(figure, **LOOKS["treemap_layout"])
 
 
 def model_map(model: str | Path | None = None) -> View:

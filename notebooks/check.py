@@ -21,14 +21,13 @@ from moelab.base.files import read_json, results_root, write_json
 from moelab.base.records import Record
 from moelab.base.table import text_table
 from moelab.comparison import (
-    Metric,
     MetricsFile,
     are_numbers,
     finished_runs,
     resolved,
-    side_by_side,
 )
 from moelab.lab.results import SCHEMA
+from notebooks.compare import Metric, side_by_side
 
 TOLERANCE = 0.02
 HEAD = ["metric", "kind", "baseline", "now", "", ""]

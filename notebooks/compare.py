@@ -8,16 +8,47 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.base.arguments import described
 from moelab.base.files import absolute, read_json, results_root
 from moelab.base.records import Record
 from moelab.base.table import format_value, text_table
-from moelab.comparison import MetricsFile, are_numbers, finished_runs, resolved, side_by_side
+from moelab.comparison import MetricsFile, are_numbers, differing, finished_runs, resolved
 from moelab.lab.runner import notebooks
 
 Spread = tuple[float, float]
+
+
+class Metric(NamedTuple):
+    """One metric in both runs; None where a run lacks it, units and kinds that differ joined by
+    " / "."""
+
+    name: str
+    unit: str
+    kind: str
+    values: tuple[Any, Any]
+
+    @property
+    def note(self) -> str:
+        """The second over the first, or that they differ; "" where they are equal."""
+        a, b = self.values
+        if are_numbers(a, b) and a:
+            return f"{b / a:.3f} ×"
+        return "" if a == b else "only one has it" if None in (a, b) else "differs"
+
+
+def side_by_side(a: Record, b: Record) -> tuple[dict[str, tuple[Any, Any]], list[Metric]]:
+    """(parameters that differ, every metric) of the contents of two metrics.json."""
+    metrics = []
+    for name in a["metrics"] | b["metrics"]:
+        both = [of["metrics"].get(name, {}) for of in (a, b)]
+        there = [of for of in both if of]
+        unit, kind = (
+            " / ".join(dict.fromkeys(of[key] for of in there)) for key in ("unit", "kind")
+        )
+        metrics.append(Metric(name, unit, kind, tuple(of.get("value") for of in both)))
+    return differing(*(of["params"] | {"seed": of["seed"]} for of in (a, b))), metrics
 
 
 add_arguments = described(__file__)
