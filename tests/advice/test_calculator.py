@@ -11,7 +11,6 @@ from moelab.advice.model import find_model
 from moelab.advice.question import Question
 from moelab.base.specs import DeviceSpec, Figure
 from moelab.cards import load_device
-from tests.depth import depth
 from tests.viz.conftest import chromium, tab  # noqa: F401 -- fixtures
 
 #: one that was fitted, one that was not, one in four bits, one with a shared expert
@@ -65,12 +64,11 @@ def opened(tab, file, questions):  # noqa: F811
     tab.goto(file.as_uri())
 
 
-@pytest.mark.stress
-def test_any_settings_give_what_advise_gives(tab, tmp_path, questions, played_once):  # noqa: F811
+def test_200_settings_give_what_advise_gives(tab, tmp_path, questions, played_once):  # noqa: F811
     opened(tab, tmp_path / "calculator.html", questions)
     rng = random.Random(0)
     refused = 0
-    for _ in range(settings := depth(60, 200)):
+    for _ in range(200):
         n = rng.randrange(len(MODELS))
         asked = drawn(rng)
         page = tab.evaluate("([n, asked]) => answer(data.models[n], asked)", [n, asked])
@@ -94,7 +92,7 @@ def test_any_settings_give_what_advise_gives(tab, tmp_path, questions, played_on
         assert "; ".join(page["more"]) == (found.words.split("More: ")[1].split(".\n")[0]).replace(
             "nothing that was tried here", ""
         )
-    assert settings / 20 < refused < settings * 3 / 4
+    assert 10 < refused < 150
 
 
 def test_the_page_shows_it_and_takes_what_is_typed(tab, tmp_path, questions, played_once):  # noqa: F811
