@@ -10,6 +10,9 @@ from tempfile import mkdtemp
 import pytest
 from hypothesis import settings
 
+from tests.depth import depth
+
+gc.disable()  # until everything is imported and collected, which leaves hardly any garbage
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch  # noqa: E402
@@ -26,7 +29,7 @@ sys.modules.setdefault(
 settings.register_profile(
     "moelab",
     deadline=None,
-    max_examples=50,
+    max_examples=depth(25, 100),
     print_blob=True,
     derandomize=bool(os.environ.get("CI")),
 )
@@ -41,6 +44,7 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """What was imported stays: half a second of work for the collector, each time that a test asks
     for it."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 

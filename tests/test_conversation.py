@@ -103,13 +103,20 @@ def small():
         yield lm
 
 
+def answered(talk, turn):
+    """Without a template, a turn gives the tokens of the whole text, eight new ones; returns its
+    own."""
+    before = talk.ids
+    "".join(talk.say(turn))
+    own = talk.lm.tokenizer("\n" * bool(before) + turn).input_ids
+    assert talk.ids == anew(talk.lm, before + own, 8)
+    return own
+
+
 def test_without_a_template_turns_are_one_text(small):
     talk = Conversation(small, 8)
     for turn in ("the red fox 37\nthe red", "the blue cat"):
-        before = talk.ids
-        "".join(talk.say(turn))
-        more = small.tokenizer("\n" * bool(before) + turn).input_ids
-        assert talk.ids == anew(small, before + more, 8)
+        answered(talk, turn)
     with pytest.warns(UserWarning, match="no chat template"):
         Conversation(small)
 
@@ -146,9 +153,7 @@ def test_ctrl_c_before_the_first_token_takes_the_turn_back(small):
     for hook in hooks:
         hook.remove()
     assert len(layers) < len(hooks) and (talk.ids, talk.messages) == (before, messages)
-    "".join(talk.say("the blue cat"))
-    more = small.tokenizer("\nthe blue cat").input_ids
-    assert talk.ids == anew(small, before + more, 8)
+    answered(talk, "the blue cat")
 
 
 def test_an_error_leaves_it_as_it_was(small):
@@ -172,20 +177,16 @@ def test_an_error_leaves_it_as_it_was(small):
     with pytest.raises(Exception, match="roles must alternate"):
         next(talk.say("the"))
     small.tokenizer.chat_template = None
-    "".join(talk.say("the blue cat"))
-    more = small.tokenizer("\nthe blue cat").input_ids
-    assert talk.ids == anew(small, before + more, 8)
+    answered(talk, "the blue cat")
 
 
 def test_another_opening_of_the_same_weights_goes_on(small):
     talk = Conversation(small, 8)
     "".join(talk.say("the red fox 37\nthe red"))
-    before, again = talk.ids, open_model(memory="30%", cache="lru", dtype="float32")
-    with again:
+    with open_model(memory="30%", cache="lru", dtype="float32") as again:
         talk.lm, seen = again, processed(again)
-        "".join(talk.say("the blue"))
-        more = again.tokenizer("\nthe blue").input_ids
-        assert seen[0] == len(more) + 1 and talk.ids == anew(again, before + more, 8)
+        more = answered(talk, "the blue")
+        assert seen[0] == len(more) + 1
 
 
 def test_phases_are_those_in_which_tokens_were_processed(small):

@@ -8,6 +8,12 @@ from functools import wraps
 from typing import Any
 
 
+def while_on(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook (module, args, kwargs) that does nothing once it was removed: if another thread removes
+    it within a call, torch still calls it, without the keywords."""
+    return lambda of, args, kwargs=None: None if kwargs is None else hook(of, args, kwargs)
+
+
 class Patches(ExitStack):
     """What one owner has changed; undone by `close`, or at the end of a `with` block; `pop_all`
     hands it on."""

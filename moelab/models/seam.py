@@ -22,7 +22,7 @@ from moelab.models import compat
 from moelab.models.dialects import ROUTING, SEQUENCES, block_class, experts_class
 from moelab.models.experts import Run, SeamExperts, Source, expert_count, run, seam_of
 from moelab.models.identity import require_same_model
-from moelab.models.patches import Patches
+from moelab.models.patches import Patches, while_on
 from moelab.models.unchanged import FusedModule, Listener, forward
 
 
@@ -88,9 +88,9 @@ class MoELayer:
             patches.hook(self.router.register_forward_hook, Listener(told, of_router))
             return
 
-        def of_experts(_: nn.Module, args: tuple, kwargs: dict | None = None) -> None:
-            if kwargs is not None:  # as it is once the hook was removed, in another thread's call
-                told(*[*args, *kwargs.values()][1:3])  # after the hidden states
+        @while_on
+        def of_experts(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            told(*[*args, *kwargs.values()][1:3])  # after the hidden states
 
         register = self.experts.register_forward_pre_hook
         patches.hook(register, Listener(told, of_experts), with_kwargs=True)

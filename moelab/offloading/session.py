@@ -22,7 +22,7 @@ from moelab.models import compat
 from moelab.models.experts import Run, eager, named
 from moelab.models.forward import ForwardInfo, forward_info
 from moelab.models.identity import require_unwritten
-from moelab.models.patches import Patches
+from moelab.models.patches import Patches, while_on
 from moelab.models.seam import MoELayer, discover, require_adaptable
 from moelab.models.stream import stacks
 from moelab.models.unchanged import forward as replaced
@@ -156,7 +156,7 @@ class Session:
             patches.wrap(model, compat.CANDIDATES, self._drafting)
             for module in (model, *alone):
                 before = module.register_forward_pre_hook
-                patches.hook(before, self._begin_forward, with_kwargs=True)
+                patches.hook(before, while_on(self._begin_forward), with_kwargs=True)
                 patches.hook(module.register_forward_hook, self._end_forward, always_call=True)
             for layer in layers:
                 layer.listen(patches, functools.partial(self._note, layer))

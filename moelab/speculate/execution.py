@@ -23,7 +23,7 @@ from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
 from moelab.models.experts import named
 from moelab.models.forward import forward_info
-from moelab.models.patches import Patches
+from moelab.models.patches import Patches, while_on
 from moelab.models.stream import stacks, streams
 from moelab.models.unchanged import Listener
 from moelab.speculate.predictors import EstimatorPredictor, Prediction, Predictor
@@ -91,7 +91,7 @@ class Speculation(Patches):
         with Patches() as patches:
             patches.enter_context(plugged(model))
             for stack, layers in stacks(model):
-                begin = partial(self._begin, layers[0].index == 0)
+                begin = while_on(partial(self._begin, layers[0].index == 0))
                 patches.hook(stack.register_forward_pre_hook, begin, with_kwargs=True)
                 patches.hook(stack.register_forward_hook, lambda *_: self._end(), always_call=True)
             patches.callback(lambda: self._hooks.close())
@@ -234,6 +234,7 @@ def intercept(patches: Patches, layer: MoELayer, change: Change) -> None:
     def of_router(_m: nn.Module, args: tuple) -> None:
         seen[:] = [args[0]]
 
+    @while_on
     @torch.no_grad()
     def of_experts(_m: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if not seen:

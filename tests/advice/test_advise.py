@@ -21,6 +21,7 @@ from moelab.base.table import duration
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.offloading.budget import RESERVE, kv_bytes
+from tests.depth import depth
 from tests.models import tiny
 
 RATES = {"storage_read_gbs": 1.0, "memory_bandwidth_gbs": 20.0, "fp32_tflops": 1.0}
@@ -89,7 +90,7 @@ def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
 
 
 @given(specs, st.integers(RESERVE, RESERVE + 10**9), st.integers(0, 10**9))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=depth(8, 50), deadline=None)
 def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
     richer, quicker = (
         {way.form: way for way in found}
@@ -100,7 +101,8 @@ def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
             assert other.tpot <= way.tpot * (1 + 1e-12) and other.ttft <= way.ttft * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("name", names("model"))
+@pytest.mark.stress
+@pytest.mark.parametrize("name", depth(names("model")[::4], names("model")))
 def test_a_card_needs_no_weights_and_what_is_printed_can_be_run(name):
     found = advise(name, "2000GB", device="m2-max", loss="any")
     assert found.best.resident and found.best == min(found.ways, key=lambda way: way.tpot)

@@ -11,7 +11,7 @@ from moelab.advice.model import find_model
 from moelab.advice.question import Question
 from moelab.base.specs import DeviceSpec, Figure
 from moelab.cards import load_device
-from tests.viz.conftest import tab  # noqa: F401 -- a fixture
+from tests.viz.conftest import chromium, tab  # noqa: F401 -- fixtures
 
 #: one that was fitted, one that was not, one in four bits, one with a shared expert
 MODELS = "Qwen3-30B-A3B", "Phi-3.5-MoE", "GPT-OSS-20B", "DeepSeek-V2-Lite"

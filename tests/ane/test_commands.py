@@ -17,6 +17,7 @@ from moelab.ane.systems import SYSTEMS
 from moelab.calibration import calibrate
 from moelab.recording import record
 from moelab.simulation.routing import routing_of
+from tests.depth import depth
 from tests.models import tiny
 
 
@@ -41,7 +42,8 @@ def run(line):
     return main(["ane", *line.split()])
 
 
-@pytest.mark.parametrize("card", ["Qwen3-30B-A3B", "Phi-3.5-MoE"])
+@pytest.mark.stress
+@pytest.mark.parametrize("card", depth(["Phi-3.5-MoE"], ["Qwen3-30B-A3B", "Phi-3.5-MoE"]))
 def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     path = tmp_path / "plan.json"
     assert run(f"plan {card} --save {path}") == 0

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType
 
 from moelab.kernels.products import KINDS, PACKED, Matrices, multiply
 from moelab.store.ggml import GGML
+from tests.depth import depth
 from tests.kernels.ggml_blocks import LAYOUT, blocks, without_codes
 
 EVERY = pytest.mark.parametrize("name", LAYOUT)
@@ -130,7 +131,7 @@ def run(kind, x, inputs, table, w, n, y):
     dots(1, 4, FP32, kind, table, w, 0, 0, n, y, 4, 64)
 
 assert WIDTH == {width}, WIDTH
-for name in ("Q4_0", "Q6_K", "MXFP4"):
+for name in {names}:
     form, shape = GGML[name], (4, 512)
     blob = blocks(form, shape, np.random.default_rng(0))
     x, inputs, y = torch.randn(1, 512), torch.empty(512), torch.empty(1, 4)
@@ -143,12 +144,16 @@ for name in ("Q4_0", "Q6_K", "MXFP4"):
 AVX = "+sse2,+ssse3,+sse4.1,+avx,+f16c"
 
 
+@pytest.mark.stress
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="these are x86's features")
 @pytest.mark.parametrize("width, features, compiled", [(4, AVX, AVX), (16, "+avx512bw", None)])
 def test_vectors_of_other_widths(width, features, compiled, tmp_path):
     """Kernels for 128 bits, and for 512, which LLVM cuts into what this processor has."""
     root = str(Path(__file__).parents[2])
-    program = PROGRAM.format(path=[root], features=features, compiled=compiled, width=width)
+    names = depth(("Q6_K",), ("Q4_0", "Q6_K", "MXFP4"))  # each is compiled, for a minute
+    program = PROGRAM.format(
+        path=[root], features=features, compiled=compiled, width=width, names=names
+    )
     env = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     if compiled:
         env["NUMBA_CPU_NAME"] = "x86-64"

@@ -102,3 +102,14 @@ def test_a_copy_of_a_cache_grows_by_itself(qwen):
         assert fast.fused
         for got, plain in zip(walk(), wanted, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_session_that_another_thread_closes_as_a_pass_begins_sees_nothing(qwen):
+    """torch then calls its hook once more, without keywords."""
+    with open_model(qwen[0]) as model:
+        expected, passes = model(torch.tensor([PROMPT])).logits, len(model.moelab.forwards)
+        session = model.moelab
+        model.register_forward_pre_hook(lambda *_: session.close(), prepend=True)
+        assert torch.equal(model(torch.tensor([PROMPT])).logits, expected)
+        assert len(session.forwards) == passes

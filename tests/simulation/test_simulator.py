@@ -326,6 +326,18 @@ def test_cards_of_the_package_and_what_they_lack():
     )[0].decompress == pytest.approx(384 / 4e9)
 
 
+def generate(model):
+    """Eight greedy tokens after six."""
+    ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=8,
+        min_new_tokens=8,
+        do_sample=False,
+    )
+
+
 @pytest.mark.parametrize(
     "codec, pools",
     [("huffman", Pools(F=4)), ("huffman", Pools(F=1, C=3, S=2, E=2)), ("raw", Pools(F=4))],
@@ -344,14 +356,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
     store = convert(checkpoint, tmp_path / "store", codec=codec)
     model = offload(store, "100MB", plan=pools, cache="lfu", staging=3)
     with model.moelab as engine:
-        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=8,
-            min_new_tokens=8,
-            do_sample=False,
-        )
+        generate(model)
         found = simulate(
             engine.steps,
             [forward[2:] for forward in engine.forwards],
@@ -378,14 +383,7 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
     another clock."""
     model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), cache="lfu", staging=3)
     with model.moelab as offloading:
-        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=8,
-            min_new_tokens=8,
-            do_sample=False,
-        )
+        generate(model)
         run, found = offloading.run, offloading.metrics()
     played = replay(run)
     assert played.counters == run.counters and played.hit_rate == found.hit_rate
@@ -415,14 +413,7 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
 def test_a_run_of_an_executor_is_replayed_with_its_calls(qwen):
     """All experts of a layer that are in memory are one call, in the run and in its replay."""
     with open_model(qwen[1], memory="10MB", plan=Pools(F=7), executor="fast") as model:
-        ids = torch.randint(3, 96, (1, 6), generator=torch.Generator().manual_seed(0))
-        model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=8,
-            min_new_tokens=8,
-            do_sample=False,
-        )
+        generate(model)
         run = model.moelab.run
         calls, played = (
             Counter((event.layer, event.expert) for event in events if event.kind == "expert")

@@ -299,3 +299,20 @@ def test_an_estimator_is_refused_where_the_router_caps_its_logits():
         layer.router.router_logit_softcapping = 0.5
     with pytest.raises(ValueError, match="changes its logits"):
         make("estimator", model, **bag)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("mode", ["hint", "speculative"])
+@pytest.mark.parametrize("where", ["stack", "experts"])
+def test_what_another_thread_closes_within_a_call_changes_nothing_more(mode, where, tiny_model):
+    """torch then calls the hooks that lay there once more, without keywords."""
+    model = tiny_model("qwen2_moe")
+    predictor = make("quasi", model, vectors=default_vectors(model, PROMPTS[:1]))
+    ids = torch.tensor(PROMPTS[:1])
+    expected = model(ids).logits
+    speculation = Speculation(model, predictor, mode)
+    module = model.model if where == "stack" else discover(model)[1].experts
+    hook = module.register_forward_pre_hook(lambda *_: speculation.close(), prepend=True)
+    logits = model(ids).logits
+    hook.remove()
+    assert torch.equal(logits, expected) and torch.equal(model(ids).logits, expected)

@@ -12,23 +12,31 @@ from moelab.simulation.traced import as_opened
 from moelab.viz.views.recorded import Recorded
 
 
+@pytest.fixture(scope="module")  # while it runs, nothing else in this thread can use asyncio
+def chromium():
+    """A browser without a window."""
+    api = pytest.importorskip("playwright.sync_api")
+    if (path := shutil.which("chromium")) is None:
+        pytest.skip("there is no Chromium to open the page in")
+    with api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
 @pytest.fixture
-def tab(request):
+def tab(request, chromium):
     """An empty page of Chromium, 1280 pixels wide, dark or as a test says; the page may complain of
     nothing, and ask for nothing but its file."""
-    api = pytest.importorskip("playwright.sync_api")
-    if (chromium := shutil.which("chromium")) is None:
-        pytest.skip("there is no Chromium to open the page in")
-    errors = []
-    with api.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        scheme = getattr(request, "param", "dark")
-        tab = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme)
+    errors, scheme = [], getattr(request, "param", "dark")
+    with chromium.new_context(
+        viewport={"width": 1280, "height": 800}, color_scheme=scheme
+    ) as context:
+        tab = context.new_page()
         tab.on("request", lambda one: one.url.startswith("file:") or errors.append(one.url))
         tab.on("pageerror", lambda error: errors.append(str(error)))
         tab.on("console", lambda message: message.type == "error" and errors.append(message.text))
         yield tab
-        browser.close()
     assert errors == []
 
 
