@@ -347,12 +347,13 @@ class Engine:
         residency = self.residency
         executor = modules[0].executor
         find = getattr(executor, "banks", None)
-        if find is None or not residency.holds_all:
+        queue = self.loader.queue
+        if find is None or not residency.holds_all or queue.lacking or queue.warming:
             return None
         if any(of.executor is not executor for of in modules):
             return None
         layers = [of.layer for of in modules]
-        state = self.loader.queue, executor, dtype, len(residency)
+        state = queue, executor, dtype, len(residency)
         known, banks = self._banks.get(layers[0], (None, None))
         if known != state:
             full = residency.full()

@@ -9,8 +9,9 @@ the experts' modules hand each call to the engine.
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from moelab.models import plug
 from moelab.offloading.budget import available, available_on, parse_budget
 from moelab.offloading.budget import memory as size
 from moelab.offloading.engine import Engine, EngineSource
+from moelab.offloading.heat import Heat
 from moelab.offloading.host import Host
 from moelab.offloading.link import Link, link_to
 from moelab.offloading.load_queue import order_of
@@ -102,6 +104,13 @@ class Offloading:
         "how experts are read: auto, direct, buffered",
         "memory",
         metavar="NAME",
+    )
+    warm: bool = option(
+        True,
+        "read what was hot in earlier sessions with this model (counts of them are in the cache, "
+        "data/cache, $MOELAB_CACHE) as soon as it is open, behind all that is asked for",
+        "memory",
+        action=argparse.BooleanOptionalAction,
     )
     host: str | float | int = option(
         "auto",
@@ -198,6 +207,11 @@ def offload(
     store = checkpoint.store or how.experts_of(checkpoint)
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
+    heat = Heat(checkpoint, memory.L, memory.E) if how.warm else None
+    if heat is not None and isinstance(
+        how.cache, str | type
+    ):  # no policy that knows the run to come
+        memory = replace(memory, hot=heat.hottest())
     build = partial(opening.build, checkpoint, how.dtype, external=True, packed=how.packed)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
@@ -223,17 +237,21 @@ def offload(
             return other
 
         if loader is None:
+            hot = memory.hot if memory.link is None else ()
             memory = again(memory.budget)
             residency = memory.residency()
-            run, loader = memory.loader(residency, reader)
+            hot = residency.fill(hot)
+            run, loader = memory.loader(residency, reader, hot)
             unless_open.callback(loader.end)
+            with loader.changing() as queue:
+                queue.warm(hot, loader.ready.put)
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
         engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
 
         plug(model, source=EngineSource(engine), engine=engine)
-        Session(model, engine, store, memory.budget, again)
+        Session(model, engine, store, memory.budget, again, heat)
         unless_open.pop_all()
     return model
 
@@ -245,7 +263,7 @@ class Memory:
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
     most : slots of a kind that the largest budget takes.
     link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
-    spare : of `Residency`.
+    spare : of `Residency`.    hot : experts, as of `Heat`.
     """
 
     store: ExpertStore
@@ -261,6 +279,7 @@ class Memory:
     link: Link | None
     host: int
     spare: int
+    hot: Sequence[ExpertKey] = ()
 
     @classmethod
     def divided(
@@ -340,12 +359,13 @@ class Memory:
 
     @cached_property
     def order(self) -> list[ExpertKey]:
-        """All experts, those that shall be near first: the most popular or, if that is not known, the
-        first of each layer."""
+        """All experts, those that shall be near first: the hot ones, the most popular or, if that is
+        not known, the first of each layer."""
         counts = self.how.popular
         if counts is None or counts.shape != (self.L, self.E):
             counts = torch.zeros(self.L, self.E)
-        return sorted(experts_of(self.store), key=lambda key: -counts[key].item())
+        others = sorted(experts_of(self.store), key=lambda key: -counts[key].item())
+        return [*dict.fromkeys((*self.hot, *others))]
 
     def first(self, residency: Residency) -> list[ExpertKey]:
         """The experts that the engine opens with: all, or on a GPU those that fit; none where they
