@@ -145,8 +145,7 @@ class Engine:
         """Between two forward passes, go on in other `Memory`: who stays, stays where it is."""
         with self._one, self._sound():
             evicted = self.residency.resize(memory.pools)
-            self.run.settings = memory.settings(self.residency)
-            self.run.resized = True
+            self.run.set_up.append((len(self.run.forwards), memory.settings(self.residency)))
             self.loader.resize(memory.slots, self.run.settings, evicted)
             self._banks.clear()
 

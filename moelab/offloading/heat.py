@@ -7,6 +7,7 @@ who was in memory at the end of the last one (`moelab bench warm`)."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from contextlib import suppress
 
@@ -23,6 +24,12 @@ from moelab.offloading.run import EngineRun
 FORMAT = "moelab heat 1"
 #: decoded tokens from which on a session says something; tokens after which a count is worth half
 LEAST, HALF_LIFE = 64, 4096
+
+
+def keeps() -> bool:
+    """Whether sessions learn from each other: not where $MOELAB_WARM is 0, as in benches, which measure
+    the same again."""
+    return os.environ.get("MOELAB_WARM") != "0"
 
 
 class Heat:

@@ -34,7 +34,7 @@ from moelab.models import plug
 from moelab.offloading.budget import available, available_on, parse_budget
 from moelab.offloading.budget import memory as size
 from moelab.offloading.engine import Engine, EngineSource
-from moelab.offloading.heat import Heat
+from moelab.offloading.heat import Heat, keeps
 from moelab.offloading.host import Host
 from moelab.offloading.link import Link, link_to
 from moelab.offloading.load_queue import order_of
@@ -207,10 +207,8 @@ def offload(
     store = checkpoint.store or how.experts_of(checkpoint)
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
-    heat = Heat(checkpoint, memory.L, memory.E) if how.warm else None
-    if heat is not None and isinstance(
-        how.cache, str | type
-    ):  # no policy that knows the run to come
+    heat = Heat(checkpoint, memory.L, memory.E) if how.warm and keeps() else None
+    if heat and isinstance(how.cache, str | type):  # no policy that knows the run to come
         memory = replace(memory, hot=heat.hottest())
     build = partial(opening.build, checkpoint, how.dtype, external=True, packed=how.packed)
     _bound_code_caches()

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -129,10 +130,11 @@ class Slots:
 
     def give_back(self, free: Mapping[str, list[int]], held: Mapping[Any, dict[str, int]]) -> None:
         """Let the system have the memory of all slots but these; `held` are by expert and kind."""
-        for kind, those in free.items():
-            used = {*those, *(of.get(kind) for of in held.values())}
-            for slot in {*range(self.most)} - used:
-                give_back(self.bytes(kind, slot))
+        for kind, those in free.items() if self.most else ():
+            used = {*those, *(of[kind] for of in held.values() if kind in of)}
+            size = getattr(self.sizes, kind)
+            for before, after in pairwise([-1, *sorted(used), self.most]):
+                give_back(self._host[kind][(before + 1) * size : after * size])
 
     def tensors(
         self, slot: int, layer: int, expert: int = 0, reuse: bool = False

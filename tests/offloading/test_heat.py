@@ -15,6 +15,7 @@ IDS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(0))
 def cache(tmp_path, monkeypatch):
     """A cache in which nothing is known."""
     monkeypatch.setenv("MOELAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MOELAB_WARM")
     return tmp_path / "cache" / "heat"
 
 
@@ -53,13 +54,16 @@ def test_what_is_read_for_it_is_no_tokens_read(qwen):
     assert len({*read}) == len(read) and {*read} <= {*first}
 
 
-def test_it_can_be_left(qwen, cache):
+def test_it_can_be_left(qwen, cache, monkeypatch):
     session(qwen[0], warm=False)
     assert not cache.exists()
     session(qwen[0])
     (file,) = cache.iterdir()
     kept = file.read_bytes()
     _, first, *_ = session(qwen[0], warm=False)
+    assert not first and file.read_bytes() == kept
+    monkeypatch.setenv("MOELAB_WARM", "0")
+    _, first, *_ = session(qwen[0])
     assert not first and file.read_bytes() == kept
 
 
