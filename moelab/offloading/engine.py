@@ -347,7 +347,7 @@ class Engine:
         executor = modules[0].executor
         find = getattr(executor, "banks", None)
         queue = self.loader.queue
-        if find is None or not residency.holds_all or queue.lacking or queue.warming:
+        if find is None or not residency.holds_all or queue.late:
             return None
         if any(of.executor is not executor for of in modules):
             return None

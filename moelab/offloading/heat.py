@@ -7,9 +7,10 @@ who was in memory at the end of the last one (`moelab bench warm`)."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import chain
 
 import torch
 import xxhash
@@ -24,12 +25,6 @@ from moelab.offloading.run import EngineRun
 FORMAT = "moelab heat 1"
 #: decoded tokens from which on a session says something; tokens after which a count is worth half
 LEAST, HALF_LIFE = 64, 4096
-
-
-def keeps() -> bool:
-    """Whether sessions learn from each other: not where $MOELAB_WARM is 0, as in benches, which measure
-    the same again."""
-    return os.environ.get("MOELAB_WARM") != "0"
 
 
 class Heat:
@@ -55,17 +50,19 @@ class Heat:
 
     def hottest(self) -> list[ExpertKey]:
         """The experts that were chosen, most often first."""
-        chosen = [ExpertKey(*key) for key in self.counts.nonzero().tolist()]
-        return sorted(chosen, key=lambda key: -self.counts[key].item())
+        order = self.counts.flatten().argsort(descending=True, stable=True)
+        chosen = order[: self.counts.count_nonzero()].tolist()
+        return [ExpertKey(*divmod(at, self.counts.shape[1])) for at in chosen]
 
-    def keep(self, run: EngineRun) -> None:
-        """Count what a session has done, if it has decoded enough."""
+    @contextmanager
+    def learning(self, run: EngineRun) -> Iterator[None]:
+        """At the end of the block, what a session has done is counted, if it has decoded enough."""
+        yield
         if sum(one.kept for one in run.forwards if one.phase == "decode") < LEAST:
             return
         self.counts *= 0.5 ** (sum(one.kept for one in run.forwards) / HALF_LIFE)
-        for step in run.steps:
-            for layer, tokens in step:
-                for expert, n in tokens.items():
-                    self.counts[layer, expert] += n
+        for layer, tokens in chain(*run.steps):
+            for expert, n in tokens.items():
+                self.counts[layer, expert] += n
         with suppress(OSError):  # a full disk: the next session opens with nothing
             save_tensors(self.path, FORMAT, {"counts": self.counts}, model=self.model)

@@ -148,7 +148,7 @@ class LoadQueue:
 
     demanded : what the running layer needs, the most urgent first, until it needs nothing more of it.
     prefetched : what a layer to come will probably need, the most urgent first.
-    lacking, warming : what counts as there and is not, before its load has begun, and until it ends.
+    late : what counts as there and is not: its load, if that has begun, as of the first few.
     admitted : how many loads have got their slots so far: when it grows, there may be something new
         to do.
     """
@@ -177,8 +177,7 @@ class LoadQueue:
         self.resize(slots, ahead)
         self.demanded: dict[ExpertKey, Load] = {}
         self.prefetched: dict[ExpertKey, Load] = {}
-        self.lacking: dict[ExpertKey, None] = {}
-        self.warming: dict[ExpertKey, Load] = {}
+        self.late: dict[ExpertKey, Load | None] = {}
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
         #: reads not yet begun, the most urgent first
         self._reads: list[tuple[Load, tuple[str, ...]]] = []
@@ -210,8 +209,8 @@ class LoadQueue:
         order : of the requests that are left to load; ValueError if it is of other experts."""
         self._ready = ready
         wanted = {request.key: request for request in requests}
-        for key in [key for key in wanted if key in self.warming]:
-            load = self.demanded[key] = self.warming.pop(key)
+        for key in [key for key in wanted if self.late.get(key)]:
+            load = self.demanded[key] = self.late.pop(key)
             load.keep = wanted.pop(key).keep
         for load in [load for load in self.prefetched.values() if load.key.layer == layer]:
             if load.key in wanted and load.phase is not Phase.WAITING:
@@ -225,10 +224,12 @@ class LoadQueue:
         left = list(wanted.values())
         if left:
             loads = [self._stay(of.key, of.keep) for of in left]
+            for key in wanted:
+                self.late.pop(key, None)
             self._line_up(self.demanded, loads, order(left))
         self._reads = [read for read in self._reads if read[0].phase is not Phase.DROPPED]
         # what is demanded first
-        self._reads.sort(key=lambda read: read[0].keep is None or read[0].key in self.warming)
+        self._reads.sort(key=lambda read: read[0].keep is None or read[0].key in self.late)
         self._admit()
 
     def keep(self, key: ExpertKey, slot: int) -> None:
@@ -239,25 +240,19 @@ class LoadQueue:
 
     def leave(self, key: ExpertKey) -> None:
         """An expert leaves memory."""
-        if key in self.lacking:
-            del self.lacking[key]
-        elif load := self.warming.pop(key, None):
+        if key not in self.late:
+            self._leaves(key)
+            self._release(self.held.pop(key), KINDS)
+        elif load := self.late.pop(key):
             del self.held[key]
             load.phase = Phase.DROPPED
             self._free_dropped(load)
-        else:
-            self._leaves(key)
-            self._release(self.held.pop(key), KINDS)
 
     def warm(self, keys: Iterable[ExpertKey], ready: Callable[[Any], object]) -> None:
         """Before the first step: load experts that count as there, the first of them first. `ready` is
         called with an error."""
-        self._ready, self.lacking = ready, dict.fromkeys(keys)
+        self._ready, self.late = ready, dict.fromkeys(keys)
         self._admit()
-
-    def late(self, key: ExpertKey) -> bool:
-        """Whether an expert counts as there and is not."""
-        return key in self.lacking or key in self.warming
 
     def prefetch(self, requests: Iterable[Any]) -> None:
         """Load experts for a layer to come, none of them FULL, as they are given, behind everything
@@ -310,8 +305,8 @@ class LoadQueue:
     def next_decode(self) -> tuple[Load, Piece, str] | None:
         """The most urgent (load, piece, operation of `USES`) that can begin. `decode_done` must
         follow."""
-        those = self.demanded, self.prefetched, self.warming
-        loads = [load for of in those for load in of.values()]
+        warming = filter(None, islice(self.late.values(), WARMED))
+        loads = (*self.demanded.values(), *self.prefetched.values(), *warming)
         ready = ((load, piece) for load in loads for piece in self._decodable(load))
         if (found := next(ready, None)) is None:
             return None
@@ -377,8 +372,7 @@ class LoadQueue:
     def _stay(self, key: ExpertKey, keep: State) -> Load:
         """A load of an expert that holds all that it gets."""
         load = self._load(key, keep, self.held.setdefault(key, {}))
-        load.warm = key in self.lacking
-        self.lacking.pop(key, None)
+        load.warm = key in self.late
         return load
 
     def _line_up(self, those: dict[ExpertKey, Load], given: list[Load], order: Order) -> None:
@@ -438,13 +432,11 @@ class LoadQueue:
                 self._ahead += 1
 
     def _admit_warm(self) -> None:
-        while self.lacking and len(self.warming) < WARMED:
-            if any(len(self.free[kind]) < 2 for kind in self._kinds):
-                return
-            key = next(iter(self.lacking))
-            load = self.warming[key] = self._stay(key, State.FULL)
-            self._give(load)
-            self._reads.append((load, self._fills["both"]))
+        for key, load in [*islice(self.late.items(), WARMED)]:
+            if load is None and all(len(self.free[kind]) > 1 for kind in self._kinds):
+                self.late[key] = load = self._stay(key, State.FULL)
+                self._give(load)
+                self._reads.append((load, self._fills["both"]))
 
     def _give(self, load: Load) -> None:
         # that which has been free longest: on a GPU what left another may still be copied back
@@ -508,5 +500,5 @@ class LoadQueue:
             self.demanded.pop(load.key, None)
             self._moved(load.key, load.slots["full"], True)
         self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
-        if self.warming.pop(load.key, None) is None:  # the layer waits for it
+        if self.late.pop(load.key, None) is None:  # the layer waits for it
             self._ready(load.key)

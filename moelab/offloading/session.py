@@ -28,7 +28,6 @@ from moelab.models.stream import stacks
 from moelab.models.unchanged import forward as replaced
 from moelab.offloading.drafts import ASKED, COUNTS, DraftGate, Drafting, PromptLookup, drafting
 from moelab.offloading.engine import Cancelled, Engine, counts
-from moelab.offloading.heat import Heat
 from moelab.offloading.interrupts import deferred
 from moelab.offloading.loading import clock
 from moelab.offloading.metrics import Forward, Metrics, process
@@ -97,7 +96,6 @@ class Session:
     engine, store, budget : of an offloaded model: what loads and computes its experts, where they
         are stored, bytes of memory for them. None for a resident one.
     divided : how so much memory, as of `open_model`, would be divided: a `Memory`. None likewise.
-    heat : to which closing adds what this session has decoded; None for leaving it.
     residency : which experts are in memory, and the counts of hits and misses.
     speculation : the `Speculation` on whose predictions it runs, if one does: `speculation.recall()`.
     gates : what `generate(drafts="auto")` has learnt, of an assistant's drafts (True) and of the
@@ -120,11 +118,10 @@ class Session:
         store: ExpertStore | None = None,
         budget: int | None = None,
         divided: Callable[..., Any] | None = None,
-        heat: Heat | None = None,
     ) -> None:
         self.engine = engine
         self.store = store
-        self.budget, self.divided, self.heat = budget, divided, heat
+        self.budget, self.divided = budget, divided
         self._resizes: list[Any] = []  # memory to go on in
         self.speculation = None
         if engine is None:
@@ -250,8 +247,6 @@ class Session:
         run any more."""
         self._parts.close()
         if self.engine is not None:
-            if self.heat is not None and not self.engine.closed:
-                self.heat.keep(self.run)
             self.engine.close()
 
     def __enter__(self) -> Session:

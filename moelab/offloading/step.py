@@ -105,7 +105,7 @@ class StepController:
                 away = {expert for expert in away if self.lies(ExpertKey(layer, expert))}
         step = self.residency.begin(layer, tokens, away)
         step.requests = [
-            of._replace(state=State.MISSED) if self.queue.late(of.key) else of
+            of._replace(state=State.MISSED) if of.key in self.queue.late else of
             for of in step.requests
         ]
         self._fetched += len(step.loads)

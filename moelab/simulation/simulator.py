@@ -103,9 +103,8 @@ def simulate(
     staging : loads in flight beyond what is kept (None: any number).
     scheduler : orders a step's reads and decoding, by its name or (requests, delays, workers) →
         `Order`; None: the experts with the most tokens first.
-    prefetching : None reads nothing ahead.
-    balance : says which experts are computed where they lie; None: none are.
-    resizes : (forward, what memory is resized to before it).
+    prefetching, balance : None reads nothing ahead; says which experts are computed where they lie,
+        None: none are.    resizes : (forward, what memory is resized to before it).
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -126,19 +125,15 @@ def simulate(
     gate = prefetching.gate or PrefetchGate(trials=False)
     order = order_of(scheduler, machine.delays, machine.workers)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
-    done: list[Forward] = []
-    predictions = prefetching.predictions
+    done, predictions = list[Forward](), prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
         for now in [of for before, of in resizes if before == at]:
-            simulated.finish()
-            for key in residency.resize(now.pools):
-                simulated.queue.leave(key)
             slots = slot_counts(now.pools, copies, max(now.staging, now.ahead + 1))
-            simulated.queue.resize(slots, now.ahead)
+            simulated.resize(residency.resize(now.pools), slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
-        took = None if one.drafts else simulated.now - begun
         controller.wished = _wished(predictions[at + 1 :])
+        took = None if one.drafts else simulated.now - begun
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))

@@ -111,8 +111,7 @@ def session_of(model, policy):
 def test_resizes_and_errors_while_it_is_read(qwen):
     wanted, *_ = session(qwen[0])
     with open_model(qwen[0], memory="50%", bandwidth=2e6) as lm:
-        queue = lm.moelab.engine.loader.queue
-        assert queue.lacking or queue.warming
+        assert lm.moelab.engine.loader.queue.late
         for budget in ("25%", "100%", "40%"):
             lm.moelab.resize(budget)
             out = lm.generate(IDS, do_sample=False, min_new_tokens=3, max_new_tokens=3)

@@ -115,7 +115,7 @@ class Driver:
 
     def step(self, layer, experts, guesses, distance):
         step = self.residency.begin(layer, dict.fromkeys(experts, 1))
-        late = [of.key for of in step.requests if self.queue.late(of.key)]
+        late = [of.key for of in step.requests if of.key in self.queue.late]
         assert all(of.state is State.FULL for of in step.requests if of.key in late)
         step.requests = [
             of._replace(state=State.MISSED) if of.key in late else of for of in step.requests
@@ -125,7 +125,7 @@ class Driver:
         for load in self.admitted():
             if load.key.layer == layer or load.key in evicted:
                 self.account(load, load.key.layer == layer and load.key in keys)
-        self.cooled += [self.queue.warming[key] for key in evicted if key in self.queue.warming]
+        self.cooled += filter(None, map(self.queue.late.get, evicted))
         self.ready = []
         how = self.chance.choice([lambda r: order(r, DELAYS, self.workers), naive_order])
         self.queue.begin(layer, asked, evicted, self.ready.append, how)
@@ -152,8 +152,8 @@ class Driver:
             )
         assert len(computed) == len(asked)
         there = ((key, state) for state in HIERARCHY for key in self.residency.resident(state))
-        held = {key: HOLDS[state] for key, state in there if not self.queue.late(key)}
-        there = ((k, slots) for k, slots in self.queue.held.items() if k not in self.queue.warming)
+        held = {key: HOLDS[state] for key, state in there if key not in self.queue.late}
+        there = ((k, slots) for k, slots in self.queue.held.items() if k not in self.queue.late)
         assert {key: set(slots) for key, slots in there} == {
             key: {kind for kind in kinds if self.kinds == KINDS or kind == "full"}
             for key, kinds in held.items()
@@ -197,7 +197,7 @@ def test_any_order_of_events(
         driver.end()
     while driver.event():
         pass
-    assert not (driver.queue.lacking or driver.queue.warming)
+    assert not driver.queue.late
     assert not driver.queue.demanded and all(
         len(driver.queue.free[kind]) + sum(kind in slots for slots in driver.queue.held.values())
         == driver.count[kind]
@@ -269,9 +269,9 @@ def test_what_counts_as_there_comes_behind_demands_and_its_error_ends_a_step():
     first, _ = queue.next_read()
     ready = demand(queue, requests(0, 1))
     assert [queue.next_read()[0].key for _ in range(2)] == [(0, 0), (0, 1)]
-    assert first.key == (1, 0) and queue.late(ExpertKey(1, 0)) and queue.late(ExpertKey(1, 5))
+    assert first.key == (1, 0) and len(queue.late) == 6
     demanded = demand(queue, requests(5, layer=1, keep=State.FULL), layer=1)
-    assert not queue.late(ExpertKey(1, 5))
+    assert (1, 5) not in queue.late
     error = OSError("the disk")
     queue.read_done(first, ("e", "sm"), 0, error)
     finish(queue)

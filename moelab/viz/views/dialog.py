@@ -32,11 +32,11 @@ class Dialog(Chat):
     """`log` is what was said: [who, text]."""
 
     _due = 0.0
+    _answered: Future | None = None  # or not yet
 
     def __init__(self, lm: Any, max_new_tokens: int = 256) -> None:
         self.page, self.log = Page(), []
-        self._thread, self._answered = ThreadPoolExecutor(1), Future()
-        self._answered.set_result(None)
+        self._thread = ThreadPoolExecutor(1)
         super().__init__(lm, max_new_tokens, {})
         self.page.on_msg(lambda _, line, __: self.say(line) if line else self.stop())
         self.show()
@@ -52,7 +52,7 @@ class Dialog(Chat):
 
     def stop(self) -> None:
         """End the answer that is asked for, if it has not come."""
-        if not self._answered.done():
+        if self._answered and not self._answered.done():
             self.talk.stop()
 
     def tell(self, what: Any) -> None:
