@@ -22,7 +22,6 @@ from torch import Tensor
 
 from moelab.models import compat
 from moelab.models.greedy import greedy
-from moelab.offloading.engine import Cancelled
 from moelab.trace import DECODE, PREFILL
 
 
@@ -52,14 +51,14 @@ class Conversation:
         """The answer, in pieces as words become whole, some of them "". What was said stays when it is
         closed; before the first token, and after an error, the conversation is as before the turn.
 
-        Raises ValueError: no text, or more than the model takes; `Cancelled`; what the template and
-        `generate` raise."""
+        Raises ValueError: no text, or more than the model takes; what the template and `generate`
+        raise."""
         from transformers import TextIteratorStreamer
 
         try:
             ids, self._begun = self._rendered(text), len(self.lm.moelab.forwards)
             if self._stop.is_set():
-                raise Cancelled
+                return
             how = {"skip_prompt": True, "skip_special_tokens": True}
             stream = TextIteratorStreamer(self.lm.tokenizer, **how)
             with ThreadPoolExecutor(1) as thread:
@@ -74,8 +73,8 @@ class Conversation:
             self._stop.clear()
 
     def stop(self) -> None:
-        """End the answer that another thread reads, or is about to: after its token; before the first
-        one, with `Cancelled`."""
+        """End the answer that another thread reads: after its token; before the first one, with
+        `Cancelled`. If none is read yet, the next one is nothing."""
         self._stop.set()
         if len(self.lm.moelab.forwards) == self._begun:  # the turn is still processed
             self.lm.moelab.cancel()
