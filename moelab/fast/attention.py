@@ -9,14 +9,16 @@ part of `graphs`.
 
 from __future__ import annotations
 
+import copyreg
 import weakref
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.dense import fits, matrices_of
+from moelab.fast.dense import matrices_of
 from moelab.fast.modules import epsilon
 from moelab.kernels.attention import attend, heads_work
 from moelab.kernels.products import KINDS
@@ -39,6 +41,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 GROWTH = 256  # tokens for which a cache gets memory at once
 #: classes of caches' layers that keep all tokens, a sliding one until its window is full
 GROWING = ("DynamicLayer", "DynamicSlidingWindowLayer")
+GIVEN = "keys", "values"
 
 
 class SingleToken(FusedModule):
@@ -53,8 +56,6 @@ class SingleToken(FusedModule):
         self.device = weight.device
         self.kv_heads = len(weight) // self.D
         self.config = module.config
-        #: of caches' layers
-        self.memories: weakref.WeakKeyDictionary[Any, CacheMemory] = weakref.WeakKeyDictionary()
 
     def call(
         self,
@@ -91,16 +92,15 @@ class SingleToken(FusedModule):
         if self.module.layer_idx >= len(layers):
             return None
         layer = layers[self.module.layer_idx]
-        memory = self.memories.get(layer)
+        memory = vars(layer).get("memory")
         if memory is None or not memory.is_current(layer):
             if type(layer).__name__ not in GROWING or not layer.is_initialized:
                 return None
-            if (layer.keys.dtype, layer.keys.device) != (self.dtype, self.device):
-                return None
-            self.memories[layer] = memory = CacheMemory(layer)
-        if layer.is_sliding and memory.where[2] >= layer.sliding_window:  # from here on it forgets
+            memory = CacheMemory(layer)
+        # a sliding one forgets from here on
+        if layer.is_sliding and memory.where[2] >= layer.sliding_window:
             return None
-        return memory
+        return memory if memory.suits == (self.dtype, self.device) else None
 
 
 class DecodeAttention(SingleToken):
@@ -130,7 +130,7 @@ class DecodeAttention(SingleToken):
     def of(cls, module: nn.Module) -> DecodeAttention | None:
         """For this module; None if a probe on a random token and angle shows another attention."""
         linears = linears_of(module)
-        if not linears or not all(fits(linear.weight, linear.bias) for linear in linears):
+        if not linears or None in [matrices_of(of.weight, of.bias) for of in linears]:
             return None
         ours = cls(module)
         return ours if agree(module, ours, ours, linears[0].in_features) else None
@@ -143,7 +143,8 @@ class DecodeAttention(SingleToken):
         if (memory := self.memory(cache)) is None:
             return None
         y = torch.empty_like(x)
-        attend(self.plan, self.weights, token, memory.where, x.data_ptr(), x.numel(), y.data_ptr())
+        where = np.array(memory.where)
+        attend(self.plan, self.weights, token, where, x.data_ptr(), x.numel(), y.data_ptr())
         memory.grow()
         return y, None
 
@@ -160,36 +161,73 @@ class CacheMemory:
     """Memory in which the keys and values [1, kv heads, S, D] of a cache's layer grow by `GROWTH`
     tokens.
 
-    transformers copies all of them for every token. What was given out, cropped or reordered stays
-    what it was.
+    transformers copies all of them for every token. A layer's keys and values are tensors once they
+    are asked for. What was given out, cropped or reordered stays what it was.
 
-    where : for `attend`, int64 [4]: addresses of keys and values, S + 1 and the distance of heads.
+    where : for `attend`: addresses of keys and values, S + 1 and the distance of heads.
+    suits : the type and device.
     """
 
     def __init__(self, layer: Any) -> None:
         self.layer = weakref.ref(layer)
-        self.given = (layer.keys, layer.values)
+        given = layer.keys, layer.values
+        self.suits = layer.keys.dtype, layer.keys.device
         S = layer.keys.shape[2]
         self.size = S + GROWTH
-        self.memory = [t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in self.given]
-        for memory, t in zip(self.memory, self.given):
+        self.memory = [t.new_empty(*t.shape[:2], self.size, t.shape[3]) for t in given]
+        for memory, t in zip(self.memory, given):
             memory[:, :, :S] = t
         keys, values = self.memory
-        self.where = np.array([keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)])
+        self.where = [keys.data_ptr(), values.data_ptr(), S + 1, keys.stride(1)]
+        self.given = dict(zip(GIVEN, given))
+        layer.__class__ = lazy(type(layer))
+        layer.memory = self
 
     def is_current(self, layer: Any) -> bool:
         """Whether the layer has what it was given last, and one token more has room."""
-        keys, values = self.given
-        return layer.keys is keys and layer.values is values and self.where[2] <= self.size
+        held, given = vars(layer), self.given
+        same = all(held.get(name, self) is given.get(name, self) for name in GIVEN)
+        return same and self.where[2] <= self.size
+
+    def give(self, name: str) -> Tensor:
+        """The keys or the values."""
+        self.given[name] = found = self.memory[GIVEN.index(name)].narrow(2, 0, self.where[2] - 1)
+        return found
 
     def grow(self) -> None:
         """Let the layer have one token more of what is in memory."""
         layer = self.layer()
-        S = int(self.where[2])
+        for name in self.given:
+            delattr(layer, name)
+        self.given = {}
         if layer.is_sliding:
             layer.cumulative_length += 1
-        layer.keys, layer.values = self.given = tuple(t.narrow(2, 0, S) for t in self.memory)
         self.where[2] += 1
+
+
+@cache
+def lazy(cls: type) -> type:
+    """A cache's layers that ask their `memory` for keys and values; copies are plain ones."""
+    if hasattr(cls, "memory"):
+        return cls
+
+    class Lazy(cls):
+        _layer_type = None  # or transformers would make this one for every cache
+        memory: CacheMemory
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name not in GIVEN:
+                raise AttributeError(f"{cls.__name__} has no attribute {name!r}")
+            setattr(self, name, self.memory.give(name))
+            return vars(self)[name]
+
+        def __reduce_ex__(self, _: Any) -> tuple:
+            state = vars(self) | {name: getattr(self, name) for name in GIVEN}
+            del state["memory"]
+            return copyreg.__newobj__, (cls,), state
+
+    Lazy.__name__ = cls.__name__
+    return Lazy
 
 
 def linears_of(module: Any) -> list[nn.Linear]:

@@ -12,17 +12,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from moelab.fast.attention import DecodeAttention
-from moelab.fast.graphs import GraphLayer, GraphStretch
-from moelab.fast.layers import DecodeLayer, DecodeStretch, stretches
+from moelab.fast.graphs import GraphLayer
+from moelab.fast.layers import DecodeLayer
 from moelab.fast.modules import Linear, Norm, Router
 from moelab.fast.packing import on_huge_pages, packed_as
+from moelab.fast.token import DecodeModel
 from moelab.models.patches import Patches
 from moelab.models.unchanged import FusedModule, forward
 
 #: what `FastDecode` puts in place of forwards, in this order: probes of what is made of others use
 #: theirs
-KERNELS = Norm, Router, DecodeAttention, DecodeLayer, GraphLayer, Linear
-STRETCHES = {DecodeLayer: DecodeStretch, GraphLayer: GraphStretch}
+KERNELS = Norm, Router, DecodeAttention, DecodeLayer, GraphLayer, Linear, DecodeModel
 ROUTERS = "gate", "router"  # linear layers of these names choose experts
 
 
@@ -35,8 +35,6 @@ class FastDecode(Patches):
         them. bf12 is lossless: results differ in the order of sums only. The others round, prompts
         included; embeddings stay. Inputs must be a multiple of 64; ValueError if no layer's are.
     fused : the forwards of `KERNELS` that were put on modules; one that had another is left alone.
-        stretches : of layers that are one call for a token
-        (`moelab.fast.layers`).
     """
 
     def __init__(self, model: nn.Module, dense: str | None = None) -> None:
@@ -56,7 +54,6 @@ class FastDecode(Patches):
             for weight in model.parameters():
                 lying = getattr(weight, "blob", weight)
                 on_huge_pages(lying.data_ptr(), lying.nbytes if lying.is_cpu else 0)
-            self.stretches = [one for part in model.modules() for one in stretches(part, STRETCHES)]
         except BaseException:
             self.close()
             raise

@@ -153,7 +153,7 @@ class GraphLayer(OneTokenLayer):
         anybody uses."""
         keys, values = self._nowhere
         nowhere = [keys.data_ptr(), values.data_ptr(), 1, keys.stride(0)]
-        where = memory.where.tolist() if memory else nowhere
+        where = [*memory.where] if memory else nowhere
         if self.placed != where:
             self.placed = []  # until it is there, should this be interrupted
             self.where.copy_(torch.tensor(where))
@@ -265,8 +265,8 @@ class GraphStretch(Stretch):
     graph : None where nothing can be captured with these.
     """
 
-    def __init__(self, model: nn.Module, layers: list[GraphLayer]) -> None:
-        super().__init__(model, layers)
+    def __init__(self, layers: list[GraphLayer]) -> None:
+        super().__init__(layers)
         self.of = self.graph = None
 
     def compute(
@@ -306,7 +306,7 @@ class GraphStretch(Stretch):
                 return Graph(compute, first.where.device)
         except Exception as error:
             warnings.warn(
-                f"decoding with a CUDA graph a layer, not one a token: {type(self.model).__name__} "
+                f"decoding with a CUDA graph a layer, not one a token: {type(first.module).__name__} "
                 f"cannot be captured whole here ({error})",
                 stacklevel=2,
             )

@@ -3,8 +3,8 @@ with theirs.
 
 What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A
 stretch is a run of layers alike: the first one computes all, up to one that chooses an expert that
-is not in memory; the others return what it has computed. Between equal scores a router's own code
-decides. A layer that is in no stretch, or with something on its experts or its router, is computed
+is not in memory; the others return what it has computed. Between equal scores torch decides, as
+it does for a router. A layer that is in no stretch, or with something on its experts or its router, is computed
 up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a
 batch, a mask or a cache of another kind it takes its own forward.
 
@@ -14,7 +14,6 @@ batch, a mask or a cache of another kind it takes its own forward.
 
 from __future__ import annotations
 
-import threading
 import time
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -32,9 +31,6 @@ from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, forward
 
 PARTS = "input_layernorm", "self_attn", "post_attention_layernorm"
-#: transformers' families whose models do nothing between their layers, and whose blocks give experts
-#: the router's choice
-FAMILIES = "Mixtral", "Olmoe", "Qwen2Moe", "Qwen3Moe"
 #: blocks that do nothing else
 BARE = "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"
 
@@ -53,8 +49,7 @@ class OneTokenLayer(FusedModule):
 
     `to_experts(x, token, memory)` of a subclass gives x + attention(norm(x)), and the norm of that.
 
-    shape : what layers of a stretch have alike. stretch, position : that this layer is in, if it is in
-        one, and where.
+    shape : what layers of a stretch have alike.
     """
 
     shape: tuple
@@ -64,18 +59,11 @@ class OneTokenLayer(FusedModule):
         self.modules = [first, *attention.module.modules(), second]
         super().__init__(module, Unchanged(self.modules[:-1], [module], [second]))
         self.attention = attention
-        self.stretch = None
-        self.position = 0
 
     def fused(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        stretch = self.stretch
-        if stretch and args and stretch.has_computed(self.position, args[0]):
-            return args[0]
         if (call := self.attention.call(*args, **kwargs)) is None:
             return None
         x, token, cache = call
-        if stretch and not self.position and (y := stretch(x, token, cache)) is not None:
-            return y
         heard = self.parts.listeners()
         if heard is None or (memory := self.attention.memory(cache)) is None:
             return None
@@ -136,7 +124,7 @@ class DecodeLayer(OneTokenLayer):
 
     def alike(self) -> tuple | None:
         """Also the numbers of experts and of those chosen; None unless the block does nothing but route."""
-        alike = super().alike()
+        alike = super().alike() if CLOCK[0] else None
         if alike is None or type(self.module.mlp).__name__ not in BARE:
             return None
         gate = self.module.mlp.gate
@@ -147,81 +135,71 @@ class DecodeLayer(OneTokenLayer):
         y = torch.empty_like(x)
         normed = torch.empty_like(x)
         out = y.data_ptr(), normed.data_ptr()
-        to_experts(self.shape, self.weights, token, memory.where, x.data_ptr(), *out)
+        to_experts(self.shape, self.weights, token, np.array(memory.where), x.data_ptr(), *out)
         return y, normed
 
 
 class Stretch:
-    """Layers, one after the other; the first one calls it.
+    """Layers, one after the other.
 
     An executor of experts says where these lie: `token` of `moelab.experts.gemv.GEMV`.
     `compute(x, token, memories, experts)` of a subclass gives x after as many layers as can be
     computed, weights [L, K] of those with a router, and what was `Computed`. Of an engine that is not
     told what was done, it is prepared only."""
 
-    def __init__(self, model: nn.Module, layers: list[OneTokenLayer]) -> None:
-        self.model = model
+    def __init__(self, layers: list[OneTokenLayer]) -> None:
         self.layers = layers
-        self.all = model.layers
-        #: of each thread: x after the last call, and how many layers it computed
-        self.last = threading.local()
+        #: x, what kernels take of its token, and the cache, of a call of a layer
+        self.call = layers[0].attention.call
         blocks = [layer.module.mlp for layer in layers]
         sparse = [block for block in blocks if "experts" in compat.children_of(block)]
         self.experts = [block.experts for block in sparse]
         self.routers = [forward(block.gate) for block in sparse]
         heard = [module for block in sparse for module in (block.gate, block.experts)]
-        silent = [self.all]
-        for position, layer in enumerate(layers):
-            layer.stretch = self
-            layer.position = position
-            silent += [layer.module, *layer.modules, *layer.module.mlp.modules()]
-        silent = [module for module in silent if module not in heard]
-        self.parts = Unchanged(silent, [model], heard)
+        silent = [
+            module
+            for layer in layers
+            for module in (layer.module, *layer.modules, *layer.module.mlp.modules())
+            if module not in heard
+        ]
+        self.parts = Unchanged(silent, heard=heard)
 
     def prepare(self, experts: Any) -> bool:
         """Make what computes with experts that lie so; whether that is possible."""
         return True
 
-    def has_computed(self, position: int, x: Tensor) -> bool:
-        """Whether x is this thread's, after the layer at this position."""
-        last = vars(self.last)
-        return last.get("x") is x and position < last["layers"]
+    def __call__(self, x: Tensor, token: tuple, memories: list[CacheMemory]) -> tuple[Tensor, int]:
+        """x after as many layers as can be computed, and how many these are.
 
-    def __call__(self, x: Tensor, token: tuple, cache: Any) -> Tensor | None:
-        """x after as many layers as can be computed; None for none."""
+        memories : of the cache, for these layers and perhaps others behind them."""
         seams = [vars(experts).get("seam") for experts in self.experts]
         if None in seams or len(runs := {of.engine or of.executor for of in seams}) > 1:
-            return None
+            return x, 0
         if (executing := getattr(runs.pop(), "token", None)) is None:
-            return None
+            return x, 0
         with executing(seams, x.dtype) as (experts, done):
-            if experts is None or self.model.config.num_hidden_layers != len(self.all):
-                return None
-            memories = [layer.attention.memory(cache) for layer in self.layers]
-            if None in memories or (heard := self.parts.listeners()) is None:
-                return None
-            if not self.prepare(experts) or done is None:
-                return None
-            y, w, found = self.compute(x, token, memories, experts)
+            if experts is None:
+                return x, 0
+            if (heard := self.parts.listeners()) is None or not self.prepare(experts):
+                return x, 0
+            if done is None:
+                return x, 0
+            y, w, found = self.compute(x, token, memories[: len(self.layers)], experts)
             done(found)
-        if not found.layers:
-            return None
         for memory in memories[: found.layers]:
             memory.grow()
         ids = torch.as_tensor(found.ids)
         for i, hear in heard:  # two modules of each layer
             if i // 2 < len(ids):
                 hear(ids[i // 2 :][:1], w[i // 2 :][:1])
-        self.last.x = y
-        self.last.layers = found.layers
-        return y
+        return y, found.layers
 
 
 class DecodeStretch(Stretch):
     """`DecodeLayer`s and their experts, by one kernel."""
 
-    def __init__(self, model: nn.Module, layers: list[DecodeLayer]) -> None:
-        super().__init__(model, layers)
+    def __init__(self, layers: list[DecodeLayer]) -> None:
+        super().__init__(layers)
         self.weights = np.stack([layer.weights for layer in layers])
         self.gates = np.array([router.module.weight.data_ptr() for router in self.routers])
 
@@ -249,21 +227,21 @@ class DecodeStretch(Stretch):
         made = (w.data_ptr(), ids, times), CLOCK, memory
         since = time.perf_counter() - time.clock_gettime_ns(CLOCK[1]) / 1e9
         done = decode_layers(*given, *made, 0)
-        while done < L and ids[done, 0] < 0:  # the router's own code decides
-            normed = torch.from_numpy(memory[1]).view(x.dtype)[:H]
-            _, w[done], ids[done] = self.routers[done].own(normed[None])
+        logits = torch.from_numpy(memory[3]).view(x.dtype)[:E]
+        while done < L and ids[done, 0] < 0:  # between equal scores, torch decides
+            ids[done] = torch.topk(logits, K).indices
             done = decode_layers(*given, *made, done)
         return y, w, Computed(done, ids[:done], since + times / 1e9)
 
 
-def stretches(model: nn.Module, kinds: dict[type, type]) -> list[Stretch]:
-    """A model's stretches: runs of layers that have our forwards and are `alike`.
+def stretches(layers: list[OneTokenLayer], kinds: dict[type, type]) -> dict[int, Stretch]:
+    """A model's stretches, by the position of the first layer: runs of layers that are `alike`.
 
     kinds : class of layers → of their stretches."""
-    if type(model).__name__.removesuffix("Model") not in FAMILIES or not CLOCK[0]:
-        return []
-    layers = [forward(module) for module in compat.children_of(model)["layers"]]
-    runs = groupby(layers, lambda layer: isinstance(layer, OneTokenLayer) and layer.alike())
-    found = [[*run] for alike, run in runs if alike]
-    sparse = (run for run in found if any(layer.is_sparse() for layer in run))
-    return [kinds[type(run[0])](model, run) for run in sparse]
+    found = {}
+    runs = groupby(enumerate(layers), lambda layer: layer[1].alike())
+    for alike, run in runs:
+        positions, run = zip(*run)
+        if alike and any(layer.is_sparse() for layer in run):
+            found[positions[0]] = kinds[type(run[0])]([*run])
+    return found

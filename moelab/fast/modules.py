@@ -18,13 +18,15 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from moelab.fast.dense import fits, linear
+from moelab.fast.dense import matrices_of
 from moelab.kernels.layers import route
+from moelab.kernels.linear import linear
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import KINDS, plan_of
 from moelab.kernels.threads import team
 from moelab.models import compat
 from moelab.models.unchanged import FusedModule, Unchanged, watched
+from moelab.store.packed import untouched
 
 #: entries of a norm's x up to which one thread is faster than torch's many operations
 LARGEST_NORM = 1 << 16
@@ -44,7 +46,7 @@ def _weight_of(module: nn.Module, kind: str) -> Tensor | None:
         not type(module).__name__.endswith(kind)
         or len(inspect.signature(type(module).forward).parameters) != 2
         or weight is None
-        or not fits(weight)
+        or matrices_of(weight) is None
     ):
         return None
     return weight
@@ -133,7 +135,7 @@ class Router(FusedModule):
         K = self.module.top_k
         logits = x.new_empty(1, E)
         scores = torch.empty(1, K, dtype=self.dtype)
-        ids = torch.empty(1, K, dtype=torch.int64)
+        ids = torch.full((1, K), -1)
         out = (logits.data_ptr(), scores.data_ptr())
         if route(self.plan(), x.data_ptr(), w.data_ptr(), E, H, *out, ids.numpy(), team()):
             return logits, scores, ids
@@ -155,12 +157,15 @@ class Linear(FusedModule):
     @classmethod
     def of(cls, module: nn.Module) -> Linear | None:
         """None where the module's own forward is as good, or another."""
-        if type(module) is not nn.Linear or not fits(module.weight, module.bias):
+        if type(module) is not nn.Linear or matrices_of(module.weight, module.bias) is None:
             return None
         return cls(module) if module.weight.numel() >= LARGE else None
 
     def fused(self, x: Tensor) -> Tensor | None:
-        w = self.module.weight  # it may be replaced or moved
-        b = self.module.bias
-        same = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] and x.numel()
-        return linear(x, w, b) if same and not watched() and fits(w, b) else None
+        w, b = map(
+            compat.parameters_of(self.module).get, ("weight", "bias")
+        )  # they may be replaced
+        with untouched():  # packed weights would answer slowly
+            same = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] and x.numel()
+            found = matrices_of(w, b) if same and not watched() else None
+            return found and linear(x, found)

@@ -39,7 +39,7 @@ class Blocks(FewBits):
     byte_order = [*range(16), *range(32, 48), *range(16, 32), *range(48, 64)]
 
     def scales(self, weights, other):
-        return self._both(weights, F16).to(F32, "fpext")
+        return _halves(self._words(weights))
 
     def bytes(self, weights, other):
         codes = joined(self._loaded(weights + self.first, ir.VectorType(I8, 16)))
@@ -53,9 +53,10 @@ class Blocks(FewBits):
     def _loaded(self, weights: Value, of: ir.Type) -> list[Value]:
         return [weights.load(of), (weights + self.size).load(of)]
 
-    def _both(self, weights: Value, of: ir.Type) -> Value:
-        """A number of each block."""
-        return joined(self._loaded(weights, ir.VectorType(of, 1)))
+    def _words(self, weights: Value) -> Value:
+        """16 bits of each block."""
+        first, second = (one.to(I32, "zext") for one in self._loaded(weights, I16))
+        return first | second << 16
 
 
 class Q8(Blocks):
@@ -87,9 +88,8 @@ class Q5(Blocks):
     first = 6
 
     def whole(self, codes, weights, half):
-        bits = self._loaded(weights + (self.first - 4 + 2 * half), I16)
-        first, second = (one.to(I32, "zext") for one in bits)
-        fifth = (first | second << 16).to(ir.VectorType(I1, 32)).to(I8, "sext")
+        bits = self._words(weights + (self.first - 4 + 2 * half))
+        fifth = bits.to(ir.VectorType(I1, 32)).to(I8, "sext")
         return codes & 15 | fifth & 16
 
 
@@ -105,10 +105,13 @@ class Mxfp4(Blocks):
     first = 1
 
     def scales(self, weights, other):
-        return halved_e8m0(self._both(weights, I8))
+        return halved_e8m0(self._exponents(weights))
 
     def factors(self, weights, other):
-        return halved_e8m0(self._both(weights, I8), exact=False)
+        return halved_e8m0(self._exponents(weights), exact=False)
+
+    def _exponents(self, weights: Value) -> Value:
+        return joined(self._loaded(weights, ir.VectorType(I8, 1)))
 
     def whole(self, codes, weights, half):
         return from_e2m1(codes)
@@ -132,8 +135,8 @@ class Q4K(FewBits):
         own = (block + (4 + 4 * which)).load(I32)
         split = (block + 12).load(I32) >> 4 * which & 0x0F0F0F0F | own >> 2 & 0x30303030
         parts = [part.to(ir.VectorType(I8, 4)) for part in (own & 0x3F3F3F3F, split)]
-        factor = (block + 2 * which).load(F16).to(F32, "fpext")
-        return joined(parts).to(I32, "zext").to(F32, "uitofp") * factor.everywhere(8)
+        factor = _halves(block.load(I32)).shuffled([which] * 8)
+        return joined(parts).to(I32, "zext").to(F32, "uitofp") * factor
 
     def bytes(self, weights, other):
         for group in range(8):
@@ -162,7 +165,7 @@ class Q6K(FewBits):
 
     def scales(self, weights, other):
         times = (weights + 192).load(ir.VectorType(I8, 16)).to(I32, "sext").to(F32, "sitofp")
-        return times * (weights + 208).load(F16).to(F32, "fpext").everywhere(16)
+        return times * _halves((weights + 208).load(I16).to(I32, "zext")).shuffled([0] * 16)
 
     def bytes(self, weights, other):
         for group in range(8):
@@ -170,6 +173,11 @@ class Q6K(FewBits):
             low = (weights + (64 * half + 32 * (part % 2))).load(WORDS) >> part // 2 * 4
             high = _moved((weights + (128 + 32 * half)).load(WORDS), 4 - 2 * part)
             yield (low & 0x0F0F | high & 0x3030).to(BYTES)
+
+
+def _halves(word: Value) -> Value:
+    """Two numbers of fp16. Loaded as such, they would get into a register that still adds up."""
+    return word.to(ir.VectorType(F16, 2)).to(F32, "fpext")
 
 
 def _moved(words: Value, up: int) -> Value:

@@ -29,7 +29,8 @@ CLOCK = c_library("clock_gettime"), getattr(time, "CLOCK_MONOTONIC", 0)
 
 @kernel
 def route(routing, x, w, E, H, logits, scores, ids, team):
-    """The K largest of a softmax of w x: logits [E], scores [K], ids [1, K].
+    """The K largest of a softmax of w x: logits [E], scores [K], ids [1, K]; of ids that are given, not
+    −1, the scores.
 
     routing : (kind of x and logits, kind of scores, plan of w, whether scores are normalised to a sum
     of one).
@@ -47,14 +48,16 @@ def route(routing, x, w, E, H, logits, scores, ids, team):
     widen(kind, F32, logits, E, address(p))
     p = np.exp(p - p.max())
     total = p.sum()
+    given = ids[0, 0] >= 0
     for k in range(K):
-        ids[0, k] = np.argmax(p)
+        if not given:
+            ids[0, k] = np.argmax(p)
         chosen[k] = p[ids[0, k]]
         p[ids[0, k]] = -1
     total = chosen.sum() if normalised else total
     for k in range(K):
         write(score_kind, scores, k, chosen[k] / total)
-    return p.max() < chosen[K - 1] and total == total
+    return given or p.max() < chosen[K - 1] and total == total
 
 
 @kernel
@@ -80,7 +83,7 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
     """How many layers were computed, those before the `first` included; x [H] is written.
 
     It ends before experts that are elsewhere, or, with ids of −1, before a choice that is not its
-    own: that is to be made of memory[1], and then this layer is the first.
+    own: that is to be made of the logits in memory[3], and then this layer is the first.
 
     plan : (shape of `to_experts`, routing of `route`, plans of `gated`, of each layer).
     weights, rooms : of `to_experts`, for each layer. routers : addresses of their weights [L].
@@ -107,9 +110,9 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
         mine = ids[i : i + 1]
         if ids[i, 0] < 0:
             to_experts(shape, weights[i], token, rooms[i], x, y, normed)
-            if not route(routing, normed, routers[i], E, H, logits, at, mine, team):
-                ids[i, 0] = -1
-                return i
+        if not route(routing, normed, routers[i], E, H, logits, at, mine, team):
+            ids[i, 0] = -1
+            return i
         up = ups[i][ids[i]]
         down = downs[i][ids[i]]
         if not np.all(up[:, 0]):

@@ -99,9 +99,7 @@ def widened(of: Matrices, m: int, begin: int, out: Tensor) -> Tensor:
     n = out.shape[-1]
     rows = out.numel() // n
     w, other, _, count = of.rows[m].tolist()
-    job = np.array([0, w, other, begin, rows, n, out.data_ptr()])
-    work = _widening(of.kind, KINDS[out.dtype])
-    in_threads(TEAM, work, min(-(-rows // ROWS), torch.get_num_threads()), job)
+    _widen(of.kind, (w, other, 0, begin, rows), out)
     if count:  # bf12's escapes, behind its low bytes and half as many bytes of codes
         at = other + (other - w) // 2
         found = memory(at, (count,), torch.uint32).numpy()
@@ -110,6 +108,26 @@ def widened(of: Matrices, m: int, begin: int, out: Tensor) -> Tensor:
         places = torch.from_numpy(found[first:last].astype(np.int64) - begin * n)
         out.view(-1)[places] = values.to(out.dtype)
     return out
+
+
+def gathered(of: Matrices, ids: Tensor, out: Tensor) -> Tensor:
+    """Write these rows [N] of a matrix, which has no escapes, into a contiguous tensor [N, n], which is
+    returned.
+
+    Raises IndexError for rows that it does not have."""
+    wanted = ids.flatten().numpy()
+    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < of.R:
+        raise IndexError(f"there are rows 0 to {of.R - 1}, and one of the ids is another")
+    _widen(of.kind, (*of.rows[0, :2].tolist(), wanted.ctypes.data, 0, len(wanted)), out)
+    return out
+
+
+def _widen(kind: Kind, rows: tuple, out: Tensor) -> None:
+    """Widen rows: the matrix' two addresses, that of the rows' numbers, or 0 for one after another, the
+    first, how many."""
+    job = np.array([0, *rows, out.shape[-1], out.data_ptr()])
+    work = _widening(kind, KINDS[out.dtype])
+    in_threads(TEAM, work, min(-(-rows[-1] // ROWS), torch.get_num_threads()), job)
 
 
 @cache
@@ -121,17 +139,19 @@ def _widening(kind: Kind, to: Kind) -> int:
     def work(job):
         w = read(job, 1)
         other = read(job, 2)
-        begin = read(job, 3)
-        R = read(job, 4)
-        n = read(job, 5)
-        out = read(job, 6)
+        ids = read(job, 3)
+        begin = read(job, 4)
+        R = read(job, 5)
+        n = read(job, 6)
+        out = read(job, 7)
         while True:
             first = take(job) * ROWS
             if first >= R:
                 return
             for r in range(first, min(first + ROWS, R)):
-                at = w + span(tag, (begin + r) * n)
-                second = other + beside(tag, begin + r, n)
+                row = read(ids, r) if ids else begin + r
+                at = w + span(tag, row * n)
+                second = other + beside(tag, row, n)
                 to_row = out + span(to_tag, r * n)
                 whole = n - n % step(tag)
                 decode(1, tag, to_tag, at, second, w - 16, whole, to_row)

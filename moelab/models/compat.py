@@ -207,6 +207,13 @@ SPLITS = {
 }
 
 
+def model_output(x: Tensor, cache: Any) -> Any:
+    """What a decoder model with experts returns: hidden states after its last norm, and a cache."""
+    from transformers.modeling_outputs import MoeModelOutputWithPast
+
+    return MoeModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
+
+
 def is_stateful(model: nn.Module) -> bool:
     """Whether a model keeps what cannot be cut back to a part of the text."""
     return model._is_stateful
@@ -300,6 +307,15 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
+
+
+def hooks_made() -> int:
+    """How many hooks were ever put on anything."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
+#: a number that is another one once a dict was changed; Python has no public way to it
+version = torch._C._dynamo.guards.dict_version
 
 
 def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:

@@ -1,13 +1,12 @@
 """Whether modules are still what a kernel that replaces them was made of, down to weights, hooks
 and settings.
 
-This is asked for every token: in a few passes over flat lists, as visiting each module would take
-longer than what the kernel saves."""
+This is asked for every token, when a model's weights have just passed through the processor's
+caches: what Python keeps in dicts is looked at again only if a dict was changed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -83,16 +82,9 @@ class Unchanged:
         called: Iterable[nn.Module] = (),
         heard: Iterable[nn.Module] = (),
     ) -> None:
-        silent = list(modules)
+        self.silent = list(modules)
         self.heard = list(heard)
-        self.modules = [*silent, *self.heard, *called]
-        self.hooks = [hooks for module in silent for hooks in compat.hooks_on(module)]
-        self.tables = [*map(vars, self.modules), *map(compat.children_of, self.modules)]
-        self.held = [
-            table(module)
-            for module in self.modules
-            for table in (compat.parameters_of, compat.buffers_of)
-        ]
+        self.modules = [*self.silent, *self.heard, *called]
         self.seal()
 
     def seal(self) -> None:
@@ -100,20 +92,30 @@ class Unchanged:
         self.classes = [
             *{getattr(type(module), "stock", type(module)): None for module in self.modules}
         ]
-        self.weights = [
-            tensor for table in self.held for tensor in table.values() if tensor is not None
-        ]
-        self.known = [dict(table) for table in self.tables]
+        settings, held = self._tables()
+        self.settings = [dict(table) for table in settings]
+        tensors = [tensor for table in held for tensor in table.values()]
+        self.ids = [*map(id, tensors)]
+        self.weights = [tensor for tensor in tensors if tensor is not None]
         self.state = self._state()
+        #: versions of what is looked at, the dicts among that, and what `_found` found
+        self.seen: tuple = None, [], None
+
+    def _tables(self) -> tuple[list[dict], list[dict]]:
+        """Attributes and children of all modules; their weights."""
+        modules = self.modules
+        return (
+            [*map(vars, modules), *map(compat.children_of, modules)],
+            [*map(compat.parameters_of, modules), *map(compat.buffers_of, modules)],
+        )
 
     def _state(self) -> list[list]:
+        """What is in no dict of theirs."""
         weights = self.weights
-        ids = chain.from_iterable(map(dict.values, self.held))
         with packed.untouched():  # packed weights would answer slowly
             return [
                 list(map(type, self.modules)),
                 [cls.forward for cls in self.classes],
-                list(map(id, ids)),
                 list(map(Tensor.data_ptr, weights)),
                 list(map(Tensor.is_contiguous, weights)),
                 [w.dtype for w in weights],
@@ -122,12 +124,30 @@ class Unchanged:
     def listeners(self) -> list[tuple[int, Callable[..., None]]] | None:
         """(which of `heard`, `Listener.heard`) of each hook there. None if anything was changed, or
         if there is any other hook on one of the modules, or a global one."""
-        if (
-            compat.hooks_on_all()
-            or any(self.hooks)
-            or self._state() != self.state
-            or not self._same_settings()
-        ):
+        if compat.hooks_on_all() or self._state() != self.state:
+            return None
+        versions, dicts, found = self.seen
+        if versions != [compat.hooks_made(), *map(compat.version, dicts)]:
+            settings, held = self._tables()
+            hooks = [of for module in self.modules for of in compat.hooks_on(module)]
+            # What is empty matters with another forward only, or with a hook more.
+            dicts = [table for table in settings + held + hooks if table]
+            versions = [compat.hooks_made(), *map(compat.version, dicts)]
+            found = self._found(settings, held)
+            self.seen = versions, dicts, found
+        return found
+
+    def _found(self, settings: list[dict], held: list[dict]) -> list | None:
+        ids = [id(tensor) for table in held for tensor in table.values()]
+        if ids != self.ids or any(any(compat.hooks_on(module)) for module in self.silent):
+            return None
+        try:
+            if settings != self.settings:
+                return None
+        except (
+            RuntimeError,
+            ValueError,
+        ):  # an attribute is another tensor, which does not just compare
             return None
         found = [
             (i, hook)
@@ -138,15 +158,6 @@ class Unchanged:
         if all(isinstance(hook, Listener) for _, hook in found):
             return [(i, hook.heard) for i, hook in found]
         return None
-
-    def _same_settings(self) -> bool:
-        try:
-            return self.tables == self.known
-        except (
-            RuntimeError,
-            ValueError,
-        ):  # an attribute is another tensor or array, which do not just compare
-            return False
 
 
 def forward(module: nn.Module) -> Any:

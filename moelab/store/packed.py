@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from moelab.kernels.linear import linear
+from moelab.kernels.linear import gathered, linear
 from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store.codec import Codec
-from moelab.store.fewbit import FewBits, joined
 from moelab.store.headers import NAMES, Shape
 
 _ALIASES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
@@ -75,17 +74,11 @@ class Packed(Tensor):
 
     def rows(self, ids: Tensor) -> Tensor:
         """Rows of a matrix, decoded: [*ids.shape, n]."""
-        n = self.shape[-1]
-        parts = (
-            self.codec.parts((2, n)).values() if isinstance(self.codec, FewBits) else [(0, (0,))]
-        )
-        if not ids.numel() or any(of[0] != 2 for (_, of, *_) in parts):  # rows share bytes
+        found = self.matrices()
+        if found is None or found.rows[0, 3]:  # or escapes lie elsewhere
             return F.embedding(ids, self.dense())
-        found = self.codec.split(self.blob, tuple(self.shape)).values()
-        out = torch.empty(*ids.shape, n, dtype=self.dtype)
-        chosen = joined(*(part[ids.flatten()] for part in found))
-        self.codec.decompress(chosen, out.view(-1, n))
-        return out
+        out = torch.empty(*ids.shape, self.shape[-1], dtype=self.dtype)
+        return gathered(found, ids, out)
 
     def matrices(self, bias: Tensor | None = None) -> Matrices | None:
         """The matrix as kernels multiply it; None if they do not. Valid while this and the bias live."""
