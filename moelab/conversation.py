@@ -55,21 +55,26 @@ class Conversation:
         raise."""
         from transformers import TextIteratorStreamer
 
-        ids, self._begun = self._rendered(text), len(self.lm.moelab.forwards)
-        self._stop.clear()
-        stream = TextIteratorStreamer(self.lm.tokenizer, skip_prompt=True, skip_special_tokens=True)
-        with ThreadPoolExecutor(1) as thread:
-            done = thread.submit(self._generate, text, ids, stream)
-            done.add_done_callback(lambda _: stream.end())
-            try:
-                yield from stream
-            finally:
-                self.stop()
-        done.result()
+        try:
+            ids, self._begun = self._rendered(text), len(self.lm.moelab.forwards)
+            if self._stop.is_set():
+                return
+            how = {"skip_prompt": True, "skip_special_tokens": True}
+            stream = TextIteratorStreamer(self.lm.tokenizer, **how)
+            with ThreadPoolExecutor(1) as thread:
+                done = thread.submit(self._generate, text, ids, stream)
+                done.add_done_callback(lambda _: stream.end())
+                try:
+                    yield from stream
+                finally:
+                    self.stop()
+            done.result()
+        finally:
+            self._stop.clear()
 
     def stop(self) -> None:
         """End the answer that another thread reads: after its token; before the first one, with
-        `Cancelled`."""
+        `Cancelled`. If none is read yet, the next one is nothing."""
         self._stop.set()
         if len(self.lm.moelab.forwards) == self._begun:  # the turn is still processed
             self.lm.moelab.cancel()

@@ -67,9 +67,10 @@ def threads_stay_as_they_were():
 
 @pytest.fixture(scope="session", autouse=True)
 def stores_are_kept_for_a_session(tmp_path_factory):
-    """MOELAB_CACHE points to a folder of its own, for fixtures of any scope."""
+    """MOELAB_CACHE points to a folder of its own, for fixtures of any scope; models open cold."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MOELAB_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MOELAB_WARM", "0")  # no test begins with what another has left
         yield
 
 

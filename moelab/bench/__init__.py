@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import re
 import signal
 import sys
@@ -111,6 +112,7 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(
         signal.SIGTERM, lambda number, _: sys.exit(128 + number)
     )  # what is mounted is unmounted
+    os.environ["MOELAB_WARM"] = "0"  # no run begins with what another has learnt
     with measuring(options, busy) as about:
         found = module.run(**options)
     for section, figures in found.items():

@@ -209,7 +209,7 @@ def child_environment() -> dict[str, str]:
     """Of a process that imports this moelab from the working folder of today, which paths in
     parameters count from."""
     path = os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path}
+    return os.environ | {"PYTHONPATH": path, "MOELAB_WARM": "0"}
 
 
 add_arguments = described(__file__, "one", "how")

@@ -145,8 +145,7 @@ class Engine:
         """Between two forward passes, go on in other `Memory`: who stays, stays where it is."""
         with self._one, self._sound():
             evicted = self.residency.resize(memory.pools)
-            self.run.settings = memory.settings(self.residency)
-            self.run.resized = True
+            self.run.set_up.append((len(self.run.forwards), memory.settings(self.residency)))
             self.loader.resize(memory.slots, self.run.settings, evicted)
             self._banks.clear()
 
@@ -347,12 +346,13 @@ class Engine:
         residency = self.residency
         executor = modules[0].executor
         find = getattr(executor, "banks", None)
-        if find is None or not residency.holds_all:
+        queue = self.loader.queue
+        if find is None or not residency.holds_all or queue.late:
             return None
         if any(of.executor is not executor for of in modules):
             return None
         layers = [of.layer for of in modules]
-        state = self.loader.queue, executor, dtype, len(residency)
+        state = queue, executor, dtype, len(residency)
         known, banks = self._banks.get(layers[0], (None, None))
         if known != state:
             full = residency.full()

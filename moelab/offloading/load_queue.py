@@ -13,7 +13,8 @@ for its decoded tensors. Three rules exclude a deadlock. A load takes all the sl
 once, so every load that has been admitted can finish. While an expert that already holds a chunk
 waits, a missed one must leave a slot of each kind free. Prefetched loads always do, take at most
 `ahead` slots of a kind, and only what no demand waits for: they need no memory of their own, and
-where experts that stay have taken what was left free, they give way to a demand."""
+where experts that stay have taken what was left free, they give way to a demand. What was hot in
+earlier sessions, and counts as there, is loaded behind all that, `WARMED` at a time."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from moelab.base.registry import make
 from moelab.base.specs import ExpertKey, State
 
 KINDS = ("full", "e", "sm")
+WARMED = 4  # loads at the same time that nobody waits for yet: a demand waits for no more
 #: what of an expert is in memory → the slots that it holds
 HOLDS = {
     State.FULL: ("full",),
@@ -115,6 +117,7 @@ class Load:
     slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
     todo : piece → what is left: "decode", "recover", or "decompressing" while that is under way.
     busy : operations under way.    nbytes : bytes read so far.
+    warm : whether it counts as there already.
     """
 
     key: ExpertKey
@@ -126,6 +129,7 @@ class Load:
     phase: Phase = Phase.WAITING
     busy: int = 0
     nbytes: int = 0
+    warm: bool = False
 
 
 class LoadQueue:
@@ -144,6 +148,7 @@ class LoadQueue:
 
     demanded : what the running layer needs, the most urgent first, until it needs nothing more of it.
     prefetched : what a layer to come will probably need, the most urgent first.
+    late : what counts as there and is not: its load, if that has begun, as of the first few.
     admitted : how many loads have got their slots so far: when it grows, there may be something new
         to do.
     """
@@ -172,6 +177,7 @@ class LoadQueue:
         self.resize(slots, ahead)
         self.demanded: dict[ExpertKey, Load] = {}
         self.prefetched: dict[ExpertKey, Load] = {}
+        self.late: dict[ExpertKey, Load | None] = {}
         self.admitted = self._ahead = 0  # _ahead: prefetched loads that hold slots
         #: reads not yet begun, the most urgent first
         self._reads: list[tuple[Load, tuple[str, ...]]] = []
@@ -203,6 +209,9 @@ class LoadQueue:
         order : of the requests that are left to load; ValueError if it is of other experts."""
         self._ready = ready
         wanted = {request.key: request for request in requests}
+        for key in [key for key in wanted if self.late.get(key)]:
+            load = self.demanded[key] = self.late.pop(key)
+            load.keep = wanted.pop(key).keep
         for load in [load for load in self.prefetched.values() if load.key.layer == layer]:
             if load.key in wanted and load.phase is not Phase.WAITING:
                 self._adopt(load, wanted.pop(load.key).keep)
@@ -214,10 +223,13 @@ class LoadQueue:
                 self._drop(self.prefetched[key])
         left = list(wanted.values())
         if left:
-            loads = [self._load(of.key, of.keep, self.held.setdefault(of.key, {})) for of in left]
+            loads = [self._stay(of.key, of.keep) for of in left]
+            for key in wanted:
+                self.late.pop(key, None)
             self._line_up(self.demanded, loads, order(left))
         self._reads = [read for read in self._reads if read[0].phase is not Phase.DROPPED]
-        self._reads.sort(key=lambda read: read[0].keep is None)  # what is demanded first
+        # what is demanded first
+        self._reads.sort(key=lambda read: read[0].keep is None or read[0].key in self.late)
         self._admit()
 
     def keep(self, key: ExpertKey, slot: int) -> None:
@@ -228,8 +240,19 @@ class LoadQueue:
 
     def leave(self, key: ExpertKey) -> None:
         """An expert leaves memory."""
-        self._leaves(key)
-        self._release(self.held.pop(key), KINDS)
+        if key not in self.late:
+            self._leaves(key)
+            self._release(self.held.pop(key), KINDS)
+        elif load := self.late.pop(key):
+            del self.held[key]
+            load.phase = Phase.DROPPED
+            self._free_dropped(load)
+
+    def warm(self, keys: Iterable[ExpertKey], ready: Callable[[Any], object]) -> None:
+        """Before the first step: load experts that count as there, the first of them first. `ready` is
+        called with an error."""
+        self._ready, self.late = ready, dict.fromkeys(keys)
+        self._admit()
 
     def prefetch(self, requests: Iterable[Any]) -> None:
         """Load experts for a layer to come, none of them FULL, as they are given, behind everything
@@ -282,7 +305,8 @@ class LoadQueue:
     def next_decode(self) -> tuple[Load, Piece, str] | None:
         """The most urgent (load, piece, operation of `USES`) that can begin. `decode_done` must
         follow."""
-        loads = (*self.demanded.values(), *self.prefetched.values())
+        warming = filter(None, islice(self.late.values(), WARMED))
+        loads = (*self.demanded.values(), *self.prefetched.values(), *warming)
         ready = ((load, piece) for load in loads for piece in self._decodable(load))
         if (found := next(ready, None)) is None:
             return None
@@ -345,6 +369,12 @@ class LoadQueue:
         todo = dict.fromkeys(map(Piece, self._tensors(key)), "decode")
         return Load(key, keep, slots, lacks, reads, todo)
 
+    def _stay(self, key: ExpertKey, keep: State) -> Load:
+        """A load of an expert that holds all that it gets."""
+        load = self._load(key, keep, self.held.setdefault(key, {}))
+        load.warm = key in self.late
+        return load
+
     def _line_up(self, those: dict[ExpertKey, Load], given: list[Load], order: Order) -> None:
         """Put loads behind those that are there already, in their order."""
         loads = {load.key.expert: load for load in given}
@@ -373,6 +403,7 @@ class LoadQueue:
                 break
         if not waiting:
             self._admit_prefetched()
+            self._admit_warm()
 
     @property
     def waiting(self) -> list[Load]:
@@ -399,6 +430,13 @@ class LoadQueue:
             if waits and all(len(self.free[kind]) > 1 for kind in load.lacks):
                 self._give(load)
                 self._ahead += 1
+
+    def _admit_warm(self) -> None:
+        for key, load in [*islice(self.late.items(), WARMED)]:
+            if load is None and all(len(self.free[kind]) > 1 for kind in self._kinds):
+                self.late[key] = load = self._stay(key, State.FULL)
+                self._give(load)
+                self._reads.append((load, self._fills["both"]))
 
     def _give(self, load: Load) -> None:
         # that which has been free longest: on a GPU what left another may still be copied back
@@ -437,7 +475,7 @@ class LoadQueue:
     def _free_dropped(self, load: Load) -> None:
         if not load.busy:
             self._release(load.slots, load.lacks)  # what it held before is not its own
-            self._ahead -= 1
+            self._ahead -= load.keep is None
 
     def _done(self, load: Load, error: BaseException | None) -> None:
         """An operation on it has ended."""
@@ -459,7 +497,8 @@ class LoadQueue:
     def _loaded(self, load: Load) -> None:
         """Keep of a demanded expert's chunks what shall be kept, and let it be computed."""
         if load.keep is State.FULL:
-            del self.demanded[load.key]
+            self.demanded.pop(load.key, None)
             self._moved(load.key, load.slots["full"], True)
         self._release(load.slots, [kind for kind in ("e", "sm") if kind not in HOLDS[load.keep]])
-        self._ready(load.key)
+        if self.late.pop(load.key, None) is None:  # the layer waits for it
+            self._ready(load.key)

@@ -300,7 +300,7 @@ class Loader:
             if nbytes:
                 begin = max(start, self._served)
                 self._served = max(end, self._served)
-                name = read_name(kinds)
+                name = "warm" if load.warm else read_name(kinds)  # a warm one, no token needs
                 self.timeline.add(Event(self._source, name, *load.key, begin, self._served, nbytes))
             queue.read_done(load, kinds, nbytes, error)
         if not self.in_place:

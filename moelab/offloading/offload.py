@@ -9,8 +9,9 @@ the experts' modules hand each call to the engine.
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from moelab.models import plug
 from moelab.offloading.budget import available, available_on, parse_budget
 from moelab.offloading.budget import memory as size
 from moelab.offloading.engine import Engine, EngineSource
+from moelab.offloading.heat import Heat
 from moelab.offloading.host import Host
 from moelab.offloading.link import Link, link_to
 from moelab.offloading.load_queue import order_of
@@ -103,6 +105,13 @@ class Offloading:
         "memory",
         metavar="NAME",
     )
+    warm: bool = option(
+        True,
+        "read what was hot in earlier sessions with this model (counts of them are in the cache, "
+        "data/cache, $MOELAB_CACHE) as soon as it is open, behind all that is asked for",
+        "memory",
+        action=argparse.BooleanOptionalAction,
+    )
     host: str | float | int = option(
         "auto",
         "beside a GPU, pinned memory of the CPU for experts that are not on it, as they are stored: "
@@ -143,6 +152,11 @@ class Offloading:
     @property
     def on(self) -> torch.device:
         return torch.device(self.device or "cpu")
+
+    @property
+    def learns(self) -> bool:
+        """Whether sessions begin with what others have learnt: never in benches, which set $MOELAB_WARM."""
+        return self.warm and os.environ.get("MOELAB_WARM") != "0"
 
     @property
     def packed(self) -> bool:
@@ -186,8 +200,8 @@ def offload(
 
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
-    budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.
-    how, options : an `Offloading`, or fields of one.
+    budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.    how,
+        options : an `Offloading`, or fields of one.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
@@ -198,6 +212,9 @@ def offload(
     store = checkpoint.store or how.experts_of(checkpoint)
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
+    heat = Heat(checkpoint, memory.L, memory.E) if how.learns else None
+    if heat and isinstance(how.cache, str | type):  # no policy that knows the run to come
+        memory = replace(memory, hot=heat.hottest())
     build = partial(opening.build, checkpoint, how.dtype, external=True, packed=how.packed)
     _bound_code_caches()
     with ExitStack() as unless_open:  # whatever fails, no thread, file or memory is left
@@ -216,24 +233,21 @@ def offload(
             asked = memory.sizes.sm or how.scheduler != "default"
             delays = delays(store, model) if asked else None
 
-        def again(asked: str | float | int, own: int = 0) -> Memory:
-            other = Memory.divided(store, asked, how, own + store.weights_bytes)
-            if callable(how.plan) and other.sizes.sm:
-                other = replace(other, pools=how.plan(model, other, delays))
-            return other
-
+        again = partial(memory.again, model, delays)
         if loader is None:
+            hot = memory.hot if memory.link is None else ()
             memory = again(memory.budget)
             residency = memory.residency()
-            run, loader = memory.loader(residency, reader)
+            run, loader = memory.loader(residency, reader, residency.fill(hot))
             unless_open.callback(loader.end)
         order = order_of(how.scheduler, delays, how.workers)
         controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
         engine = Engine(loader, controller, run)
         unless_open.callback(engine.close)
-
         plug(model, source=EngineSource(engine), engine=engine)
-        Session(model, engine, store, memory.budget, again)
+        session = Session(model, engine, store, memory.budget, again)
+        if heat:
+            session.enter(heat.learning(run))
         unless_open.pop_all()
     return model
 
@@ -245,7 +259,7 @@ class Memory:
     L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
     most : slots of a kind that the largest budget takes.
     link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
-    spare : of `Residency`.
+    spare : of `Residency`.    hot : experts, as of `Heat`.
     """
 
     store: ExpertStore
@@ -261,6 +275,7 @@ class Memory:
     link: Link | None
     host: int
     spare: int
+    hot: Sequence[ExpertKey] = ()
 
     @classmethod
     def divided(
@@ -324,6 +339,14 @@ class Memory:
         most = most // sizes.full + store.spec.K
         return cls(store, how, L, E, room, kept, sizes, pools, staging, most, link, host, spare)
 
+    def again(self, model: Any, delays: Any, budget: str | float | int, own: int = 0) -> Memory:
+        """As `divided`, when the model is there, by which a plan may be found."""
+        how, others = self.how, self.store.weights_bytes
+        other = Memory.divided(self.store, budget, how, own + others)
+        if callable(how.plan) and other.sizes.sm:
+            other = replace(other, pools=how.plan(model, other, delays))
+        return other
+
     def residency(self) -> Residency:
         how = self.how
         return Residency(self.L, self.E, self.pools, how.cache, how.scope, spare=self.spare)
@@ -340,12 +363,13 @@ class Memory:
 
     @cached_property
     def order(self) -> list[ExpertKey]:
-        """All experts, those that shall be near first: the most popular or, if that is not known, the
-        first of each layer."""
+        """All experts, those that shall be near first: the hot ones, the most popular or, if that is
+        not known, the first of each layer."""
         counts = self.how.popular
         if counts is None or counts.shape != (self.L, self.E):
             counts = torch.zeros(self.L, self.E)
-        return sorted(experts_of(self.store), key=lambda key: -counts[key].item())
+        others = sorted(experts_of(self.store), key=lambda key: -counts[key].item())
+        return [*dict.fromkeys((*self.hot, *others))]
 
     def first(self, residency: Residency) -> list[ExpertKey]:
         """The experts that the engine opens with: all, or on a GPU those that fit; none where they
@@ -402,7 +426,11 @@ class Memory:
         if self.link is not None and self.sizes.in_place:
             readers = min(readers, self.host - 1)
         run = EngineRun(self.settings(residency, first), residency)
-        return run, Loader(slots, reader, workers, run, readers)
+        loader = Loader(slots, reader, workers, run, readers)
+        if self.link is None and not residency.holds_all:
+            with loader.changing() as queue:
+                queue.warm(first, loader.ready.put)
+        return run, loader
 
 
 def host_slots(

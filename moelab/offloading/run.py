@@ -138,11 +138,12 @@ class EngineRun(Recorded):
     rates : what decided in each forward which experts are computed where they lie; None without
         `hybrid`.
     fetched : what became of prefetched experts.
-    resized : whether the settings were others before, with other pools.
+    set_up : (forward pass, settings from it on): those that it began with, then each to which its
+        memory was resized; `settings` are the last.
     """
 
     def __init__(self, settings: EngineSettings, residency: Residency) -> None:
-        self.settings = settings
+        self.set_up = [(0, settings)]
         self._residency = residency
         self.events = self.timeline = Timeline()
         self.fetched = PrefetchCounts()
@@ -155,6 +156,10 @@ class EngineRun(Recorded):
         )
 
     @property
+    def settings(self) -> EngineSettings:
+        return self.set_up[-1][1]
+
+    @property
     def counters(self) -> CacheCounters:
         return self._residency.counters
 
@@ -163,7 +168,8 @@ class EngineRun(Recorded):
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
         made._residency.counters = deepcopy(self.counters)
-        made.fetched, made.resized = copy(self.fetched), self.resized
+        made.fetched = copy(self.fetched)
+        made.set_up = [(max(0, at - forward), of) for at, of in self.set_up]
         for name in ("forwards", "steps", "predictions", "rates"):
             setattr(made, name, getattr(self, name)[forward:])
         begin = made.forwards[0].start if made.forwards else float("inf")
@@ -180,7 +186,7 @@ class EngineRun(Recorded):
         self.steps: list[list[tuple[int, dict[int, int]]]] = []
         self.predictions: list[list[tuple[int, list[int]]]] = []
         self.rates: list[Rates | None] = []
-        self.resized = False
+        self.set_up = [(0, self.settings)]
         self.begin_forward()
 
     def forget(self, forwards: int) -> None:

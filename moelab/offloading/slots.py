@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -107,10 +108,11 @@ class Slots:
             shapes.setdefault(tuple(layer.tensors.values()), len(shapes)) for layer in store.layers
         ]
 
-    def bytes(self, kind: str, slot: int) -> np.ndarray:
-        """The memory of a slot that the CPU reaches: uint8; pinned if there is a GPU."""
+    def bytes(self, kind: str, slot: int, end: int | None = None) -> np.ndarray:
+        """The memory of a slot, or of those from it to `end`, that the CPU reaches: uint8; pinned if there
+        is a GPU."""
         size = getattr(self.sizes, kind)
-        return self._host[kind][slot * size : (slot + 1) * size]
+        return self._host[kind][slot * size : (slot + 1 if end is None else end) * size]
 
     def full(self, slot: int) -> torch.Tensor:
         """The memory of a slot of what is computed, where that is: uint8."""
@@ -129,10 +131,10 @@ class Slots:
 
     def give_back(self, free: Mapping[str, list[int]], held: Mapping[Any, dict[str, int]]) -> None:
         """Let the system have the memory of all slots but these; `held` are by expert and kind."""
-        for kind, those in free.items():
-            used = {*those, *(of.get(kind) for of in held.values())}
-            for slot in {*range(self.most)} - used:
-                give_back(self.bytes(kind, slot))
+        for kind, those in free.items() if self.most else ():
+            used = {*those, *(of[kind] for of in held.values() if kind in of)}
+            for before, after in pairwise([-1, *sorted(used), self.most]):
+                give_back(self.bytes(kind, before + 1, after))
 
     def tensors(
         self, slot: int, layer: int, expert: int = 0, reuse: bool = False

@@ -104,6 +104,10 @@ class StepController:
             if self.residency.free is None:
                 away = {expert for expert in away if self.lies(ExpertKey(layer, expert))}
         step = self.residency.begin(layer, tokens, away)
+        step.requests = [
+            of._replace(state=State.MISSED) if of.key in self.queue.late else of
+            for of in step.requests
+        ]
         self._fetched += len(step.loads)
         if self.log is not None:
             self.log.layer(layer, tokens)

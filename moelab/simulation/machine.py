@@ -155,6 +155,13 @@ class SimulatedMachine:
                 self.queue.keep(key, self.queue.free["full"][0])
         self._wait(self.now)
 
+    def resize(self, evicted: Iterable[ExpertKey], slots: Mapping[str, int], ahead: int) -> None:
+        """Between two forward passes, have other slots, as of `LoadQueue.resize`."""
+        self.finish()
+        for key in evicted:
+            self.queue.leave(key)
+        self.queue.resize(slots, ahead)
+
     def finish(self) -> None:
         """End what disk and workers are at, and begin nothing more."""
         while self._running:

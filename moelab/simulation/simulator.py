@@ -23,7 +23,7 @@ from moelab.offloading.hybrid import Balance, Rates
 from moelab.offloading.load_queue import PrefetchCounts, order_of
 from moelab.offloading.metrics import Forward, summary_line
 from moelab.offloading.prefetch_gate import PrefetchGate
-from moelab.offloading.run import EngineRun, Recorded
+from moelab.offloading.run import EngineRun, EngineSettings, Recorded
 from moelab.offloading.slots import slot_counts
 from moelab.offloading.step import StepController
 from moelab.simulation.costs import Machine, MachineRates, delays_in_place, delays_of
@@ -89,6 +89,7 @@ def simulate(
     scheduler: Any = None,
     prefetching: Prefetching | None = None,
     balance: Balance | None = None,
+    resizes: Iterable[tuple[int, EngineSettings]] = (),
 ) -> Simulation:
     """Play a run in simulated time; `replay` does it for an `EngineRun`.
 
@@ -102,8 +103,8 @@ def simulate(
     staging : loads in flight beyond what is kept (None: any number).
     scheduler : orders a step's reads and decoding, by its name or (requests, delays, workers) →
         `Order`; None: the experts with the most tokens first.
-    prefetching : None reads nothing ahead.
-    balance : says which experts are computed where they lie; None: none are.
+    prefetching, balance : None reads nothing ahead; says which experts are computed where they lie,
+        None: none are.    resizes : (forward, what memory is resized to before it).
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -124,13 +125,15 @@ def simulate(
     gate = prefetching.gate or PrefetchGate(trials=False)
     order = order_of(scheduler, machine.delays, machine.workers)
     controller = StepController(residency, simulated.queue, gate, order, balance=balance)
-    done: list[Forward] = []
-    predictions = prefetching.predictions
+    done, predictions = list[Forward](), prefetching.predictions
     for at, (step, one, predicted) in enumerate(zip(steps, passes, predictions, strict=True)):
+        for now in [of for before, of in resizes if before == at]:
+            slots = slot_counts(now.pools, copies, max(now.staging, now.ahead + 1))
+            simulated.resize(residency.resize(now.pools), slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
-        took = None if one.drafts else simulated.now - begun
         controller.wished = _wished(predictions[at + 1 :])
+        took = None if one.drafts else simulated.now - begun
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
@@ -204,17 +207,19 @@ def replay(
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
         (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
-    pools, scheduler : in place of the run's; the latter orders reads and decoding: a name of
+    pools, scheduler : in place of the run's, and of all that it was resized to; the latter orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
     prefetching : in place of what the run read ahead.
 
-    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a run whose
-    memory was resized, without pools, a card without the figures that are needed, a run whose policy
-    is an instance, a trace of experts whose sizes are not known, and, without a device, a trace, and
+    Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without
+    the figures that are needed, a run whose policy is an instance, a trace of experts whose sizes are not known, and, without a device, a trace, and
     the run of a model in memory or on a GPU, unless that ran whole tokens alone."""
     run = _run(run, memory, hybrid, device, pools)
-    settings = run.settings
-    policy = cache or run.settings.policy
+    settings = run.set_up[0][1]
+    resizes = [] if pools else run.set_up[1:]
+    if prefetching is not None:
+        resizes = [(at, replace(of, ahead=prefetching.ahead)) for at, of in resizes]
+    policy = cache or settings.policy
     if cache is None and not isinstance(policy, (str, type)):
         raise ValueError(
             f"the run's policy is a {type(policy).__name__} that has learnt from it; give cache=, "
@@ -225,7 +230,7 @@ def replay(
     kept = pools or settings.pools
     spare = min(settings.spare, kept.F)
     residency = as_opened(replace(settings, pools=kept, policy=policy, spare=spare))
-    machine = machine_of(run, device, reads=not residency.holds_all)
+    machine = machine_of(run, device, reads=bool(resizes) or not residency.holds_all)
     machine = replace(machine, workers=settings.workers)
     prefetching = prefetching or Prefetching(run.predictions, settings.ahead)
     return simulate(
@@ -237,6 +242,7 @@ def replay(
         scheduler=scheduler or settings.scheduler,
         prefetching=prefetching,
         balance=_balance(run, device),
+        resizes=resizes,
     )
 
 
@@ -257,11 +263,6 @@ def _run(
         raise TypeError(
             f"this is a {type(run).__name__}; what is simulated is a run, such as lm.moelab.run, or "
             "a moelab.RoutingTrace"
-        )
-    if run.resized and pools is None:
-        raise ValueError(
-            "the memory of this run was resized while it ran: give pools=, such as run.settings.pools, "
-            "those that it has now, or reset the session (lm.moelab.reset) and run again"
         )
     return run
 

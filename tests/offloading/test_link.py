@@ -180,7 +180,7 @@ def test_copies_are_the_links_and_no_delay_of_a_gpu_is_made_up(forms, opened):
         on(lm, "cpu")
         metrics, run = lm.moelab.metrics(), lm.moelab.run
         assert "disk" not in metrics.busy and metrics.busy["link"] > 0
-        run.settings = replace(run.settings, device="cuda")
+        run.set_up = [(0, replace(run.settings, device="cuda"))]
         with pytest.raises(ValueError, match="no delay is known of a run of cuda"):
             simulate(run)
         assert simulate(run, device="a100-80gb").tpot > 0

@@ -43,6 +43,7 @@ class Driver:
         self.shards = shards
         self.reading, self.working, self.ready = [], [], []
         self.dropped = []  # prefetched loads that nobody wanted, still busy
+        self.cooled = []  # warm loads that were evicted, still busy
         self.expected = SimpleNamespace(begun=0, used=0, wasted=0)
         self.read, self.decoded = Counter(), Counter()  # of each load: parts, shares of tensors
 
@@ -50,9 +51,11 @@ class Driver:
         queue = self.queue
         ahead = self.admitted()
         self.dropped = [load for load in self.dropped if load.busy]
+        self.cooled = [load for load in self.cooled if load.busy]
+        lost = *ahead, *self.dropped, *self.cooled
         for kind in KINDS:
             taken = [slots[kind] for slots in queue.held.values() if kind in slots]
-            taken += [load.slots[kind] for load in (*ahead, *self.dropped) if kind in load.lacks]
+            taken += [load.slots[kind] for load in lost if kind in load.lacks]
             assert sorted(queue.free[kind] + taken) == list(range(self.count[kind])), (
                 "a slot has one owner"
             )
@@ -75,6 +78,11 @@ class Driver:
         if not wanted:
             self.expected.wasted += load.nbytes
             self.dropped.append(load)
+
+    def warm(self, keys):
+        """What counts as there is loaded beside all that happens."""
+        self.queue.warm(self.residency.fill(keys), self.ready.append)
+        self.check()
 
     def event(self):
         """Something begins or ends; False if nothing can."""
@@ -107,11 +115,17 @@ class Driver:
 
     def step(self, layer, experts, guesses, distance):
         step = self.residency.begin(layer, dict.fromkeys(experts, 1))
+        late = [of.key for of in step.requests if of.key in self.queue.late]
+        assert all(of.state is State.FULL for of in step.requests if of.key in late)
+        step.requests = [
+            of._replace(state=State.MISSED) if of.key in late else of for of in step.requests
+        ]
         asked = [request for request in step.requests if request.state is not State.FULL]
         evicted, keys = step.evicted, {request.key for request in asked}
         for load in self.admitted():
             if load.key.layer == layer or load.key in evicted:
                 self.account(load, load.key.layer == layer and load.key in keys)
+        self.cooled += filter(None, map(self.queue.late.get, evicted))
         self.ready = []
         how = self.chance.choice([lambda r: order(r, DELAYS, self.workers), naive_order])
         self.queue.begin(layer, asked, evicted, self.ready.append, how)
@@ -137,8 +151,10 @@ class Driver:
                 "no deadlock: every demanded load ends"
             )
         assert len(computed) == len(asked)
-        held = {key: HOLDS[state] for state in HIERARCHY for key in self.residency.resident(state)}
-        assert {key: set(slots) for key, slots in self.queue.held.items()} == {
+        there = ((key, state) for state in HIERARCHY for key in self.residency.resident(state))
+        held = {key: HOLDS[state] for key, state in there if key not in self.queue.late}
+        there = ((k, slots) for k, slots in self.queue.held.items() if k not in self.queue.late)
+        assert {key: set(slots) for key, slots in there} == {
             key: {kind for kind in kinds if self.kinds == KINDS or kind == "full"}
             for key, kinds in held.items()
         }
@@ -161,12 +177,15 @@ class Driver:
     st.sampled_from([("",), ("up", "down")]),
     st.integers(0, 3),
     st.integers(1, 2),
+    st.booleans(),
 )
 def test_any_order_of_events(
-    chance, pools, in_flight, ahead, workers, in_place, tensors, shards, distance
+    chance, pools, in_flight, ahead, workers, in_place, tensors, shards, distance, warm
 ):
     in_place &= pools == Pools(F=pools.F)
     driver = Driver(chance, pools, in_flight, ahead, workers, in_place, tensors, shards)
+    if warm:
+        driver.warm(chance.sample([ExpertKey(i, e) for i in range(L) for e in range(E)], L * E))
     for _ in range(6):
         for layer in range(L):
             driver.step(
@@ -178,6 +197,7 @@ def test_any_order_of_events(
         driver.end()
     while driver.event():
         pass
+    assert not driver.queue.late
     assert not driver.queue.demanded and all(
         len(driver.queue.free[kind]) + sum(kind in slots for slots in driver.queue.held.values())
         == driver.count[kind]
@@ -240,6 +260,22 @@ def test_what_is_prefetched_gives_way_to_a_demand_that_nothing_else_would_serve(
         queue.read_done(load, kinds, 1)
     finish(queue)
     assert ready == [(1, 0), (1, 1)] and (queue.counts.begun, queue.counts.used) == (1, 0)
+
+
+def test_what_counts_as_there_comes_behind_demands_and_its_error_ends_a_step():
+    queue = simple(9, ahead=0)
+    errors = []
+    queue.warm([ExpertKey(1, e) for e in range(6)], errors.append)
+    first, _ = queue.next_read()
+    ready = demand(queue, requests(0, 1))
+    assert [queue.next_read()[0].key for _ in range(2)] == [(0, 0), (0, 1)]
+    assert first.key == (1, 0) and len(queue.late) == 6
+    demanded = demand(queue, requests(5, layer=1, keep=State.FULL), layer=1)
+    assert (1, 5) not in queue.late
+    error = OSError("the disk")
+    queue.read_done(first, ("e", "sm"), 0, error)
+    finish(queue)
+    assert not ready and demanded == [error, (1, 5)]
 
 
 def test_errors():

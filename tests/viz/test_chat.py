@@ -86,6 +86,21 @@ def test_stop_before_the_first_token(lm):
     assert talk.log[-2][1].strip()
 
 
+def test_stop_at_once_ends_the_answer_that_is_asked_for_and_no_other(lm):
+    talk = views.chat(lm, 200)
+    for _ in range(5):
+        before = len(lm.moelab.forwards)
+        answer = talk.say(TEXT)
+        talk.page._handle_custom_msg("", [])
+        answer.result()
+        assert len(lm.moelab.forwards) <= before + 2
+    talk.page._handle_custom_msg("", [])
+    talk.talk.max_new_tokens = 3
+    before = len(lm.moelab.forwards)
+    talk.say(TEXT).result()
+    assert len(lm.moelab.forwards) == before + 3
+
+
 def test_the_memory_moves_twenty_times_in_an_answer_and_no_token_does(lm, talk):
     plain = moelab.Conversation(lm, 120)
     "".join(plain.say(TEXT))

@@ -7,7 +7,7 @@ seen is drawn by `chat.js`, whose controls write commands."""
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -32,12 +32,13 @@ class Dialog(Chat):
     """`log` is what was said: [who, text]."""
 
     _due = 0.0
+    _answered: Future | None = None  # or not yet
 
     def __init__(self, lm: Any, max_new_tokens: int = 256) -> None:
         self.page, self.log = Page(), []
         self._thread = ThreadPoolExecutor(1)
         super().__init__(lm, max_new_tokens, {})
-        self.page.on_msg(lambda _, line, __: self.say(line) if line else self.talk.stop())
+        self.page.on_msg(lambda _, line, __: self.say(line) if line else self.stop())
         self.show()
 
     def say(self, line: str) -> Any:
@@ -46,7 +47,13 @@ class Dialog(Chat):
             return self.obey(line)
         self._answer = ["model", ""]
         self.log += [["you", line], self._answer]
-        return self._thread.submit(self.obey, line)
+        self._answered = self._thread.submit(self.obey, line)
+        return self._answered
+
+    def stop(self) -> None:
+        """End the answer that is asked for, if it has not come."""
+        if self._answered and not self._answered.done():
+            self.talk.stop()
 
     def tell(self, what: Any) -> None:
         self.log.append(["", str(what)])
