@@ -11,6 +11,7 @@ from torch import nn
 from moelab.fast.attention import DecodeAttention
 from moelab.fast.layers import OneTokenLayer
 from moelab.fast.modules import Linear, Norm, Router
+from moelab.fast.token import DecodeModel
 from moelab.kernels.threads import PYTHON_TEAM, TEAM
 from moelab.kernels.vectors import WIDTH
 from moelab.models.unchanged import forward
@@ -21,6 +22,7 @@ PATHS = {
     "routers": Router,
     "attention": DecodeAttention,
     "layers": OneTokenLayer,
+    "models": DecodeModel,
     "linear layers": Linear,
 }
 
@@ -31,8 +33,8 @@ def fast_paths(model: nn.Module) -> Counter[str]:
     found = Counter(dict.fromkeys(PATHS, 0))
     for fused in map(forward, model.modules()):
         found.update(what for what, kind in PATHS.items() if isinstance(fused, kind))
-        stretches = getattr(fused, "stretches", {}).values()
-        found["layers in one call"] += sum(len(stretch.layers) for stretch in stretches)
+        if isinstance(fused, DecodeModel):
+            found["layers in one call"] += sum(len(of.layers) for of in fused.stretches.values())
     return found
 
 
