@@ -55,7 +55,9 @@ class DecodeModel(FusedModule):
     ) -> Any:
         model, cache = self.module, past_key_values
         given = input_ids if inputs_embeds is None else inputs_embeds[..., 0]
-        if cache is None or given is None or given.numel() != 1 or any(others.values()):
+        if cache is None or given is None or given.numel() != 1:
+            return None
+        if any(value is not None and value is not False for value in others.values()):
             return None
         if attention_mask is not None and not (
             isinstance(attention_mask, Tensor)

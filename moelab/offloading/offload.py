@@ -200,8 +200,8 @@ def offload(
 
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
-    budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.    how,
-        options : an `Offloading`, or fields of one.
+    budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.
+    how, options : an `Offloading`, or fields of one.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
