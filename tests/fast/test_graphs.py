@@ -16,6 +16,7 @@ from moelab import experts, open_model
 from moelab import fast as kernels
 from moelab.experts import gemv
 from moelab.fast import attention, fast_decode, graphs
+from moelab.fast.token import DecodeModel
 from moelab.kernels.products import KINDS
 from moelab.models.patches import Patches
 from moelab.models.seam import discover
@@ -87,7 +88,7 @@ def opened(monkeypatch):
         if device == "cpu":
             monkeypatch.setattr(graphs, "GPUS", ("cpu",))
             monkeypatch.setattr(gemv, "GPUS", ("cpu",))
-            monkeypatch.setattr(fast_decode, "KERNELS", [graphs.GraphLayer])
+            monkeypatch.setattr(fast_decode, "KERNELS", [graphs.GraphLayer, DecodeModel])
             for package, name, of in (
                 (kernels, "attention_triton", SimpleNamespace(attend=naive_attention)),
                 (experts, "gemv_triton", NAIVE),

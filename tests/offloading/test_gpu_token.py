@@ -17,6 +17,7 @@ from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.experts import gemv
 from moelab.fast import fast_decode, graphs
+from moelab.fast.token import DecodeModel
 from moelab.offloading import offload
 from moelab.offloading.engine import Cancelled
 from moelab.offloading.hybrid import Balance
@@ -68,7 +69,7 @@ def opened(monkeypatch):
         if device == "cpu":
             for module in (graphs, gemv):
                 monkeypatch.setattr(module, "GPUS", ("cpu",))
-            monkeypatch.setattr(fast_decode, "KERNELS", [graphs.GraphLayer])
+            monkeypatch.setattr(fast_decode, "KERNELS", [graphs.GraphLayer, DecodeModel])
             replace(kernels, "attention_triton", SimpleNamespace(attend=naive_attention))
             if "bf12" not in str(folder):
                 naive = vars(NAIVE) | {"feed_forward": of_those_there}
