@@ -129,7 +129,7 @@ def test_it_ends_within_a_token_and_goes_on_from_there(small):
         said = "".join(next(pieces) for _ in range(wanted))
         pieces.close()
         text = talk.messages[-1]["content"]
-        assert text.startswith(said) and threading.active_count() == threads
+        assert text.startswith(said) and threading.active_count() <= threads
         more = small.tokenizer("\n" * bool(before) + turn).input_ids
         assert talk.ids == anew(small, before + more, 40)[: len(talk.ids)]
 

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 pytest.importorskip("numba")
-from moelab.fast.dense import linear
+from moelab.fast.dense import matrices_of
 from moelab.kernels import feed_forward, threads
 from moelab.kernels.compile import kernel
 from moelab.kernels.emit import exponential
 from moelab.kernels.instructions import Bytes, Integers, instruction
+from moelab.kernels.linear import linear
 from moelab.kernels.products import KINDS, PACKED, Matrices, multiply
 from moelab.store import bf12, fewbit
 
@@ -146,7 +147,7 @@ def test_linear_equals_torchs(dtype):
     layer = nn.Linear(96, 75).to(dtype).requires_grad_(False)
     for shape in ((96,), (1, 1, 96), (2, 7, 96), (0, 96)):
         x = torch.randn(shape).to(dtype)
-        y, wanted = linear(x, layer.weight, layer.bias), layer(x)
+        y, wanted = linear(x, matrices_of(layer.weight, layer.bias)), layer(x)
         assert y.shape == wanted.shape and y.dtype == dtype
         assert torch.allclose(y.float(), wanted.float(), atol=3 * tolerance, rtol=tolerance)
 
