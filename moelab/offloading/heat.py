@@ -2,8 +2,8 @@
 with what it will probably need.
 
 It is a file of the cache, by the store's identity, or of a checkpoint by its files, as looking at its
-weights takes longer than opening it. Of what was tried, counts of all sessions tell most, more than
-who was in memory at the end of the last one (`moelab bench warm`)."""
+weights takes longer than opening it. Counts of all sessions tell about as much as recent ones, more
+than who was in memory at the end of the last one (`moelab bench warm`)."""
 
 from __future__ import annotations
 
