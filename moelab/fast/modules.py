@@ -162,9 +162,8 @@ class Linear(FusedModule):
         return cls(module) if module.weight.numel() >= LARGE else None
 
     def fused(self, x: Tensor) -> Tensor | None:
-        w, b = map(
-            compat.parameters_of(self.module).get, ("weight", "bias")
-        )  # they may be replaced
+        parameters = compat.parameters_of(self.module)  # which may be replaced
+        w, b = parameters["weight"], parameters["bias"]
         with untouched():  # packed weights would answer slowly
             same = x.is_cpu and x.dtype == w.dtype and x.shape[-1] == w.shape[1] and x.numel()
             found = matrices_of(w, b) if same and not watched() else None

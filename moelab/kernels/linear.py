@@ -115,15 +115,17 @@ def gathered(of: Matrices, ids: Tensor, out: Tensor) -> Tensor:
     returned.
 
     Raises IndexError for rows that it does not have."""
-    wanted = ids.flatten().numpy()
-    if len(wanted) and not 0 <= wanted.min() <= wanted.max() < of.R:
+    wanted = ids.flatten().long().contiguous().numpy()
+    if not len(wanted):
+        return out
+    if not 0 <= wanted.min() <= wanted.max() < of.R:
         raise IndexError(f"there are rows 0 to {of.R - 1}, and one of the ids is another")
     _widen(of.kind, (*of.rows[0, :2].tolist(), wanted.ctypes.data, 0, len(wanted)), out)
     return out
 
 
 def _widen(kind: Kind, rows: tuple, out: Tensor) -> None:
-    """Widen rows: the matrix' two addresses, that of the rows' numbers, or 0 for one after another, the
+    """Widen rows: the matrix's two addresses, that of the rows' numbers, or 0 for one after another, the
     first, how many."""
     job = np.array([0, *rows, out.shape[-1], out.data_ptr()])
     work = _widening(kind, KINDS[out.dtype])

@@ -50,12 +50,21 @@ def test_linear_layers(name, rows, bias):
 
 
 @any_codec
-@given(ids=st.lists(st.integers(0, 69), max_size=9))
-@settings(max_examples=8, deadline=None)
-def test_embeddings(name, ids):
+@given(
+    ids=st.lists(st.integers(0, 69), max_size=9),
+    dtype=st.sampled_from([torch.int64, torch.int32]),
+    lie=st.sampled_from(
+        [lambda ids: ids, lambda ids: ids.T, lambda ids: ids.T[:, 0], lambda ids: ids[0, ::2]]
+    ),
+)
+@settings(max_examples=12, deadline=None)
+def test_embeddings(name, ids, dtype, lie):
     w, values = packed(name)
-    ids = torch.tensor([ids, ids], dtype=torch.int64)
+    ids = lie(torch.tensor([ids, ids[::-1]], dtype=dtype))
     assert torch.equal(F.embedding(ids, w), F.embedding(ids, values))
+    for outside in (-1, 70):
+        with pytest.raises(IndexError):
+            F.embedding(torch.tensor([outside], dtype=dtype), w)
 
 
 @any_codec
