@@ -39,7 +39,7 @@ tables: $(INSTALLED)
 	@$(PYTHON) docs/tables.py
 
 stress: $(INSTALLED)
-	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m stress --timeout 7200
+	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m "stress or hypothesis" --timeout 7200
 
 lab: $(INSTALLED)
 	@$(PYTHON) -m jupyterlab --allow-root --ServerApp.root_dir=. \

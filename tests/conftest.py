@@ -23,15 +23,14 @@ sys.modules.setdefault(
     "rfc3987_syntax", None
 )  # optional, and seconds of work where nbformat is imported
 
-# How long an example takes depends on the machine, and says nothing about the code. In CI the
-# examples are the same for the same code, so that its verdict is on the commit; everywhere else
-# each run tries new ones.
+# How long an example takes depends on the machine, and says nothing about the code. The examples are
+# the same for the same code, so that its verdict is on the commit; `make stress` tries new ones.
 settings.register_profile(
     "moelab",
     deadline=None,
-    max_examples=depth(25, 100),
+    max_examples=depth(10, 200),
     print_blob=True,
-    derandomize=bool(os.environ.get("CI")),
+    derandomize=depth(True, False),
 )
 settings.load_profile("moelab")
 

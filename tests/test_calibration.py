@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import MoESpec
@@ -61,7 +61,6 @@ def naive_counts(trace, tokens) -> torch.Tensor:
     return counts
 
 
-@settings(deadline=None, max_examples=30)
 @given(traces())
 def test_counts_popularity_and_imbalance_equal_a_loop(trace):
     calibration = calibrate(trace)
@@ -78,7 +77,6 @@ def test_counts_popularity_and_imbalance_equal_a_loop(trace):
                 assert imbalance[layer].isnan()
 
 
-@settings(deadline=None, max_examples=30)
 @given(traces(), st.integers(1, 7), st.sampled_from([0.0, 0.25, 0.5, 0.9, 1.0]), st.integers(0, 5))
 def test_chunk_loads_capacity_and_overflow_equal_a_loop(trace, B, quantile, capacity):
     prefill = [t for t in range(len(trace)) if trace.phase[t] == PREFILL]
@@ -101,7 +99,6 @@ def test_chunk_loads_capacity_and_overflow_equal_a_loop(trace, B, quantile, capa
         assert share.isnan() if not total else share.item() == pytest.approx(lost / total)
 
 
-@settings(deadline=None, max_examples=30)
 @given(traces(), st.integers(1, 3))
 def test_inclusion_equals_a_loop_and_sums_to_the_distinct_experts_a_step(trace, batch):
     E, steps = trace.spec.E, []
@@ -122,7 +119,6 @@ def test_inclusion_equals_a_loop_and_sums_to_the_distinct_experts_a_step(trace, 
         assert f[layer].sum().item() == pytest.approx(sum(map(len, active)) / len(steps))
 
 
-@settings(deadline=None, max_examples=30)
 @given(st.integers(1, 3), st.integers(1, 9), st.data())
 def test_overlap_equals_sets_of_the_most_popular(L, E, data):
     rows = st.lists(st.lists(st.integers(0, 4), min_size=E, max_size=E), min_size=L, max_size=L)

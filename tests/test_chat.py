@@ -187,10 +187,10 @@ def test_ctrl_c_ends_an_answer_within_two_seconds_and_keeps_it():
         chat.type("\x03")
         assert chat.until(r"stopped\r\n> $") < 2
     assert len(re.findall("tokens/s", chat.seen)) == 3
-    for _ in range(20):  # with no answer to end; what comes just before Python waits, waits too
+    for _ in range(2):  # with no answer to end; what comes just before Python waits, waits too
         chat.type("\x03")
         with suppress(subprocess.TimeoutExpired):
-            chat.process.wait(2)
+            chat.process.wait(30)
             break
     assert "\033" not in chat.ends()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -32,7 +32,6 @@ def random_trace(T: int, L: int, E: int, K: int, seed: int = 0, hidden: int = 0)
     )
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     *(st.integers(low, high) for low, high in ((0, 40), (1, 4), (1, 9), (0, 99))),
     st.sampled_from([0, 4]),

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import advise, names, open_model
@@ -72,7 +72,6 @@ def distinct_experts(spec, batch):
 
 
 @given(specs, st.integers(RESERVE, RESERVE + 2 * 10**9), st.sampled_from([1, 3]))
-@settings(max_examples=15, deadline=None)
 def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
     for way in ways(spec, memory, batch=batch):
         bits = FORMS.get(way.form, 16)
@@ -90,7 +89,6 @@ def test_times_are_a_naive_count_of_bytes(spec, memory, batch):
 
 
 @given(specs, st.integers(RESERVE, RESERVE + 10**9), st.integers(0, 10**9))
-@settings(max_examples=depth(8, 50), deadline=None)
 def test_more_memory_or_a_faster_disk_is_never_slower(spec, memory, more):
     richer, quicker = (
         {way.form: way for way in found}

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import advise
@@ -69,7 +69,6 @@ def waiting(m, expert, threads):
 
 
 @given(st.integers(1, 4), st.integers(5 * 10**7, 2 * 10**8), st.booleans())
-@settings(max_examples=15, deadline=None)
 def test_a_token_is_launches_reads_and_the_better_split_of_what_misses(K, memory, alone):
     one = asked(K, memory, model_type="qwen3_moe" if alone else "phimoe")
     for way in one.arithmetic():

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelab import cards
@@ -85,7 +85,6 @@ specs = st.builds(
 models = st.one_of(specs, st.sampled_from([*cards.MODELS]).map(lambda name: find_model(name).spec))
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     models,
     st.sampled_from([1, 2, 4, 8, 16, 32, 64, 128]),
@@ -121,7 +120,6 @@ def test_the_rules_hold(spec, cores, phase, batch, context, weights):
     assert question.block_size in SIZES
 
 
-@settings(max_examples=80, deadline=None)
 @given(models, st.integers(0, 6), st.sampled_from(["prefill", "decode"]), st.integers(1, 64))
 def test_more_cores_need_no_more_memory_each(spec, n, phase, batch):
     fewer = asked(spec, 2**n, phase, batch)

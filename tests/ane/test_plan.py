@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moelab.simulation.routing
@@ -76,7 +76,6 @@ def test_the_account_is_a_naive_loops(system):
     assert account.padded_fraction == pytest.approx(1 - account.executed / account.slots)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(sorted(SYSTEMS)),
     st.sampled_from([16, 50, 256]),

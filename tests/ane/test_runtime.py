@@ -4,7 +4,7 @@ static shapes."""
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moelab
@@ -57,7 +57,6 @@ def oracle(x, ids, weights, experts, importance, capacity):
     return out, executed
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     T=st.integers(2, 64),
     seed=st.integers(0, 99),
@@ -100,7 +99,6 @@ def test_each_expert_keeps_its_most_important_tokens(T, seed, skew, order, none)
     )
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     T=st.integers(2, 64),
     seed=st.integers(0, 99),

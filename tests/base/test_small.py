@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moelab
@@ -107,7 +107,6 @@ def test_load_is_skewed_but_no_expert_is_dead(model):
 # ---- the recipe
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     tokens=st.sampled_from([32, 64, 128, 256]),
@@ -183,7 +182,6 @@ def test_training_never_overwrites(tmp_path, tiny_corpus):
         small.train_small(tmp_path / "begun", replace(TINY, seed=5))
 
 
-@settings(max_examples=20, deadline=None)
 @given(T=st.integers(1, 12), E=st.integers(2, 6), seed=st.integers(0, 99), data=st.data())
 def test_balance_loss_equals_a_naive_loop(T, E, seed, data):
     K = data.draw(st.integers(1, E))

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
@@ -54,7 +54,6 @@ class Naive:
 
 
 @given(STEPS, st.integers(1, L * E))
-@settings(max_examples=60, deadline=None)
 def test_against_loops(steps, capacity):
     """What leaves comes before all that stays, newcomers among them; what was found stays."""
     residency, naive = Residency(L, E, Pools(F=capacity), "next-use"), Naive()

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
@@ -22,7 +22,6 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", ["fifo", "lru"])
 @given(STEPS, st.integers(0, L * E + 1))
-@settings(max_examples=50, deadline=None)
 def test_against_lists(name, steps, capacity):
     """A cache as a list, its oldest first: by their arrival, or by their latest use."""
     residency, cache = Residency(L, E, Pools(F=capacity), name), []
@@ -49,7 +48,6 @@ def test_against_lists(name, steps, capacity):
 
 @pytest.mark.parametrize("name, half_life", [("lfu", math.inf), ("lrfu", LRFU.half_life)])
 @given(STEPS, st.integers(1, L * E))
-@settings(max_examples=50, deadline=None)
 def test_the_fewest_uses_go_of_which_old_ones_may_count_less(name, half_life, steps, capacity):
     """By the definition: 2^(−turns of the layer since ÷ half-life) for each use, of all the
     history; uses that were refused a place count, too."""
@@ -70,7 +68,6 @@ def test_the_fewest_uses_go_of_which_old_ones_may_count_less(name, half_life, st
 
 
 @given(STEPS, st.integers(1, L * E), st.integers(0, 3))
-@settings(max_examples=50, deadline=None)
 def test_marking_spares_what_its_phase_used(steps, capacity, seed):
     """Fiat et al.: no victim was used in the phase, and a phase ends only when all candidates are
     marked."""
@@ -87,7 +84,6 @@ def test_marking_spares_what_its_phase_used(steps, capacity, seed):
 
 
 @given(STEPS, st.integers(1, L * E))
-@settings(max_examples=40, deadline=None)
 def test_belady_evicts_what_is_needed_last(steps, capacity):
     residency = Residency(L, E, Pools(F=capacity), Belady(steps))
     for number, (layer, tokens) in enumerate(steps):

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import convert, open_model
@@ -40,7 +40,6 @@ def most_used(counts, n, layers):
 
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @given(PROMPTS, st.integers(1, 8))
-@settings(max_examples=60, deadline=None)
 def test_the_most_used_of_the_prompt_are_there_before_the_answer_and_stay(scope, prompts, places):
     residency = Residency(L, E, Pools(F=places), "prompt", scope)
     parts = [range(L)] if scope == "model" else [[layer] for layer in range(L)]

@@ -4,7 +4,7 @@ one."""
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
@@ -26,7 +26,6 @@ def contents(residency):
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("policy", list(POLICIES))
 @given(STEPS, POOLS, st.sampled_from([None, 0, 2, 100]))
-@settings(max_examples=10, deadline=None)
 def test_invariants(policy, scope, steps, pools, margin):
     residency = Residency(
         L, E, pools, Belady(steps) if policy == "belady" else policy, scope, margin
@@ -79,7 +78,6 @@ def test_invariants(policy, scope, steps, pools, margin):
 
 
 @given(STEPS, POOLS, st.integers(0, 6), st.sampled_from(["model", "layer"]))
-@settings(max_examples=60, deadline=None)
 def test_dispatch_by_rank_and_eviction_by_frequency(steps, pools, margin, scope):
     """§3.4 by sorting all experts at every step."""
     residency, frequency = Residency(L, E, pools, "zipmoe", scope, margin), {}
@@ -141,7 +139,6 @@ TOKENS_IDS = st.lists(
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 @given(TOKENS_IDS, st.integers(1, L * E - 1), st.integers(1, 5), st.integers(0, 2))
-@settings(max_examples=15, deadline=None)
 def test_a_token_is_admitted_as_a_gpu_does_it(policy, tokens, slots, spare, share):
     """Against a table and a list of free slots: the first `share` misses of a layer are fetched, and
     stay while a slot is free."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moelab
@@ -88,7 +88,6 @@ def test_mcnemar_by_enumerating_every_outcome(lost, gained):
     assert accuracy.paired(base, values)["p"] == pytest.approx(as_uneven / 2**changed)
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=2, max_size=40))
 def test_answers_are_counted_as_by_hand(pairs):
     base, values = (np.array(column) for column in zip(*pairs))
@@ -116,7 +115,6 @@ def test_errors_of_losses_are_the_spread_over_repetitions():
     assert statistics.mean(row["relative"] for row in found) == pytest.approx(2.0, abs=0.1)
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=2, max_size=30))
 def test_the_interval_of_losses_is_scipys_of_pairs(pairs):
     base, values = (np.array(column) for column in zip(*pairs))
@@ -127,7 +125,6 @@ def test_the_interval_of_losses_is_scipys_of_pairs(pairs):
         assert row["interval"] == pytest.approx(list(expected), abs=1e-6)
 
 
-@settings(max_examples=60)
 @given(st.data(), st.integers(2, 9), st.permutations(["01", "bool", "float"]))
 def test_a_metric_may_be_0_or_1_throughout_in_one_mode_only(data, n, kinds):
     """As lm-eval's metrics between 0 and 1 are: then no mode's are right answers, whichever comes

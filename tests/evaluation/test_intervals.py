@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.evaluation.intervals import interval, standard_error, t95
@@ -13,7 +13,6 @@ from notebooks.studies.ratios import median, ratio
 scipy_stats = pytest.importorskip("scipy.stats")
 
 
-@settings(max_examples=50)
 @given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=30))
 def test_the_interval_is_scipys(values):
     mean, low, high = interval(values)

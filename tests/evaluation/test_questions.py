@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moelab
@@ -32,7 +32,6 @@ def test_prompts_are_reproducible_and_fit(source):
     assert both == [*questions.prompts("yesno", 2, **how), *questions.prompts(source, 2, **how)]
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
     source=st.sampled_from(["needle", "needle_multikey", "lookup", "yesno"]),
@@ -51,7 +50,6 @@ def test_the_answer_is_the_one_the_facts_give(seed, source):
         assert prompt.answer == " " + facts[question.removeprefix("the ")]
 
 
-@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10**6), source=st.sampled_from(questions.REMEMBERED))
 def test_what_weights_must_hold_is_asked_after_library_text(seed, source):
     """Words and sums are answered by hand; a couple's partner is a noun."""

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import open_model
@@ -81,7 +81,6 @@ def close(y: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 @every_executor
-@settings(max_examples=12, deadline=None)
 @given(given=cases())
 def test_equals_the_exact_result_and_executes_every_choice(name, given):
     executor, experts = make("executor", name), given[-1]

@@ -3,7 +3,7 @@ with the CPU taken for one."""
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.experts import gemv, grouped_gemm
@@ -38,7 +38,6 @@ def cases(draw, device):
 
 
 @pytest.mark.parametrize("device", ["cpu", GPU])
-@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_grouped_products_equal_a_naive_loop(device, data):
     x, ids, weights, experts = data.draw(cases(device))

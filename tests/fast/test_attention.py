@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer
@@ -96,7 +96,6 @@ class MixtralAttention(nn.Module):
     st.sampled_from([1, 2]),
     st.integers(0, 99),
 )
-@settings(max_examples=12, deadline=None)
 def test_one_token_equals_softmax_by_hand(
     dtype, H, kv_heads, group, half, S, norm, bias, threads, seed
 ):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("numba")
@@ -60,7 +60,6 @@ def tolerance(form, x, blob, shape):
     biased=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=20, deadline=None)
 def test_products_of_any_size(name, counts, rows, steps, dtype, biased, seed):
     form, rng = GGML[name], np.random.default_rng(seed)
     shape = rows, steps * max(64, form.block)

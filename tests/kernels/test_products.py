@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -61,7 +61,6 @@ def stored(kind, shape, random):
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=15, deadline=None)
 def test_products_of_any_size(kind, T, counts, blocks, rows, dtype, transposed, biased, seed):
     random, packed = torch.Generator().manual_seed(seed), isinstance(kind, str)
     transposed, dtype = transposed and kind not in FEW, dtype if packed else kind

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.__main__ import main
@@ -167,7 +167,6 @@ cells = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity
 cells |= st.text() | st.booleans()
 
 
-@settings(max_examples=30)
 @given(st.lists(st.tuples(cells | st.none(), cells | st.none()), min_size=1, max_size=4))
 def test_a_table_is_read_as_it_was_written(tmp_path_factory, values):
     """Metrics of any types, also one that is called like a parameter."""

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.ndp.balance import balance
@@ -32,7 +32,6 @@ def residual(E_g, T_w, T_g, T_n, T_a, K, N, S=1):
     return left - (N + 1) * T_a - T_n * (K - E_g)
 
 
-@settings(max_examples=60, deadline=None)
 @given(**setting)
 def test_the_solution_balances_and_is_the_smallest(T_w, T_g, T_n, T_a, K, N, S):
     E_g = balance(T_w, T_g, T_n, T_a, K, N, S)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.ndp.assumptions import Assumptions
@@ -26,7 +26,6 @@ from tests.ndp import toy
 from tests.timelines import check
 
 
-@settings(max_examples=15, deadline=None)
 @given(
     st.sampled_from(sorted(SYSTEMS)),
     st.integers(1, 4),
@@ -89,7 +88,6 @@ def test_what_does_not_fit_is_not_simulated():
     simulate(small, SYSTEMS["Fiddler"], routing)  # its experts are in host memory
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(1, 20), st.floats(1e6, 1e9))
 def test_x_grows_until_memory_is_full(E, memory):
     """Memory is filled a layer at a time, beside weights, keys and values, and two in transit."""
@@ -214,7 +212,6 @@ def test_a_schedule_that_plans_wrongly_is_refused(name, words, prompt):
         simulate(toy.machine(3), spoilt, routing)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.data(), st.sampled_from(sorted(SYSTEMS)), st.integers(0, 99))
 def test_any_one_share_that_is_changed_is_noticed(data, name, seed):
     """Every plan of ours passes, and none with one number of it changed."""

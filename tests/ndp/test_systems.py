@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.ndp.closed_form import layer_seconds
@@ -80,7 +80,6 @@ steps = st.integers(1, 6).flatmap(
 )
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     steps,
     st.sampled_from((1, 60)),
@@ -106,7 +105,6 @@ def test_improved_is_never_beaten_by_a_grid(drawn, S, name, link, unit):
         assert found <= layer_seconds(other, costs) * (1 + 1e-5)
 
 
-@settings(max_examples=10, deadline=None)
 @given(
     st.sampled_from([*sorted(SYSTEMS), ReadMoNDE(relieves="busiest"), ReadMoNDE(rounding="ceil")]),
     st.integers(1, 5),

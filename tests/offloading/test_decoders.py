@@ -43,7 +43,7 @@ def far(monkeypatch):
     monkeypatch.setattr("moelab.offloading.offload.link_to", Delayed)
 
 
-@settings(max_examples=12, phases=[p for p in Phase if p is not Phase.shrink])
+@settings(phases=[p for p in Phase if p is not Phase.shrink])
 @given(
     st.integers(0, 1 << 30).map(random.Random),
     st.sampled_from(CODECS),

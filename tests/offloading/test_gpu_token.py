@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import convert, experts, open_model
@@ -165,7 +165,6 @@ def test_who_a_cpu_computes_comes_beside_the_next_token(device, forms, opened, m
         assert not pool.slots.keys() & lm.moelab.engine.loader.queue.held.keys()
 
 
-@settings(max_examples=15)
 @given(st.data())
 def test_a_gpu_decides_as_the_residency(data):
     """Random ids in a few layers, tokens one after the other, through the kernel and the rule."""

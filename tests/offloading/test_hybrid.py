@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelab import convert, open_model
@@ -62,7 +62,6 @@ wanted = st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_
 
 
 @given(wanted, time, st.tuples(time, time), st.tuples(time, time), st.floats(0, 3))
-@settings(max_examples=100, deadline=None)
 def test_no_way_is_faster_by_more_than_an_expert(wanted, link, near, far, trip):
     of = rates(link, near, far, trip)
     here, there = split(wanted, of)
@@ -72,7 +71,6 @@ def test_no_way_is_faster_by_more_than_an_expert(wanted, link, near, far, trip):
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(1, 40), time, time, time)
-@settings(max_examples=100, deadline=None)
 def test_in_decoding_no_way_is_faster(missing, tokens, link, near, far):
     """As many tokens each, whatever is there: the optimum."""
     of = rates(link, (near, 0.0), (far, 0.0))
@@ -97,7 +95,6 @@ def test_eq_1_and_3_within_an_expert(T_w, T_g, T_n, T_a, K):
     *[st.integers(0, 9)] * 6,
     st.integers(1, 6),
 )
-@settings(max_examples=100, deadline=None)
 def test_shares_end_first_of_all_numbers(sizes, base, each, near, far, per_token, trip, K):
     """Whole numbers, so that ties are ties: all are fetched, then all is computed (Eq. 1)."""
     of = Rates((base, each), (near, 0), (far, per_token), trip)
@@ -179,7 +176,6 @@ def play(steps, forwards, machine, told, pools, cache="lrfu"):
     st.floats(0.01, 2),
     st.sampled_from(["lrfu", "prompt", "next-use"]),
 )
-@settings(max_examples=40, deadline=None)
 def test_both_places_together_are_as_fast_as_the_faster_one(tokens, far, cache):
     """By rates that are those of the machine, against all near and all far, from the same memory: what
     is resident never changes, as nothing is kept."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import convert, open_model, simulate
@@ -197,7 +197,6 @@ def test_kernels_get_no_addresses_of_another_devices_memory(forms, memory):
         assert locate(experts, hit, torch.bfloat16, "cuda") is None
 
 
-@settings(max_examples=40)
 @given(st.lists(st.tuples(st.floats(1e-4, 5e-3), st.floats(0, 5e-3), st.booleans()), max_size=9))
 def test_a_link_tells_how_long_a_gpu_waited_for_it(steps):
     """Against a loop over both clocks, of (copying, computing before it is needed, needed at all)."""

@@ -7,7 +7,7 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
@@ -166,7 +166,6 @@ class Driver:
         self.check()
 
 
-@settings(deadline=None, max_examples=150)
 @given(
     st.integers(0, 1 << 40).map(random.Random),
     st.sampled_from([Pools(F=5), Pools(2, 2, 1, 2), Pools(0, 0, 4, 2), Pools(C=6), Pools()]),

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("numba")
@@ -90,7 +90,6 @@ tokens = st.lists(st.lists(choices, min_size=L, max_size=L), min_size=1, max_siz
 
 
 @given(tokens, pauses, pauses, st.integers(1, 5))
-@settings(max_examples=12)
 def test_each_layer_gets_the_sum_of_its_own_experts(tokens, between, before, step):
     """Whichever side is late; the thread, as it is still at something else when a token begins."""
     experts, box, worker = Experts(), mailbox(), Worker(1)
@@ -108,7 +107,6 @@ def test_each_layer_gets_the_sum_of_its_own_experts(tokens, between, before, ste
 
 
 @given(tokens, pauses, pauses)
-@settings(max_examples=12)
 def test_nothing_is_read_before_it_is_whole(tokens, slow_gpu, slow_thread):
     """Each side against a double that writes in pieces, and the word that stands for them last."""
     experts, box, worker = Experts(), mailbox(), Worker(1)

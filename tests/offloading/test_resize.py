@@ -71,7 +71,7 @@ MOVES = st.lists(st.dictionaries(st.integers(4, 12), BUDGETS, min_size=2), min_s
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=2, deadline=None)
+@settings(max_examples=2)
 @given(moves=MOVES)
 def test_any_resizes_between_tokens_leave_every_bit(qwen, logits, way, moves):
     with open_model(qwen["plan" in WAYS[way]], memory="60%", **WAYS[way]) as lm:
@@ -81,7 +81,7 @@ def test_any_resizes_between_tokens_leave_every_bit(qwen, logits, way, moves):
 
 
 @pytest.mark.parametrize("opened", ["60%", "100%"])
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(
     way=st.sampled_from(sorted(WAYS)),
     moves=st.dictionaries(st.integers(4, 12), st.lists(BUDGETS, min_size=1, max_size=2)),

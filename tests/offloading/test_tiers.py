@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import calibrate, convert, open_model, record, simulate
@@ -123,7 +123,6 @@ class Exchange:
         assert all(self.pool.home[key] for key in self.pool.slots)
 
 
-@settings(max_examples=150)
 @given(st.integers(0, 1 << 30), st.integers(1, 20), st.integers(1, 6))
 def test_bytes_stay_true_in_any_order_of_copies(truth, seed, count, gpu):
     of = Exchange(truth, seed, count, gpu)

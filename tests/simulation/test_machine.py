@@ -5,7 +5,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
@@ -72,7 +72,6 @@ def check_expert(was, of):
     return of["recover"].end <= run.start
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     requests(),
     machines,

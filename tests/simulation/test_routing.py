@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import MoESpec
@@ -21,7 +21,6 @@ def spec(L: int, E: int, K: int) -> MoESpec:
 shares = st.lists(st.floats(0.0, 0.25), min_size=4, max_size=4)
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     shares,
     st.floats(1.0, 12.0),

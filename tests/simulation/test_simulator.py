@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import cards, convert, open_model
@@ -182,7 +182,6 @@ def runs(draw):
     return L, E, steps, predictions, pools
 
 
-@settings(deadline=None, max_examples=80)
 @given(runs(), machines, st.integers(1, 5), st.integers(1, 3), st.none() | st.integers(1, 3))
 def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
     run, machine, ahead, distance, staging
@@ -218,7 +217,6 @@ def test_predictions_decide_nothing_and_every_byte_is_accounted_for(
     assert clock == pytest.approx(played.forwards[-1].end)
 
 
-@settings(deadline=None, max_examples=50)
 @given(
     st.integers(2, 5),
     st.integers(1, 4),

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import cards
@@ -106,7 +106,6 @@ def by_layer(events, forward, resource):
 
 
 @given(tokens, st.integers(1, L * E - 1), st.integers(1, 6), st.data())
-@settings(max_examples=60, deadline=None)
 def test_decisions_are_the_gpus_and_times_add_up(ids, slots, spare, data):
     spare = min(spare, slots)
     rates = [data.draw(rating) for _ in ids]
@@ -155,7 +154,6 @@ def test_decisions_are_the_gpus_and_times_add_up(ids, slots, spare, data):
 
 
 @given(tokens, st.integers(1, L * E - 1), st.integers(1, 6), st.randoms(), st.data())
-@settings(max_examples=60, deadline=None)
 def test_what_a_token_missed_comes_beside_the_next_one(ids, slots, spare, chance, data):
     spare = min(spare, slots)
     rates = [data.draw(rating) for _ in ids]

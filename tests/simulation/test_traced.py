@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import moelab
@@ -34,7 +34,6 @@ def a_trace(seed=0, sizes=((5, 4), (0, 3), (6, 0)), L=3, E=8, K=2, spec=None, or
     return trace if order is None else trace.select(torch.tensor(order))
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=4),
     st.integers(0, 9),

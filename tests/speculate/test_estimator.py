@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.api import make_predictor
@@ -20,7 +20,6 @@ from tests.speculate.conftest import passed
 SMALL = st.integers(1, 9)
 
 
-@settings(max_examples=40)
 @given(SMALL, SMALL, st.integers(2, 5), SMALL, st.integers(1, 5), SMALL)
 def test_forward_is_appendix_a_row_by_row(H, E, L, width, expansion, T):
     estimator = Estimator(H, E, L, width, expansion)

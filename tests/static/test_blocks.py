@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import open_model, using
@@ -24,7 +24,6 @@ def mapped_by_a_loop(ids, E, B):
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 12))
 def test_the_block_mapping_is_that_of_a_loop(case, B):
     _, ids, _, experts = case
@@ -41,7 +40,6 @@ def test_the_block_mapping_is_that_of_a_loop(case, B):
     assert (m.block_to_expert[len(expected) :] == E - 1).all()
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 6))
 def test_loads_are_those_of_a_walk_over_the_blocks(case, B):
     x, ids, weights, experts = case
@@ -52,7 +50,6 @@ def test_loads_are_those_of_a_walk_over_the_blocks(case, B):
     assert executor.tally.slots == len(walked) * B
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(1, 6), st.sampled_from(SHARDINGS))
 def test_what_two_cores_exchange_and_load(case, B, sharding):
     """Along H what is before the activation of each slot, along I each slot's output, by blocks one

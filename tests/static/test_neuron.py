@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import models
@@ -51,7 +51,6 @@ def check(executor, x, ids, weights, experts):
     return tally
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(), st.sampled_from([1, 4, 16, 64]), st.sampled_from([0.8, 1.0]), st.integers(1, 4))
 def test_all_are_lossless_and_compute_what_they_say(case, B, alpha, batch):
     T, experts = len(case[0]), case[3]
@@ -65,7 +64,6 @@ def test_all_are_lossless_and_compute_what_they_say(case, B, alpha, batch):
     assert sum(rule.chosen.values()) == 1
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_selective_loads_each_needed_expert_once(case):
     x, ids, weights, experts = case

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import models
@@ -67,7 +67,6 @@ def partition(E, capacity, size):
     return groups
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     static_cases(),
     st.sampled_from(sorted(ORDERS)),
@@ -93,7 +92,6 @@ def test_pruning_drops_whom_a_loop_drops(case, order, seed, group_size):
     assert tally.slots >= tally.executed
 
 
-@settings(max_examples=60, deadline=None)
 @given(static_cases(), st.sampled_from([None, 1, 3]))
 def test_padding_drops_nobody_and_its_slots_are_counted(case, group_size):
     x, ids, weights, experts, capacity, _ = case
@@ -111,7 +109,6 @@ def test_padding_drops_nobody_and_its_slots_are_counted(case, group_size):
     assert executor.tally.slots == slots
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     cases(),
     st.sampled_from([0.1, 0.5, 1.0, 1.25, 2.0, 30.0]),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.static.tiers import Tiers, capacity_tiers, form_groups
@@ -10,7 +10,6 @@ from moelab.static.tiers import Tiers, capacity_tiers, form_groups
 counts_strategy = st.lists(st.integers(0, 1000), min_size=1, max_size=24).filter(any)
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     counts_strategy,
     st.integers(1, 4000),
@@ -51,7 +50,6 @@ def test_the_papers_example_and_the_factor_k_that_its_formula_lacks():
     assert set(paper.capacity[:4]) == {64}  # loads of 75 and more exceed all levels
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(st.sampled_from([16, 48, 128]), st.integers(0, 50)), min_size=1, max_size=40

@@ -4,7 +4,7 @@ checkpoint."""
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store import bf12
@@ -26,7 +26,6 @@ def naive(blob, n):
     return np.array(words, np.uint16)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 65536), st.integers(0, 10**6))
 def test_any_weights_come_back(blocks, values, seed):
     words = np.random.default_rng(seed).integers(0, values, 64 * blocks).astype(np.uint16)

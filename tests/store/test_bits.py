@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store import bits
@@ -18,7 +18,6 @@ def test_all_patterns():
     assert (joined == ALL).all()
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 2000), st.integers(0, 7), st.booleans(), st.integers(0, 10**6))
 def test_any_slice_at_any_address(n, before, odd, seed):
     x = np.random.default_rng(seed).integers(0, 65536, n, dtype=np.uint16)

@@ -3,7 +3,7 @@ import contextlib
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store.codecs import (
@@ -32,7 +32,6 @@ def same(a, b):
 
 
 @BYTES
-@settings(max_examples=20, deadline=None)
 @given(data=st.binary(max_size=2000) | st.lists(st.integers(100, 104), max_size=3000).map(bytes))
 def test_every_codec_round_trips_arbitrary_bytes(name, data):
     codec, out = find_codec(name), bytearray(len(data))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.checkpoint.experts import few_bits
@@ -85,7 +85,6 @@ def naive(name, blob, R, n):
 
 
 @EVERY
-@settings(max_examples=20, deadline=None)
 @given(R=st.integers(1, 4), groups=st.integers(1, 5), seed=st.integers(0, 10**6))
 def test_any_blob_unpacks_as_the_loop_says(name, R, groups, seed):
     """Every byte is possible in codes; scales are finite, of both signs where the format has
@@ -106,7 +105,6 @@ def test_any_blob_unpacks_as_the_loop_says(name, R, groups, seed):
         assert np.array_equal(turned.float().numpy(), found.T.float().numpy(), equal_nan=True)
 
 
-@settings(max_examples=20, deadline=None)
 @given(R=st.integers(1, 3), few=st.lists(values, min_size=3, max_size=99))
 def test_no_other_code_of_fp8_is_nearer(R, few):
     """Every code, tried one by one; a widest weight beyond the last code takes that."""
@@ -143,7 +141,6 @@ def in_torch(name, w):
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "mxfp4"])
-@settings(max_examples=50, deadline=None)
 @given(
     R=st.integers(1, 5),
     groups=st.integers(1, 4),

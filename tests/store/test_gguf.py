@@ -58,7 +58,7 @@ def written(path, tensors, fields=None, alignment=32):
     return path
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
         st.text("abc.", min_size=1, max_size=8),
@@ -219,7 +219,7 @@ def model(tmp_path_factory):
     return path.read_bytes()
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.randoms(use_true_random=False), st.integers(1, 8))
 def test_bytes_that_change_are_refused_or_read(model, tmp_path, random, changes):
     """Whatever a head says, it is read within the file or refused with a ValueError."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store import huffman
@@ -82,7 +82,6 @@ def naive_decode(blob):
     return out
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 4000), st.integers(1, 256), st.integers(0, 10**6), st.integers(0, 255))
 def test_round_trip(n, symbols, seed, first):
     data = skewed(n, symbols, seed, first)
@@ -107,7 +106,6 @@ def test_modes():
     assert len(compress(data)) * 8 <= lengths[data].sum() + 8 * 250
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=5), st.integers(3, 4))
 def test_code_lengths_are_optimal_under_the_limit(counts, limit):
     padded = np.zeros(256, np.int64)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -57,7 +57,6 @@ def test_linear_layers(name, rows, bias):
         [lambda ids: ids, lambda ids: ids.T, lambda ids: ids.T[:, 0], lambda ids: ids[0, ::2]]
     ),
 )
-@settings(max_examples=12, deadline=None)
 def test_embeddings(name, ids, dtype, lie):
     w, values = packed(name)
     ids = lie(torch.tensor([ids, ids[::-1]], dtype=dtype))
@@ -134,7 +133,6 @@ def test_edits_are_refused():
     panel=st.sampled_from([1, 256, 1 << 22]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=25, deadline=None)
 def test_products_of_many_rows(dtype, R, n, T, transposed, biased, panel, seed):
     torch.manual_seed(seed)
     w, x, b = (torch.randn(*of).to(dtype) for of in ((R, n), (T, n), (R,)))
@@ -149,7 +147,6 @@ def test_products_of_many_rows(dtype, R, n, T, transposed, biased, panel, seed):
 
 @any_codec
 @given(begin=st.integers(0, 69), end=st.integers(1, 70), seed=st.integers(0, 9))
-@settings(max_examples=8, deadline=None)
 def test_rows_are_widened(name, begin, end, seed):
     end = max(begin + 1, end)
     w, values = packed(name, seed=seed)

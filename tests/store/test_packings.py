@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store import fewbit, packings
@@ -44,7 +44,6 @@ def layers(draw):
 
 
 @given(layers())
-@settings(deadline=None, max_examples=40)
 def test_weights_are_those_of_the_formula_and_bytes_are_kept(layer):
     kind, bits, tensors, truth = layer
     shape = tuple(truth.shape)

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store import codecs
@@ -34,7 +34,6 @@ def chunks_of(tensor, codec, K):
     ]
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 70_000),
     st.sampled_from([name for name in CODECS if name not in ("raw", "bf12")]),
@@ -50,7 +49,6 @@ def test_two_stages_give_the_tensor(n, codec, K, dtype):
         assert torch.equal(out.view(torch.int16), tensor.view(torch.int16))
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1 << 40).map(random.Random), st.integers(4000, 9000), st.integers(1, 5))
 def test_shards_are_decoded_apart_in_any_order_in_one_stage_or_two(chance, n, K):
     tensor = (torch.randn(n, generator=torch.Generator().manual_seed(n)) * 0.02).bfloat16()

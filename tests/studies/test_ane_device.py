@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.ane.plan import make_plan
@@ -119,7 +119,6 @@ def test_a_prefill_is_its_chunks_and_layers():
 
 
 @given(seed=st.integers(0, 99), system=st.sampled_from(("base", "npumoe")), overlap=st.booleans())
-@settings(max_examples=10, deadline=None)
 def test_padding_is_what_rows_without_a_token_take(seed, system, overlap):
     """By a loop over graphs, chunks and experts; beside experts on the CPU it takes at most
     that."""
@@ -146,7 +145,6 @@ def test_padding_is_what_rows_without_a_token_take(seed, system, overlap):
     assert cost.padding.cpu_ms < cost.padding.ms and cost.padding.mj > 0
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     E=st.sampled_from((4, 8, 32)),
     K=st.integers(1, 4),

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab import cards
@@ -32,7 +32,6 @@ def test_n_blocks_are_always_enough_by_brute_force(T, E):
         assert worst <= blocks_by_code(T, K, E, B) <= max(blocks.blocks_by_text(T, K, E, B), 0)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases(), st.integers(1, 12))
 def test_padding_equals_the_formulas(case, B):
     x, ids, weights, experts = case
@@ -90,7 +89,6 @@ def test_what_there_is_no_arithmetic_for_is_refused():
             wrong()
 
 
-@settings(max_examples=40, deadline=None)
 @given(cases(), st.integers(1, 6))
 def test_what_cores_share_is_what_the_executor_counts(case, B):
     x, ids, weights, experts = case

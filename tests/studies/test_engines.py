@@ -1,7 +1,7 @@
 """Engines that are not ours: a cache in bytes against a naive one, and seconds by hand."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey
@@ -39,14 +39,12 @@ def naive(batches, budget, layers):
     return missed
 
 
-@settings(deadline=None, max_examples=60)
 @given(BATCHES, st.integers(0, 60), st.sampled_from((0, 3)))
 def test_a_cache_in_bytes_evicts_as_a_naive_one(batches, budget, layers):
     cache = SizedCache(budget, size, "lru", layers)
     assert [cache.ask(*batch) for batch in batches] == naive(batches, budget, layers)
 
 
-@settings(deadline=None, max_examples=30)
 @given(BATCHES, st.sampled_from(("lru", "lfu", "lrfu", "fifo")))
 def test_with_room_for_all_only_first_uses_are_missed(batches, policy):
     cache = SizedCache(18 * 5, size, policy)

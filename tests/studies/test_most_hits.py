@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import State
@@ -57,7 +57,6 @@ def best_by_trial(steps, capacity):
 
 
 @given(SMALL, st.integers(0, 4))
-@settings(max_examples=150, deadline=None)
 def test_belady_is_the_most(steps, capacity):
     assert belady_hits(steps, capacity) == best_by_trial(steps, capacity)
 
@@ -65,7 +64,6 @@ def test_belady_is_the_most(steps, capacity):
 @pytest.mark.parametrize("scope", ["model", "layer"])
 @pytest.mark.parametrize("name", list(POLICIES))
 @given(LARGER, st.integers(0, 8), st.sampled_from([None, 0, 3]))
-@settings(max_examples=25, deadline=None)
 def test_no_policy_is_above(name, scope, steps, capacity, margin):
     pools = (
         Pools(F=capacity) if margin is None else Pools(F=capacity // 2, E=capacity - capacity // 2)
@@ -83,7 +81,6 @@ def test_no_policy_is_above(name, scope, steps, capacity, margin):
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "belady"])
 @given(LARGER, st.integers(0, 8))
-@settings(max_examples=25, deadline=None)
 def test_of_policies_belady_has_the_most(name, steps, capacity):
     """The arena's ceiling."""
     found = []

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from notebooks.studies.ndp_tensor_parallel import NDPTensorParallel
 from tests.experts.toy import LAYOUTS, make_experts, make_routing, naive
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     layout=st.sampled_from(sorted(LAYOUTS)),
     N=st.integers(1, 7),

@@ -5,7 +5,7 @@ import random
 from math import factorial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import State
@@ -42,7 +42,6 @@ def test_what_is_in_memory_is_not_read(state, kinds):
         assert operation.kind != "decompress" or {op.chunk for op in before} <= {operation.chunk}
 
 
-@settings(deadline=None, max_examples=60)
 @given(task_sets(), st.integers(1, 9), st.randoms())
 def test_a_timetable_respects_graph_and_resources(tasks, workers, rng):
     rng.shuffle(tasks)  # any order at all
@@ -70,7 +69,6 @@ def test_a_makespan_by_hand():
     assert makespan([], 1) == 0.0
 
 
-@settings(deadline=None, max_examples=60)
 @given(requests(states=LOADING, most=5), delays, st.integers(1, 3))
 def test_execute_and_makespan_agree_where_they_model_the_same(asked, machine, workers):
     """One tensor of one chunk, free recovery. As recovery needs a worker

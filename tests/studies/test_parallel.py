@@ -3,7 +3,7 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from notebooks.studies import parallel
@@ -32,7 +32,6 @@ def test_every_expert_has_a_place_and_devices_hold_equally_many(load, devices, m
     assert imbalance(load, made) >= 1 - 1e-9
 
 
-@settings(max_examples=50)
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=4), st.integers(0, 4))
 def test_replicas_are_the_best_there_are(load, spare):
     """The largest load per replica is the least possible."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.registry import make
@@ -23,7 +23,6 @@ serial = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
 @given(runs(), machines, st.integers(1, 9))
 def test_no_simulated_schedule_beats_the_bound(run, machine, ahead):
     """Whatever is predicted, cached, delayed and decoded: no token takes less than the least of its

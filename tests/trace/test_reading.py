@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import MoESpec
@@ -30,7 +30,6 @@ def written(name, folder, trace):
 
 
 @pytest.mark.parametrize("name", TRACES)
-@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(3, 7), min_size=1, max_size=4),
     L=st.integers(1, 3),

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.trace.statistics import (
@@ -42,7 +42,6 @@ def replayed(keys, capacity, policy):
     return hits
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=40), st.integers(1, 8))
 def test_one_pass_gives_the_hits_of_every_capacity(keys, capacity):
     for policy in ("lru", "lfu", "belady"):
@@ -52,7 +51,6 @@ def test_one_pass_gives_the_hits_of_every_capacity(keys, capacity):
     assert hits_by_capacity(np.array(keys), 8, "static")[capacity - 1] == best
 
 
-@settings(max_examples=30, deadline=None)
 @given(
     *(st.integers(low, high) for low, high in ((1, 30), (1, 4), (2, 9), (0, 99))),
 )

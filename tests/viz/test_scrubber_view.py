@@ -4,7 +4,7 @@ a kernel."""
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("plotly")
@@ -24,7 +24,6 @@ from moelab.viz.views.recorded import Recorded, recorded
 from tests.models import tiny
 
 
-@settings(max_examples=20)
 @given(st.integers(2, 4), st.integers(3, 8), st.integers(2, 6), st.integers(0, 8), st.randoms())
 def test_states_are_what_the_simulator_did(L, E, n, kept, chance):
     """Prefetches, used and not, by the simulator's own counts; hits and misses by its cache's."""

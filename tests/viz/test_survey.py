@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -61,7 +61,6 @@ def test_bounds_are_those_of_the_whole_tensors():
     }
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.integers(0, 40), max_size=3),
     st.sampled_from([torch.bfloat16, torch.float32, torch.uint8]),

@@ -4,7 +4,7 @@ from itertools import groupby, product
 from operator import itemgetter
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from moelab.base import registry
@@ -42,7 +42,6 @@ def test_blocks_are_a_permutation_of_the_tasks_each_type_by_falling_p(tasks, wor
         assert ranks == sorted(ranks)  # tasks of an expert together
 
 
-@settings(max_examples=150, deadline=None)
 @given(task_sets(), st.integers(1, 4))
 def test_a_block_ends_when_the_workers_lag(tasks, workers):
     """Definition A.1, on the executed schedule: workers find the next block's E-chunks there as
@@ -113,7 +112,6 @@ def test_the_naive_order():
     assert naive_order(asked) == Order([(0, "SM"), (1, "E"), (3, "both")], [0, 1, 3])
 
 
-@settings(max_examples=60, deadline=None)
 @given(requests((State.MISSED, State.FULL), most=6), delays, st.integers(1, 4), st.integers(1, 3))
 def test_where_decompressing_takes_longer_no_misses_are_faster_in_merged_reads(
     asked, machine, workers, shards

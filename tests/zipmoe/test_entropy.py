@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.store.headers import DTYPES
@@ -33,7 +33,6 @@ def check(row, values, dtype):
     assert row.bound == pytest.approx((bits - e + shannon(exponents)) / bits)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 65535), min_size=1, max_size=200))
 def test_any_bit_patterns_and_histograms_that_add_up(values):
     words = np.array(values, np.uint16)

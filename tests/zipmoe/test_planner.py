@@ -50,7 +50,7 @@ def played(pools, delays, scope, policy, warm):
     return fmean(forward.end - forward.start for forward in run.forwards)
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     st.integers(0, 200),
     st.sampled_from(["model", "layer"]),

@@ -8,7 +8,7 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.base.specs import ExpertKey, State
@@ -82,7 +82,6 @@ def algorithm_4(f, budget, k, estimate, step, pools="FCSE"):
     return found
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     layers(),
     delays,
@@ -120,7 +119,6 @@ def simulated(states, d, workers):
     return sum(event.end - event.start for event in events if event.resource == "disk"), end
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.text("FCSEM", max_size=6), delays, st.integers(1, 3))
 def test_reading_equals_the_simulators_and_no_schedule_of_it_is_shorter(states, d, workers):
     hits, k = np.array([[states.count(s) for s in "FCSE"]]), len(states)

@@ -7,7 +7,7 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from moelab.zipmoe.selection import inclusion, sample, selection_probabilities, whole
@@ -36,7 +36,6 @@ def observed(draw, most=8):
     return np.bincount(np.concatenate(steps), minlength=E) / len(steps), k
 
 
-@settings(max_examples=80, deadline=None)
 @given(observed())
 def test_they_reproduce_what_was_counted(case):
     f, k = case
@@ -54,7 +53,6 @@ def test_they_reproduce_what_was_counted(case):
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.just(0.0), st.just(1.0), st.floats(0, 1)), min_size=1, max_size=30))
 def test_whole_gives_the_nearest_k_and_keeps_the_order(f):
     f = np.array(f)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("coremltools")
@@ -291,7 +291,6 @@ def test_shares_of_large_scores(tmp_path):
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.one_of(st.none(), st.integers(1, 9)), st.data())
-@settings(max_examples=40, deadline=None)
 def test_mask_lets_a_query_see_what_it_may(S, chunks, window, data):
     P = S * chunks
     shape = attention_graph.AttentionShape(8, 1, 1, 4, S, P)
