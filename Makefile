@@ -3,7 +3,7 @@
 # make lint        check layout and code with ruff
 # make docs        build the site, build/site/index.html, from docs/ and results/
 # make tables      write the tables of README and docs from results/
-# make stress      run the long sweeps in depth: architectures, interruptions, damaged and hostile files
+# make stress      run the tests in depth: every architecture, combination, interruption and damaged file
 # make lab         open JupyterLab at notebooks/00_start
 # make clean       remove .venv and caches; results stay
 #
@@ -39,7 +39,7 @@ tables: $(INSTALLED)
 	@$(PYTHON) docs/tables.py
 
 stress: $(INSTALLED)
-	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) -m "stress or hypothesis" --timeout 7200
+	@MOELAB_STRESS=1 OMP_NUM_THREADS=1 $(PYTHON) -m pytest $(TEST_FLAGS) --timeout 7200
 
 lab: $(INSTALLED)
 	@$(PYTHON) -m jupyterlab --allow-root --ServerApp.root_dir=. \

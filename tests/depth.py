@@ -1,7 +1,8 @@
 """How deep a sweep goes: a sample in `make test`, all of it in `make stress`.
 
-A sweep is marked `@pytest.mark.stress` and asks `depth(sample, whole)` which cases to try, or how
-many."""
+A sweep asks `depth(sample, whole)` which cases to try, or how many; of two lists it takes each name
+with one of the options (`in_turn`). Property tests take ten examples, always the same, and two
+hundred new ones in depth (conftest.py)."""
 
 import os
 from collections.abc import Sequence

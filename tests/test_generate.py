@@ -18,6 +18,7 @@ from moelab.generate import generate
 from moelab.models.greedy import OPTIONS
 from moelab.parallel import launch
 from moelab.speculate import Estimator
+from tests.depth import depth
 
 ROOT = Path(__file__).parents[1]
 
@@ -109,10 +110,9 @@ SHORT = ["generate", "--prompt", "the red fox", "--max-new-tokens", "6", "--memo
     "name, needs",
     [
         ("static", ["calibration"]),
-        ("quasi", ["vectors"]),
-        ("estimator", ["estimator"]),
         ("hybrid", ["estimator", "vectors"]),
         ("auto", ["estimator"]),
+        *depth([], [("quasi", ["vectors"]), ("estimator", ["estimator"])]),
     ],
 )
 def test_predictors_take_files_and_say_which_command_writes_them(name, needs, files, capsys):

@@ -66,7 +66,6 @@ def folders(tmp_path_factory):
 # ---- opening
 
 
-@pytest.mark.stress
 def test_a_twin_has_the_dtypes_that_transformers_gives_it():
     """What is constructed without torch's default dtype, against what is with it."""
     few = ("jamba", "gemma4_text", "switch_transformers")
@@ -185,7 +184,6 @@ def in_threads(lm, wanted, rounds):
         return [one for found in pool.map(work, range(4)) for one in found]
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("executor", depth(["fast"], ["exact", "fast"]))
 def test_generations_in_threads_with_every_prefetcher(folders, executor):
     """As in one thread; its metrics and its run are valid (huggingface/transformers#25197)."""
@@ -315,7 +313,6 @@ print("forked")
 """
 
 
-@pytest.mark.stress
 def test_forks(folders):
     """At rest and within a generation, by hand, in a pool, as a loader's workers
     (pytorch/pytorch#49555)."""
@@ -351,7 +348,6 @@ def files(folder):
     )
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("options", depth(KEPT[-3:], KEPT), ids=str)
 def test_a_model_that_is_dropped_leaves_nothing(folders, options, monkeypatch):
     """Nor do its threads, files and memory stay (huggingface/transformers#26026)."""

@@ -101,7 +101,6 @@ def test_the_files_that_pyproject_and_ci_name_are_there():
     assert list((ROOT / "moelab" / "cards").rglob("*.toml"))
 
 
-@pytest.mark.stress
 @pytest.mark.skipif(not STRESS, reason="builds a wheel: make stress")
 def test_an_installed_package_finds_what_it_ships(tmp_path):
     """The wheel, installed without a clone into a folder whose name is awkward, runs a page of

@@ -16,7 +16,7 @@ from tests.models import tiny
 PROMPTS = [[5, 9, 33, 12, 60, 7, 8], [11, 4, 71], [3, 90, 17, 25, 31]]
 
 
-@pytest.fixture(scope="module", params=tiny.ARCHITECTURES)
+@pytest.fixture(scope="module", params=tiny.SOME)
 def model(request, tmp_path_factory):
     return open_model(tiny.save(request.param, tmp_path_factory.mktemp(request.param)))
 

@@ -13,21 +13,22 @@ from moelab.advice import doctor
 from moelab.base import registry
 from moelab.base.arguments import Parser, one_of
 from moelab.base.table import text_table
+from tests.depth import in_turn
 
-ENCODINGS = ["ascii", "cp437", "utf-16"]
 
-
-@pytest.mark.parametrize("encoding", ENCODINGS)
 @pytest.mark.parametrize(
-    "words",
-    [
-        ["claims", "--source", "zipmoe"],
-        ["generate", "--help"],
-        ["bench", "--help"],
-        ["check", "naïve \U0001f642"],
-        ["run", "\udcff"],
-        ["generate", "--prompt", "naïve \U0001f642 fox", "--max-new-tokens", "1"],
-    ],
+    "words, encoding",
+    in_turn(
+        [
+            ["claims", "--source", "zipmoe"],
+            ["generate", "--help"],
+            ["bench", "--help"],
+            ["check", "naïve \U0001f642"],
+            ["run", "\udcff"],
+            ["generate", "--prompt", "naïve \U0001f642 fox", "--max-new-tokens", "1"],
+        ],
+        ["ascii", "cp437", "utf-16"],
+    ),
 )
 def test_no_terminal_s_encoding_loses_output(words, encoding, monkeypatch):
     """What it lacks is a "?"; hydropix/TranslateBooksWithLLMs issue 184."""

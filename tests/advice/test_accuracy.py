@@ -12,7 +12,6 @@ SPEC = MoESpec(
 )
 
 
-@pytest.mark.stress
 def test_settings_are_advised_and_run(in_this_process, tmp_path, monkeypatch):
     monkeypatch.setattr(Model, "forms", lambda model: [AS_IS, "bf12"])
     specs = depth((SPEC,), (SPEC, SPEC))

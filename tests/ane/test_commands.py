@@ -42,7 +42,6 @@ def run(line):
     return main(["ane", *line.split()])
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("card", depth(["Phi-3.5-MoE"], ["Qwen3-30B-A3B", "Phi-3.5-MoE"]))
 def test_plans_of_cards_need_no_weights(card, capsys, tmp_path):
     path = tmp_path / "plan.json"

@@ -24,7 +24,7 @@ from moelab.models.identity import identity
 from moelab.offloading.offload import offload
 from moelab.store.layout import StoreError
 from moelab.store.reader import Reader, StoreExperts
-from tests.depth import depth
+from tests.depth import depth, in_turn
 from tests.models import tiny
 
 IDS = torch.arange(3, 20)[None]
@@ -35,8 +35,13 @@ def store_of(folder, dtype="auto"):
     return CheckpointStore(checkpoint, checkpoint.dtype(dtype))
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "switch_transformers", "mxfp4", "fp8"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize(
+    "name, dtype",
+    in_turn(
+        ["mixtral", "gpt_oss", "switch_transformers", "mxfp4", "fp8"],
+        [torch.bfloat16, torch.float32],
+    ),
+)
 def test_experts_are_those_that_are_converted(name, dtype, tmp_path):
     """Apart, fused, numbered and quantised, in the stored dtype and in another."""
     folder = tiny.save_few(name, tmp_path)
@@ -59,8 +64,9 @@ def test_experts_are_those_that_are_converted(name, dtype, tmp_path):
     assert plain == (store.scratch == 0)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "mxfp4", "fp8"])
-@pytest.mark.parametrize("pools", [False, True], ids=["whole", "pools"])
+@pytest.mark.parametrize(
+    "name, pools", in_turn(["mixtral", "gpt_oss", "mxfp4", "fp8"], [False, True])
+)
 def test_offloaded_it_is_exact_and_counts_its_bytes(name, pools, tmp_path):
     folder = tiny.save_few(name, tmp_path)
     truth = open_model(folder)
@@ -157,7 +163,6 @@ with open_model(folder, memory=budget) as model:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
-@pytest.mark.stress
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("H, E, budget", [(128, 16, "1MB"), (1024, 60, "700MB")][: depth(1, 2)])
 def test_a_large_checkpoint_within_its_memory(H, E, budget, tmp_path):

@@ -21,7 +21,7 @@ from moelab.checkpoint.opening import require_tokenizer
 from moelab.checkpoint.restore import restore
 from moelab.store.layout import SOURCE_LAYOUT
 from tests.checkpoint import packed
-from tests.depth import depth
+from tests.depth import depth, in_turn
 from tests.models import tiny
 
 pytestmark = pytest.mark.filterwarnings(
@@ -69,17 +69,15 @@ def every_way(folder: Path, scratch: Path):
     places = {"checkpoint": folder, "store": store.folder}
     if SOURCE_LAYOUT in store.files:
         places["restored"] = restore(store, scratch / "back")
-    for name, place in places.items():
-        for options in ({}, {"experts": "external"}, {"memory": "50%"}):
-            with open_model(place, **options) as model:
-                yield f"{name} {options}", logits(model)
+    for name, options in in_turn([*places], [{"memory": "50%"}, {"experts": "external"}, {}]):
+        with open_model(places[name], **options) as model:
+            yield f"{name} {options}", logits(model)
 
 
 # -------------------------------------------------------------------------------------------------------------
 # types
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "name, seed",
     depth(
@@ -131,7 +129,6 @@ def fp8(
     return rewrite(folder, tensors, quantization_config=settings)
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "how, scale_of, said",
     [

@@ -43,7 +43,7 @@ def test_a_config_imports_no_model():
     )
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.SOME)
 def test_checkpoint_experts_are_the_models_own(name, tmp_path):
     folder = tiny.save(name, tmp_path / "m")
     resident = open_model(folder)

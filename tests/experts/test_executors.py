@@ -97,7 +97,6 @@ def test_gemv_on_several_threads(request):
         close(GEMV()(*given), naive(*given), torch.float32)
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "name, architecture",
     in_turn(lossless(), ["qwen3_moe", "gpt_oss", "llama4_text", "switch_transformers"]),
@@ -157,8 +156,10 @@ def test_experts_of_bf12_are_those_of_bf16(layout, few):
 
 
 @pytest.mark.parametrize("tokens", [9, 300])
-@pytest.mark.parametrize("layout", ["gated", "bias", "transposed", "interleaved", "bias fp16"])
-@pytest.mark.parametrize("name", AS_THEY_LIE[1:6])
+@pytest.mark.parametrize(
+    "name, layout",
+    in_turn(AS_THEY_LIE[1:6], ["gated", "bias", "transposed", "interleaved", "bias fp16"]),
+)
 def test_few_bits_are_multiplied_as_they_lie(name, layout, tokens):
     """By the executors that say so, and widened only for many rows of an expert."""
     layout, *other = layout.split()

@@ -5,13 +5,14 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.depth import depth
 from tests.experts.banks import FEW, PLAIN, make, naive
 from tests.experts.test_gemv_triton import GATES, cases, relu
 
 
 @pytest.mark.parametrize("kind", [*PLAIN, "bf12", *FEW])
 @settings(
-    max_examples=2,
+    max_examples=depth(1, 20),
     phases=[Phase.generate],  # an example takes a while
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

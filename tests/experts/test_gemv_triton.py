@@ -41,7 +41,7 @@ def relu(h):
 
 @pytest.mark.parametrize("kind", [*PLAIN, "bf12", *FEW])
 @settings(
-    max_examples=3,
+    max_examples=depth(2, 20),
     phases=[Phase.generate],  # an example takes a while
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -161,7 +161,6 @@ for kind in KINDS:
 """
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("capability", depth([89], [80, 89, 90]))
 def test_kernels_compile_for_a_gpu(capability, tmp_path):
     kinds = depth(("int4",), (*PLAIN, "bf12", *FEW))

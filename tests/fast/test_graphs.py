@@ -20,6 +20,7 @@ from moelab.fast.token import DecodeModel
 from moelab.kernels.products import KINDS
 from moelab.models.patches import Patches
 from moelab.models.seam import discover
+from tests.depth import in_turn
 from tests.models import tiny
 
 DEVICES = [
@@ -124,13 +125,12 @@ def close(got, wanted, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("memory", [None, 0.5])
 @pytest.mark.parametrize(
-    "name, dtype", [*((name, torch.bfloat16) for name in NAMES), ("mixtral", torch.float32)]
+    "of, memory",
+    in_turn([*((name, torch.bfloat16) for name in NAMES), ("mixtral", torch.float32)], [None, 0.5]),
 )
-def test_tokens_are_those_of_transformers(
-    name, dtype, memory, device, opened, tmp_path, monkeypatch
-):
+def test_tokens_are_those_of_transformers(of, memory, device, opened, tmp_path, monkeypatch):
+    name, dtype = of
     monkeypatch.setattr(attention, "GROWTH", 3)  # so the cache moves now and then
     folder, tokens = tiny.save(name, tmp_path / "model", dtype), drawn(14)
     with open_model(folder, device=device) as lm:
@@ -229,12 +229,13 @@ def test_threads_take_turns(name, device, opened, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "heads, kv_heads, D, S", [(8, 2, 64, 1), (4, 4, 48, 700), (20, 1, 16, 130)]
+    "sizes, dtype",
+    in_turn([(8, 2, 64, 1), (4, 4, 48, 700), (20, 1, 16, 130)], [torch.float32, torch.bfloat16]),
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_equals_a_naive_one(heads, kv_heads, D, S, dtype, triton_device):
+def test_attention_equals_a_naive_one(sizes, dtype, triton_device):
     from moelab.fast import attention_triton
 
+    heads, kv_heads, D, S = sizes
     rng, device = torch.Generator().manual_seed(S), triton_device
 
     def drawn(*shape):

@@ -3,7 +3,7 @@ button pressed.
 
 Nothing may be told as an error, by the page or by a cell, each control must change the picture, and
 a saved notebook has a picture of every view; running a notebook leaves git as it was. `make test`
-tries one notebook and each control once, `make stress` all."""
+tries one notebook and each control of some views once, `make stress` all."""
 
 import json
 import os
@@ -22,7 +22,7 @@ import pytest
 from moelab.base.files import CHECKOUT, read_json
 from moelab.comparison import finished_runs
 from moelab.lab.runner import notebooks
-from tests.depth import depth
+from tests.depth import STRESS, depth
 from tests.lab.test_runs import put
 
 CHROMIUM = next(
@@ -276,7 +276,6 @@ def stills(cell):
     return re.findall(r"data:image/png;base64,([^\"]+)", "".join(texts))
 
 
-@pytest.mark.stress
 @pytest.mark.timeout(600)
 def test_every_view_in_the_browser(page, lab, results, tmp_path):
     for n, (value, smoke) in enumerate(((4, True), (6, False))):
@@ -298,7 +297,6 @@ def test_every_view_in_the_browser(page, lab, results, tmp_path):
         assert pictures and sum(map(len, pictures)) < 200_000, name
 
 
-@pytest.mark.stress
 @pytest.mark.timeout(300)
 def test_a_conversation_in_the_browser(page, lab, results, tmp_path):
     """It answers, its memory moves in the midst of an answer, it stops, it is replayed otherwise."""
@@ -327,6 +325,7 @@ def test_a_conversation_in_the_browser(page, lab, results, tmp_path):
     assert errors(page) == []
 
 
+@pytest.mark.skipif(not STRESS, reason="a third Lab for one control: make stress")
 def test_a_knob_runs_the_cells_above_again_and_leaves_the_run_alone(page, lab, results, tmp_path):
     cells = [
         "x: int = 1\nseed: int = 0",
@@ -380,7 +379,6 @@ def clone(tmp_path_factory):
     return folder, git
 
 
-@pytest.mark.stress
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", depth(["00_start.ipynb"], [path.name for path in notebooks()]))
 def test_every_notebook_in_the_browser(page, lab, clone, name, results):

@@ -88,7 +88,6 @@ def foreign(tmp_path_factory):
     return folder
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "path",
     depth([], notebooks()),

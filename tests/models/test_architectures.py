@@ -41,7 +41,6 @@ def test_the_docs_show_what_the_last_sweep_found():
     )
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("name", RUN[:: depth(6, 1)])
 def test_plugging_changes_no_bit(name, tmp_path):
     """In bf16, where orders and widths of sums show; a batch padded on the left, without a
@@ -65,7 +64,6 @@ def test_what_is_refused_says_why(name):
     assert said.startswith("transformers ") or said == sweep.refused(name)
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("name, dtype", depth(FEW, [*product(tiny.every(), sweep.DTYPES)]))
 def test_everything_as_the_table_says(name, dtype):
     assert sweep.run(name, dtype) == sweep.table()["architectures"][name][dtype]

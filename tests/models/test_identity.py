@@ -42,7 +42,6 @@ def fine_tune(source, folder, key, change):
     return folder
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "name",
     depth(

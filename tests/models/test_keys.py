@@ -17,7 +17,7 @@ from moelab.checkpoint.convert import convert, kept_store
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.store.layout import StoreError
 from tests.checkpoint.stores import identity_of
-from tests.depth import depth
+from tests.depth import depth, in_turn
 from tests.store.faults import small_checkpoint
 
 IDS = torch.arange(3, 19)[None]
@@ -49,7 +49,6 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.stress
 def test_a_kept_store_is_of_every_byte(source, tmp_path):
     """Wherever one is changed, also where no sample of the identity sees it."""
     seen = {kept_store(source, "raw").folder}
@@ -101,11 +100,12 @@ def test_a_source_that_changes_while_it_is_converted_is_refused(source, tmp_path
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"memory": "50%"}, {"memory": "100%"}, {"experts": "external"}],
-    ids=["resident", "50%", "100%", "external"],
+    "options, how",
+    in_turn(
+        [{}, {"memory": "50%"}, {"memory": "100%"}, {"experts": "external"}],
+        ["in place", "another file in its place", "nothing in its place"],
+    ),
 )
-@pytest.mark.parametrize("how", ["in place", "another file in its place", "nothing in its place"])
 def test_a_checkpoint_that_is_changed_while_it_is_open(source, how, options, tmp_path):
     """Its own logits, or a refusal; times as they were."""
     lm = moelab.open_model(source, **options)
@@ -126,9 +126,8 @@ def test_a_checkpoint_that_is_changed_while_it_is_open(source, how, options, tmp
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"memory": "50%"}, {"experts": "external"}], ids=["resident", "50%", "external"]
+    "options, stored", in_turn([{}, {"memory": "50%"}, {"experts": "external"}], [False, True])
 )
-@pytest.mark.parametrize("stored", [False, True], ids=["checkpoint", "store"])
 def test_a_relative_path_is_from_where_one_stood(source, tmp_path, monkeypatch, stored, options):
     monkeypatch.chdir(tmp_path)
     if stored:

@@ -70,7 +70,6 @@ def near(x: torch.Tensor, y: torch.Tensor) -> bool:
     return bool((wide - other).square().mean().sqrt() <= 4 * eps * other.square().mean().sqrt())
 
 
-@pytest.mark.stress
 @torch.no_grad()
 @pytest.mark.parametrize("name, dtype", in_turn(some(), [torch.float32, torch.bfloat16]))
 def test_norm_router_and_sum_are_what_the_hooks_see(name, dtype):
@@ -83,9 +82,8 @@ def test_norm_router_and_sum_are_what_the_hooks_see(name, dtype):
         assert near(stream.added(r, v).to(out.dtype), out)
 
 
-@pytest.mark.stress
 @torch.no_grad()
-@pytest.mark.parametrize("name", some())
+@pytest.mark.parametrize("name", some()[:: depth(3, 1)])
 def test_of_one_token_default_vectors_are_exact(name):
     """They are then means over one: d_l, put through what the model does to it, gives the layer's
     true output, and r of the next MoE layer is that but for what attention and dense layers add."""

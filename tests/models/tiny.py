@@ -19,6 +19,7 @@ from moelab.models import (
     compat,
     deepseek,  # noqa: F401  (makes transformers know it)
 )
+from tests.depth import depth
 
 #: field → small value; fields that a config does not have are left out
 SMALL: dict[str, Any] = {
@@ -253,6 +254,11 @@ DIFFERENT: dict[str, dict[str, Any]] = {
 
 #: a dozen that differ most, for tests of what is built upon the seam; `every` names all
 ARCHITECTURES = tuple(list(DIFFERENT)[:12])
+#: those of them that `make test` tries: plain; shared experts and groups; biases; weights before the
+#: experts; an encoder
+SOME = depth(
+    ("qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "switch_transformers"), ARCHITECTURES
+)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import GenerationConfig
 import moelab
 from moelab.models.greedy import greedy
 from moelab.offloading.drafts import COUNTS, DraftGate, PromptLookup
+from tests.depth import in_turn
 
 NEW = 24
 #: a passage that recurs, so that its continuation can be looked up
@@ -140,11 +142,15 @@ def passage(rng, found=1.0, all_right=0.8):
     return 8 if rng.random() < all_right else rng.randrange(3)
 
 
-@pytest.mark.parametrize("free", [True, False], ids=["lookup", "assistant"])
-@pytest.mark.parametrize("found", [0.2, 1.0])
-@pytest.mark.parametrize("all_right", [0.0, 0.3, 0.9])
-@pytest.mark.parametrize("jump, each", [(0, 0.05), (0, 0.4), (2, 0.1), (8, 0.1), (0, 1.2)])
-def test_drafts_are_never_slower_and_on_where_they_pay(free, found, all_right, jump, each):
+COSTS = [(0, 0.05), (0, 0.4), (2, 0.1), (8, 0.1), (0, 1.2)]
+GUESSED = [*product([True, False], [0.2, 1.0], [0.9, 0.3, 0.0])]
+
+
+@pytest.mark.parametrize("guessed, cost", in_turn(GUESSED, COSTS))
+def test_drafts_are_never_slower_and_on_where_they_pay(guessed, cost):
+    """With lookups, which cost nothing, or an assistant."""
+    (free, found, all_right), (jump, each) = guessed, cost
+
     def seconds(n):
         return 1 + each * n + jump * (n > 0)
 

@@ -90,7 +90,6 @@ def interrupted_by_a_timer(seconds):
             time.sleep(1e-4)
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("codec, mode, options", SETUPS)
 def test_ctrl_c_at_any_time(folder, codec, mode, options):
     chance, hits = random.Random(0), 0

@@ -18,6 +18,7 @@ from moelab.offloading.prefetch_gate import SOON
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore, StoreError
 from moelab.store.reader import Reader
+from tests.depth import in_turn
 from tests.models import tiny
 from tests.offloading import links
 from tests.offloading.clocks import Cuda
@@ -88,17 +89,20 @@ def tiers_of(store):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("form", ["raw", "bf12", "huffman", "model"])
 @pytest.mark.parametrize(
-    "memory, options",
-    [
-        (0.3, {"workers": 2}),
-        (0.3, {"prefetch": "router"}),
-        (0.3, {"host": 0.3, "prefetch": "router", "cache": "lru"}),
-        (1.0, {}),
-    ],
+    "form, how",
+    in_turn(
+        ["raw", "bf12", "huffman", "model"],
+        [
+            (0.3, {"workers": 2}),
+            (0.3, {"prefetch": "router"}),
+            (0.3, {"host": 0.3, "prefetch": "router", "cache": "lru"}),
+            (1.0, {}),
+        ],
+    ),
 )
-def test_experts_behind_a_link_equal_eager(device, form, options, memory, forms, opened):
+def test_experts_behind_a_link_equal_eager(device, form, how, forms, opened):
+    memory, options = how
     reference = open_model(forms["model"], device=device)
     with opened(forms[form], memory, device, **options) as lm:
         for got, wanted in zip(on(lm, device), on(reference, device)):

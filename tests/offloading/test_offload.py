@@ -21,7 +21,7 @@ from moelab.simulation.costs import Delays
 from moelab.simulation.simulator import replay
 from moelab.store import codecs
 from moelab.store.layout import ExpertStore, StoreError
-from tests.depth import in_turn
+from tests.depth import STRESS, depth, in_turn
 from tests.models import tiny
 from tests.timelines import check
 
@@ -73,15 +73,12 @@ def eager(qwen):
     return open_model(qwen[0])
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize(
-    "name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16])
-)
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.SOME, [torch.float32, torch.bfloat16]))
 def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     reference = open_model(tiny.save(name, tmp_path / "model", dtype))
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", "huffman").folder)
     least = Sizes.of(store).in_flight
-    for budget in (least, 0.5, 1.0):
+    for budget in depth((least, 0.5), (least, 0.5, 1.0)):
         offloaded = offload(store, budget)
         with offloaded.moelab as offloading:
             assert_equal(offloaded, reference)
@@ -93,11 +90,10 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     assert not threads()
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "name, executor, budget",
     [
-        *((name, "fast", budget) for name, budget in in_turn(tiny.ARCHITECTURES, [0.3, 1.0])),
+        *((name, "fast", budget) for name, budget in in_turn(tiny.SOME, [0.3, 1.0])),
         ("qwen3_moe", "sorted", 0.3),
     ],
 )
@@ -280,6 +276,7 @@ with moelab.open_model(memory="50%") as lm:
 """
 
 
+@pytest.mark.skipif(not STRESS, reason="compiles 600 products: make stress")
 def test_ever_other_numbers_of_tokens_do_not_fill_the_memory():
     """Once as many shapes are known as are kept, code for 300 more is kept nowhere; 0.4 MB each it
     was."""

@@ -52,7 +52,6 @@ def models(qwen):
     offloaded.moelab.close()  # other modules look for threads that were left behind
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize("which", ["resident", "offloaded"])
 def test_whatever_is_on_a_model_it_is_exact_and_leaves_nothing_behind(which, models):
     model = models[which]

@@ -16,6 +16,7 @@ from moelab.cache.policies import POLICIES
 from moelab.cache.pools import Pools
 from moelab.cache.residency import Residency
 from moelab.simulation.costs import Delays
+from tests.depth import depth
 from tests.models import tiny
 
 IDS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -70,7 +71,9 @@ BUDGETS = st.sampled_from(["30%", 0.6, 1.0, "90%", "45%"])
 MOVES = st.lists(st.dictionaries(st.integers(4, 12), BUDGETS, min_size=2), min_size=1, max_size=2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", depth(["lru", "layers", "on demand", "deep", "parts, layers"], WAYS)
+)
 @settings(max_examples=2)
 @given(moves=MOVES)
 def test_any_resizes_between_tokens_leave_every_bit(qwen, logits, way, moves):

@@ -91,7 +91,6 @@ def stress(n, folder, seed=0):
     return counts
 
 
-@pytest.mark.stress
 def test_stress_finds_nothing(tmp_path):
     assert stress(depth(8, 300), tmp_path)["misses"] > 0
 

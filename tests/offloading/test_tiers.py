@@ -19,7 +19,7 @@ from moelab.offloading.offload import host_slots
 from moelab.offloading.tiers import HostPool, experts_of
 from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
-from tests.depth import depth
+from tests.depth import depth, in_turn
 from tests.models import tiny
 from tests.offloading.links import Delayed
 from tests.offloading.test_offload import generate
@@ -158,8 +158,10 @@ def test_opening_reads_each_byte_once_and_pins_what_is_not_on_the_gpu(memory, ho
             assert session.residency.counters.evictions
 
 
-@pytest.mark.parametrize("cache", [name for name in POLICIES if name != "belady"])
-@pytest.mark.parametrize("scope", ["model", "layer"])
+@pytest.mark.parametrize(
+    "cache, scope",
+    in_turn([name for name in POLICIES if name != "belady"], ["model", "layer"]),
+)
 def test_every_policy_opens_with_experts_and_is_replayed(cache, scope, opened, folders):
     reference = open_model(folders[0])
     with opened(0.4, 0.4, cache=cache, scope=scope, prefetch="none") as lm:

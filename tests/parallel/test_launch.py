@@ -39,7 +39,6 @@ print(left())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the process's threads")
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "arguments", [["tp", "error"], ["ep-a2a"], ["ep-a2a", "Ctrl-C"]][: depth(1, 3)], ids=" ".join
 )

@@ -78,6 +78,6 @@ def tiny_model(tmp_path_factory):
     return get
 
 
-@pytest.fixture(params=tiny.ARCHITECTURES)
+@pytest.fixture(params=tiny.SOME)
 def model(request, tiny_model):
     return tiny_model(request.param)

@@ -61,10 +61,7 @@ def listened(predictor, said):
     return predictor
 
 
-@pytest.mark.stress
-@pytest.mark.parametrize(
-    "name, dtype", in_turn(tiny.ARCHITECTURES, [torch.float32, torch.bfloat16])
-)
+@pytest.mark.parametrize("name, dtype", in_turn(tiny.SOME, [torch.float32, torch.bfloat16]))
 def test_hints_change_no_bit(name, dtype, tiny_model):
     model = tiny_model(name, dtype)
 
@@ -84,7 +81,7 @@ def test_hints_change_no_bit(name, dtype, tiny_model):
     assert state() == before
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.SOME)
 def test_executing_the_truth_is_eager(name, tiny_model):
     """If one index of one layer were off, the oracle's experts would not be this layer's; two
     layers ahead, too."""
@@ -114,7 +111,7 @@ class CountLinear(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.SOME)
 def test_router_free_is_speculative_without_the_routers(name, tiny_model):
     model = tiny_model(name)
     bag = {"vectors": default_vectors(model, PROMPTS[:1]), "estimator": linear_estimator(model)}

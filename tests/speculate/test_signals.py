@@ -37,7 +37,7 @@ def outputs_one_by_one(model, trace):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", tiny.ARCHITECTURES)
+@pytest.mark.parametrize("name", tiny.SOME)
 def test_vectors_defaults_and_q_are_their_definitions(name, tiny_model):
     """Means over tokens; what the block adds beside them; sums over one token's experts; a norm."""
     model = tiny_model(name)

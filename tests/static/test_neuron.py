@@ -125,7 +125,6 @@ def test_the_rule_with_a_capacity_factor_drops_in_prompts_only():
     assert executor.chosen == {"capacity": 1, "selective": 1}
 
 
-@pytest.mark.stress
 @pytest.mark.parametrize(
     "name, opened",
     in_turn(

@@ -191,7 +191,6 @@ def damage(folder, rng):
     return False
 
 
-@pytest.mark.stress
 def test_stores_changed_at_random(store, tmp_path):
     """None gives a wrong weight; whatever is not sealed anew, `verify` finds. So with what is
     recorded of the source."""
@@ -216,7 +215,6 @@ def test_stores_changed_at_random(store, tmp_path):
         shutil.rmtree(folder)
 
 
-@pytest.mark.stress
 def test_journals_changed_at_random(tmp_path, monkeypatch):
     """A conversion goes on from them to the same store, or refuses them in words."""
     monkeypatch.setattr("moelab.store.writer.COMMIT", 1)

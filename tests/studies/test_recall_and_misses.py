@@ -84,7 +84,6 @@ def test_estimators_are_taught_scored_and_executed():
     assert contest.identical([5, 6, 7, 8], 3) == {"hint": True, "router-free": True}
 
 
-@pytest.mark.stress
 def test_the_bench_runs_on_a_model_and_its_control(monkeypatch):
     """With three of the policies, as most of the time is theirs."""
     monkeypatch.setattr(bench, "POLICIES", few := ("lru", "next-use", "belady"))
