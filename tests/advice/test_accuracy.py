@@ -13,6 +13,7 @@ SPEC = MoESpec(
 
 
 def test_settings_are_advised_and_run(in_this_process, tmp_path, monkeypatch):
+    monkeypatch.setattr(accuracy, "SEARCH", 0.5)
     monkeypatch.setattr(Model, "forms", lambda model: [AS_IS, "bf12"])
     specs = depth((SPEC,), (SPEC, SPEC))
     monkeypatch.setattr(accuracy, "load_model", lambda name: SPEC)

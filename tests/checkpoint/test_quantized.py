@@ -105,7 +105,7 @@ def test_kernels_multiply_it_as_it_lies(name, architecture, tmp_path):
     with open_model(store.folder, memory="40%", executor="fast") as model:
         slots = model.moelab.engine.loader.slots
         assert slots.sizes.in_place and slots.sizes.full < joined
-        at = range(0, 17, depth(8, 1))
+        at = [*range(0, 17, depth(8, 1))]
         for _ in range(2):
             with torch.no_grad():
                 steps = torch.cat([model(IDS[:, : n + 1]).logits[:, -1:] for n in at], 1)

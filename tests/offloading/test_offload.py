@@ -112,7 +112,7 @@ def test_another_executor_computes_the_same_but_for_rounding(name, executor, bud
 def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
     store = convert(qwen[0], tmp_path / "store", codec=codec)
     plans = [None, Pools(2, 3, 2, 4), Pools(0, 4, 0, 3), Pools(0, 0, 5, 0), Pools(3, 0, 0, 6)]
-    for plan, policy in in_turn(plans, ["lru", "zipmoe"]):
+    for plan, policy in in_turn(depth(plans[:2], plans), ["lru", "zipmoe"]):
         offloaded = offload(store, "10MB", plan=plan, cache=policy, staging=2, workers=2)
         assert_equal(offloaded, eager, new=8)
         offloaded.moelab.close()

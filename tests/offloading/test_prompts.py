@@ -15,6 +15,7 @@ from moelab.experts.executor import Sorted
 from moelab.models import eager
 from moelab.offloading.link import Link
 from moelab.offloading.prompts import Choices
+from tests.depth import depth
 from tests.experts.test_executors import close
 from tests.experts.toy import make_experts, make_routing, naive
 from tests.models import tiny
@@ -155,7 +156,7 @@ def crossed(lm, ids):
     return link.gpu.time - begin, [*link.keys], batch, found
 
 
-@pytest.mark.parametrize("memory", [0.1, 0.3, 0.6])
+@pytest.mark.parametrize("memory", depth([0.3], [0.1, 0.3, 0.6]))
 def test_the_link_is_always_busy_and_nothing_crosses_it_twice(memory, folder, clocked):
     with open_model(folder) as lm:
         wanted = [logits(lm, drawn(90, seed)) for seed in range(3)]
