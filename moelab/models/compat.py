@@ -315,6 +315,9 @@ def hooks_made() -> int:
     return torch.utils.hooks.RemovableHandle.next_id
 
 
+#: `torch.compiler.disable`, which loads the compiler, 3 s, only when a function of its is called
+uncompiled = torch._disable_dynamo
+
 #: a number that is another one once a dict was changed; Python has no public way to it
 version = torch._C._dynamo.guards.dict_version
 

@@ -302,7 +302,7 @@ def _layer(experts: SeamExperts, x: Tensor, ids: Tensor, weights: Tensor) -> Ten
     return refuse(y, x, weights, *experts.module.parameters())
 
 
-_untraced = torch.compiler.disable(_layer)
+_untraced = compat.uncompiled(_layer)
 
 
 def execute(executor: Run, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:

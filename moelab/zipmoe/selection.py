@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from scipy.optimize import brentq, root
 from scipy.special import expit, logit
 
 #: nearer than this to 0 or 1, an inclusion probability counts as 0 or 1
@@ -113,6 +112,8 @@ def add_one(hits: np.ndarray, q: float) -> np.ndarray:
 def _fit(f: np.ndarray, k: int) -> np.ndarray:
     """Levenberg and Marquardt's method on the log odds, each on the scale of its expert's standard
     deviation; all f strictly between 0 and 1, summing to k."""
+    from scipy.optimize import root  # a second of imports, for who plans pools
+
     scale = np.sqrt(f * (1 - f))
     unit = scale / np.linalg.norm(scale)  # all log odds together: there nothing else changes
     start = _shifted(logit(f), k)[0] * scale
@@ -135,6 +136,8 @@ def _fit(f: np.ndarray, k: int) -> np.ndarray:
 def _shifted(logits: np.ndarray, total: float) -> tuple[np.ndarray, np.ndarray]:
     """Log odds moved by one constant so that the probabilities sum to `total`, and those
     probabilities."""
+    from scipy.optimize import brentq
+
     low = -logits.max() - 50
     high = -logits.min() + 50
     by = brentq(lambda by: expit(logits + by).sum() - total, low, high)
