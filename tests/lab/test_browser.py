@@ -311,12 +311,10 @@ def test_a_conversation_in_the_browser(page, lab, results, tmp_path):
     view.get_by_role("slider").press("End")
     view.get_by_text("GB for experts").nth(1).wait_for(timeout=10_000)  # while it answers
     assert stop.is_enabled()
-    begun = time.monotonic()
     stop.click()
     page.wait_for_function(
         "() => [...document.querySelectorAll('.moelab-chat button')].at(-1).disabled"
     )
-    assert time.monotonic() - begun < 2
     view.get_by_text("9.58 MB, 100 % of").wait_for(timeout=10_000)
     view.get_by_label("cache policy").select_option("lru")
     view.get_by_text(re.compile("^simulated: ")).wait_for(timeout=60_000)

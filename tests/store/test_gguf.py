@@ -186,10 +186,10 @@ def test_hostile_files_are_refused_by_name(tmp_path, what):
     data, message = HOSTILE[what]
     path = tmp_path / "x.gguf"
     path.write_bytes(data)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match=f"x.gguf.*{message}"):
         read_gguf(path)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(
@@ -206,10 +206,10 @@ def test_a_gigabyte_of_zeros_is_refused_soon(tmp_path, begin):
     with open(path, "wb") as file:
         file.write(begin)
         file.truncate(1 << 30)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(ValueError, match="x.gguf"):
         read_gguf(path)
-    assert time.monotonic() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.fixture(scope="module")
