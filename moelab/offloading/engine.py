@@ -244,9 +244,7 @@ class Engine:
             out, there = run(there, together), []
         if there or loads:
             choices = choices_of(x, ids, weights, step)
-            # how many tokens a prompt's experts have decides how they are multiplied: each is a call
-            most = self.run.settings.staging // 2 if self._far else len(loads) if one else 1
-            for batch in chain([there] if there else [], self._batches(loads, most)):
+            for batch in chain([there] if there else [], self._batches(loads)):
                 run(batch, partial(choices.compute, experts))
             out = choices.sum() if out is None else out + choices.sum()
         out = torch.zeros_like(x) if out is None else out
@@ -259,8 +257,10 @@ class Engine:
             self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
         return out
 
-    def _batches(self, loads: dict[ExpertKey, Request], most: int = 1) -> Iterator[list[Request]]:
-        """As each is loaded, with those that are loaded by then, so many at most."""
+    def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
+        """As each is loaded; on a GPU as many as are loaded by then, of half of the staging at most: the
+        link fills one half while the other is computed."""
+        most = self.run.settings.staging // 2 if self._far else 1
         while loads:
             batch = [loads.pop(self.loader.wait())]
             while not self.loader.ready.empty() and len(batch) < most:
