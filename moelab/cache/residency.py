@@ -157,7 +157,7 @@ class Residency:
         """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"); of a `token`
         that a GPU runs alone, if so. Returns steps without tokens, one a layer: what a policy with
         `turn` wants to be loaded first."""
-        steps: list[Step] = []
+        steps = []
         for group, counts in zip(self._groups, self._prompts) if phase != self._phase else ():
             if phase == "prefill":
                 counts.clear()
@@ -374,7 +374,7 @@ class Residency:
         keep = dict(zip(keys, before))
         evicted = []
         found = {key for key, state in keep.items() if state is not State.MISSED}
-        moves: deque[tuple[ExpertKey, State]] = deque()  # who shall enter which better pool
+        moves = deque()  # who shall enter which better pool
         for key, state, goal in zip(keys, before, self._goals(keys)):
             if goal is State.MISSED:
                 keep[key] = goal

@@ -18,6 +18,7 @@ A store adds compression and reads past the page cache."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
@@ -91,6 +92,7 @@ def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[
         yield ParameterSource(name, plan, stored)
 
 
+@dataclass(eq=False)
 class CheckpointExperts:
     """Source of one expert after another, straight from a checkpoint: `source(layer, expert) →
     tensors`.
@@ -100,23 +102,19 @@ class CheckpointExperts:
     dtype : what the tensors are cast to, as loading the whole model would cast them; None keeps the
         stored one."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.device = device
-        store = checkpoint.store
-        if checkpoint.gguf is not None:
-            store = CheckpointStore(checkpoint, dtype or checkpoint.dtype())
-        self.stored = None if store is None else StoreExperts(store, mode="buffered")
+    checkpoint: Checkpoint
+    dtype: torch.dtype | None = None
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        store = self.checkpoint.store
+        if self.checkpoint.gguf:
+            store = CheckpointStore(self.checkpoint, self.dtype or self.checkpoint.dtype())
+        self.stored = StoreExperts(store, mode="buffered") if store else None
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes."""
-        if self.stored is not None:
+        if self.stored:
             tensors = self.stored(layer, expert)
         else:
             tensors = {name: made for name, made, _ in self.made(layer, expert)}
@@ -174,6 +172,7 @@ class CheckpointLayer:
     experts: list[Entries]
 
 
+@dataclass(eq=False, repr=False)
 class CheckpointStore(ExpertFiles):
     """A checkpoint as the store of codec "raw" that it was never converted to; not one for `verify`
     and `restore`.
@@ -185,44 +184,38 @@ class CheckpointStore(ExpertFiles):
 
     Reading raises StoreError if a file was changed since the checkpoint was found."""
 
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    packed: bool = True
+    verify: bool = True
+
     aligned = False
     codec = "raw"
     checksum = None
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        dtype: torch.dtype,
-        packed: bool = True,
-        verify: bool = True,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.dtype = dtype
-        self.verify = verify
-        self.spec = checkpoint.spec
-        self.folder = checkpoint.folder
-        plan = checkpoint.plan
+    def __post_init__(self) -> None:
+        checkpoint, plan, dtype = self.checkpoint, self.checkpoint.plan, NAMES[self.dtype]
+        self.spec, self.folder = checkpoint.spec, checkpoint.folder
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
-            few = packed if checkpoint.gguf else plan.quantizer is not None
+            few = self.packed if checkpoint.gguf else plan.quantizer
             forms = self._few_bits(index) if few else {}
-            entries = {}
-            at = 0
+            entries, at = {}, 0
             for name, shape in shapes(layer.experts).items():
                 codec = forms.get(name, RAW)
-                length = codec.nbytes(shape, NAMES[dtype])
+                length = codec.nbytes(shape, dtype)
                 planes = ((codec, (Chunk(at, length, ""),)),)
-                entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
+                entries[name] = TensorEntry(dtype, shape, "", planes)
                 at += aligned(length)
             tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
             self.layers.append(CheckpointLayer(tensors, [entries] * layer.E))
         decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
         self.scratch = max(
             (
-                source.nbytes + decoded * entry.codec.nbytes(entry.shape, NAMES[dtype])
+                source.nbytes + decoded * entry.codec.nbytes(entry.shape, dtype)
                 for i, layer in enumerate(self.layers)
-                for source in expert_sources(self.checkpoint, i, 0)
+                for source in expert_sources(checkpoint, i, 0)
                 if (entry := layer.experts[0][source.name])
                 and not self._straight(source, entry.codec)
             ),
@@ -246,7 +239,7 @@ class CheckpointStore(ExpertFiles):
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
         look alike."""
         plan = self.checkpoint.plan
-        if self.checkpoint.gguf is not None:
+        if self.checkpoint.gguf:
             whole = compat.is_concatenation(source.plan, plan.quantizer)
             return codec_of(source.stored.values()) if whole else RAW
         made, read = source.read(self.checkpoint)
@@ -269,31 +262,29 @@ class CheckpointStore(ExpertFiles):
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not as it is kept is converted after the last
         of it has been read."""
-        chunks = parts[0]
-        for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
+        chunks, checkpoint = parts[0], self.checkpoint
+        for source in expert_sources(checkpoint, chunks.layer, chunks.expert):
             codec, (target,) = chunks.plane(source.name, 0)
             straight = self._straight(source, codec)
-            at = 0
-            read: dict[str, list[torch.Tensor]] = {}
+            at, read = 0, defaultdict(list)
             for pattern, entry in source.stored.items():
-                read[pattern] = []
                 for stored in entry.parts:
-                    self.checkpoint.require_unchanged(stored.file)
+                    checkpoint.require_unchanged(stored.file)
                     end = at + stored.nbytes
                     into = torch.from_numpy(target[at:end]) if straight else stored.empty()
                     memory = as_bytes(into, writable=True)
                     yield stored.file, stored.begin, [memoryview(memory)]
                     if self.verify:
-                        self.checkpoint.check(stored, memory)
+                        checkpoint.check(stored, memory)
                     read[pattern].append(into)
                     at = end
             if straight:
                 continue
-            if codec.few_bits and self.checkpoint.gguf is not None:
+            if codec.few_bits and checkpoint.gguf:
                 rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
                 target[:] = fewbit.joined(*rows)
                 continue
-            plan = self.checkpoint.plan
+            plan = checkpoint.plan
             found = {of: weights_of(entry, read[of]) for of, entry in source.stored.items()}
             if codec.few_bits:
                 blobs = _blobs(plan, source.pieces(found))
@@ -309,7 +300,6 @@ class CheckpointStore(ExpertFiles):
 
     @property
     def weights_bytes(self) -> int:
-        tensors = self.checkpoint.tensors
-        plan = self.checkpoint.plan
+        tensors, plan = self.checkpoint.tensors, self.checkpoint.plan
         others = tensors.keys() - plan.expert_keys - plan.ignored
         return sum(tensors[key].nbytes for key in others)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from operator import eq
 from statistics import fmean, median
 from typing import Any
 
@@ -152,7 +152,7 @@ class Drafting:
     def get_candidates(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """ids [1, S] → (ids with n drafts [1, S + n], their logits [1, n, V] if they have any)."""
         now, S = time.perf_counter(), ids.shape[1]
-        if self.gate is not None and self._start is not None:
+        if self.gate and self._start is not None:
             self.gate.verified(*self._drafted, now - self._start)
         self._start = None if self._prompt else now
         found, logits = ids, None
@@ -165,15 +165,13 @@ class Drafting:
 
     def _drafts(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
         gate, S = self.gate, ids.shape[1]
-        if (
-            gate is not None and not gate.free and not self._prompt
-        ):  # which an assistant computes, too
+        if gate and not gate.free and not self._prompt:  # which an assistant computes, too
             most = gate.choose(most)
         if not most:
             return ids, None
         self.inner.num_assistant_tokens = most
         found, logits = self.inner.get_candidates(ids)
-        if gate is not None and found.shape[1] > S:
+        if gate and found.shape[1] > S:
             self._guesses.append((S, found[0, S:].tolist()))
             if gate.free:
                 found = found[:, : S + gate.choose(found.shape[1] - S)]
@@ -181,16 +179,15 @@ class Drafting:
 
     def update_candidate_strategy(self, ids: Tensor, scores: Tensor, right: int) -> None:
         """So many drafts were right; ids [1, S] end with them and one token more."""
-        drafts, self.cache.drafts = self.cache.drafts, 0
-        self.accepted(int(right))
+        drafts, self.cache.drafts, right = self.cache.drafts, 0, int(right)
+        self.accepted(right)
         if drafts:
             self.inner.update_candidate_strategy(ids, scores, right)
-        self._drafted, self._prompt = (drafts, int(right)), False
+        self._drafted, self._prompt = (drafts, right), False
         while self._guesses and self._guesses[0][0] + COUNTS[-1] <= ids.shape[1]:
             at, guess = self._guesses.popleft()
-            pairs = zip(guess, ids[0, at : at + len(guess)].tolist())
-            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.gate.guessed(right, len(guess))
+            same = map(eq, guess, ids[0, at : at + len(guess)].tolist())
+            self.gate.guessed([*same, False].index(False), len(guess))
 
 
 #: drafts that the generation of this thread was asked for

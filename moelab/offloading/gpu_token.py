@@ -132,12 +132,10 @@ class DeviceTables:
         """For these layers' experts, a worker computing some; None where their executor has
         no kernels for them, or they do not come to the GPU as they are stored, or
         it does not reach them."""
-        make = getattr(modules[0].executor, "on_gpu", None)
-        store = loader.reader.store
-        if make is None or not loader.in_place or not loader.reader.pinned:
+        make, pool = getattr(modules[0].executor, "on_gpu", None), loader.reader
+        if make is None or not loader.in_place or not pool.pinned:
             return None
-        where = lying(modules, store, loader.reader.home, dtype)
-        if where is None:
+        if (where := lying(modules, pool.store, pool.home, dtype)) is None:
             return None
         H = modules[0].shapes["down_proj"][-1 if modules[0].is_transposed else -2]
         with torch.inference_mode(False):  # or they could not be written to outside of it
@@ -181,14 +179,14 @@ class DeviceTables:
                 self.captured = True
                 kernels.stamp(self._told[:1])
             kernels.assign(ids, tables)
-            if self.worker is not None:
+            if self.worker:
                 mail.post(self.box, number, layer, x, self._away, w)
             kernels.stamp(began)
             kernels.fetch(self._jobs)
             kernels.stamp(copied)
             y = forward(x, self._order, w)
             kernels.stamp(ended)
-            if self.worker is not None:
+            if self.worker:
                 mail.take(self.box, number, layer, self._away, y)
             return y
 
@@ -212,10 +210,11 @@ class DeviceTables:
         Whether that can be: there are slots, and no expert is on disk only. The loader's lock is
         held."""
         loader, fields = self.loader, self.fields
-        free = loader.writable(self.K + keep)
+        K, by_host = self.K, share is not None
+        free = loader.writable(K + keep)
         others = [slot for slot in loader.free_slots if slot not in free][: len(coming)]
-        self._find_homes([*free, *others], share is not None)
-        if len(free) < self.K + keep or share is not None and self._left or not self._everyone():
+        self._find_homes([*free, *others], by_host)
+        if len(free) < K + keep or by_host and self._left or not self._everyone():
             return False
         if len(others) < len(coming) or any(key not in loader.reader.slots for key in coming):
             return False
@@ -224,10 +223,9 @@ class DeviceTables:
             loader.send(key, slot)
         addresses = [self._address(slot) for slot in free]
         self._number += 1
-        fields.scratch[:] = addresses[: self.K]
-        fields.free[:keep] = addresses[self.K :]
+        fields.scratch[:], fields.free[:keep] = addresses[:K], addresses[K:]
         fields.counts[:] = 0, keep, self._number
-        fields.share[:] = np.arange(self.K + 1) if share is None else share
+        fields.share[:] = share if by_host else np.arange(K + 1)
         self._stream = loader.slots.link.now()
         self._state.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._launched = time.perf_counter()
@@ -264,7 +262,7 @@ class DeviceTables:
 
     def serve(self) -> None:
         """The host answers what the token posts."""
-        if self.worker is not None:
+        if self.worker:
             serving = self.worker.token(self.box, self.where, self._number)
             self._events = self._serving.enter_context(serving)
 
@@ -298,16 +296,12 @@ class DeviceTables:
         """Let the queue know which experts stay where the token has put them; returns what was
         fetched. RuntimeError if that is not what the rule says."""
         fetched, table = [], self.fields.table[step.layer]
-        scratch = self.fields.scratch.tolist()
+        nowhere = 0, *self.fields.scratch.tolist()
         where = dict(zip(did.experts, did.addresses))
         for request in step.requests + step.away:
             key, address = request.key, where[request.key.expert]
             stays = request.keep is State.FULL
-            if (
-                stays != (address not in scratch and address > 0)
-                or request in step.away
-                and address
-            ):
+            if stays != (address not in nowhere) or request in step.away and address:
                 raise RuntimeError(
                     f"{key} shall be {request.keep.name} after a token, and the GPU has put it into "
                     f"{self._place(address)}: they do not decide by the same rule"

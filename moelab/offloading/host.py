@@ -70,9 +70,7 @@ def lying(
 ) -> Lying | None:
     """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
     kernels cannot compute them as they lie."""
-    source = Located(store, True)
-    found = []
-    alike = set()
+    source, found, alike = Located(store, True), [], set()
     for of in modules:
         here, every = copy.copy(of), np.arange(of.num_experts)
         here.source = source
@@ -108,7 +106,7 @@ class Worker:
 
     def stop(self) -> None:
         """A GPU and the thread do not wait for each other any more, in a token that has failed."""
-        if (box := self._box) is not None:
+        if box := self._box:
             box.stop()
 
     def close(self) -> None:
@@ -125,7 +123,7 @@ class Worker:
         each has an equal part of their time. Raises at the end what was raised there, and RuntimeError
         if the GPU has gone on without an answer: then the token is worth nothing, and the mailbox
         neither, as after an error in the block."""
-        events: list[Event] = []
+        events = []
         try:
             box.check()
             if experts is not self._known:  # compiled before a GPU waits for it
@@ -183,15 +181,8 @@ class Host(HostPool):
     threads : that compute.    pool, options : of `HostPool`; `bandwidth` is that of here, if all are,
         else of the disk."""
 
-    def __init__(
-        self,
-        store: ExpertStore,
-        threads: int,
-        *pool: Any,
-        **options: Any,
-    ) -> None:
-        self.worker = Worker(threads)
-        self.executor = make("executor", "fast")
+    def __init__(self, store: ExpertStore, threads: int, *pool: Any, **options: Any) -> None:
+        self.worker, self.executor = Worker(threads), make("executor", "fast")
         super().__init__(store, *pool, **options)
         if not self.exchanges:
             bandwidth, self.bandwidth = self.bandwidth, None
@@ -254,12 +245,15 @@ class Host(HostPool):
         return choices.sum()
 
 
-class _Here:
+class _Here(NamedTuple):
     """A host's experts as a source of the seam, for hidden states of a dtype."""
 
-    def __init__(self, host: Host, dtype: torch.dtype) -> None:
-        self.matrices = host.matrices
-        self._tensors, self._dtype = host.tensors, dtype
+    host: Host
+    dtype: torch.dtype
 
     def __call__(self, layer: int, expert: int) -> Tensors:
-        return cast(self._tensors(layer, expert), self._dtype)
+        return cast(self.host.tensors(layer, expert), self.dtype)
+
+    @property
+    def matrices(self) -> Callable[..., Any]:
+        return self.host.matrices

@@ -109,7 +109,7 @@ class _Compute:
         self, events: Sequence[Event], routed: Mapping[int, Mapping[int, int]]
     ) -> dict[tuple[int, int], float]:
         """What is computed where it lies; of what is loaded, (layer, expert) → the end of that."""
-        loaded: dict[tuple[int, int], float] = {}
+        loaded = {}
         for event in events:
             if event.resource == "host":
                 tokens = routed[event.layer][event.expert]

@@ -104,7 +104,7 @@ def _read(head: _Head, file: Path, size: int) -> tuple[Record, Header]:
     tensors, count = head.number(8), head.number(8)
     if tensors > TENSORS or count > FIELDS:
         raise ValueError(f"it has {tensors:,} tensors and {count:,} fields, which no model has")
-    fields: Record = {}
+    fields = {}
     for _ in range(count):
         key = head.texts(1)[0]
         if key in fields:
@@ -113,7 +113,7 @@ def _read(head: _Head, file: Path, size: int) -> tuple[Record, Header]:
     align = fields.get("general.alignment", 32)
     if type(align) is not int or align % 8 or not 0 < align <= 1 << 20:
         raise ValueError(f"its alignment is {align!r}")
-    found: Header = {}
+    found = {}
     for _ in range(tensors):
         tensor = _read_tensor(head, file)
         if tensor.key in found or tensor.begin % align:
@@ -167,8 +167,8 @@ def read_shards(file: Path) -> tuple[list[Path], Record, Header]:
             f"their names back"
         )
     files = [file.with_name(f"{name[1]}-{i:05}-of-{name[3]}.gguf") for i in range(1, count + 1)]
-    about: Record = {}
-    found: Header = {}
+    about = {}
+    found = {}
     seen = set()
     for number, shard in enumerate(files):
         if not shard.is_file():

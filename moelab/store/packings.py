@@ -267,7 +267,7 @@ def gathered(
 
     sources : (key, 0, tensor) of each, as of `moelab.checkpoint.experts.CheckpointExperts.made`.
     """
-    layers: dict[str, Tensors] = {}
+    layers = {}
     for key, _, tensor in sources:
         layer, _, name = key.rpartition(".")
         layers.setdefault(layer, {})[name] = tensor

@@ -84,7 +84,7 @@ class _Sequences:
 
     def of(self, parts: list[tuple[int, int]], decode: bool) -> list[int]:
         """The sequence of each part of a pass: (its first position, its tokens)."""
-        found: list[int] = []
+        found = []
         for position, count in parts:
             fits = (
                 number

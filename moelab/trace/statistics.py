@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
 from moelab.kernels.compile import kernel
+from moelab.store.codecs import entropy
 from moelab.trace.routing_trace import RoutingTrace
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -46,15 +48,8 @@ class Statistics:
 def statistics(trace: RoutingTrace, shares: Iterable[float] = SHARES) -> Statistics:
     """All of them. ValueError: a trace without routing."""
     shares = tuple(shares)
-    hits = hit_rates(trace, shares)
-    return Statistics(
-        len(trace),
-        shares,
-        hits,
-        next_token_reuse(trace),
-        *popularity(trace),
-        next_layer(trace),
-    )
+    told = next_token_reuse(trace), *popularity(trace), next_layer(trace)
+    return Statistics(len(trace), shares, hit_rates(trace, shares), *told)
 
 
 def accesses(trace: RoutingTrace) -> np.ndarray:
@@ -170,10 +165,9 @@ def popularity(trace: RoutingTrace) -> tuple[float, float]:
     """(entropy in bits, share of the most popular quarter) of a layer's routings, mean over
     layers."""
     counts = trace.counts().numpy()
-    shares = np.sort(counts[counts.any(1)] / counts[counts.any(1)].sum(1, keepdims=True))[:, ::-1]
-    logs = np.log2(shares, where=shares > 0, out=np.zeros_like(shares))
-    quarter = shares[:, : max(trace.spec.E // 4, 1)].sum(1)
-    return float(-(shares * logs).sum(1).mean()), float(quarter.mean())
+    counts = np.sort(counts[counts.any(1)])
+    quarter = counts[:, -max(trace.spec.E // 4, 1) :].sum(1) / counts.sum(1)
+    return fmean(map(entropy, counts)), float(quarter.mean())
 
 
 def next_layer(trace: RoutingTrace) -> float:
