@@ -64,7 +64,8 @@ class Checkpoint:
     name : what the model is called in print: "small", the folder's name, or the hub id.
     folder : where it is; of GGUF the file.
     files : the files that hold weights; tensors : every tensor in them by its key.
-    store : the expert store that holds the experts, if the folder is one.    gguf : if it is in GGUF.
+    store : the expert store that holds the experts, if the folder is one.
+    gguf : if it is in GGUF.
     stamps : config.json and the files that hold weights, each with its `stamp` when it was found."""
 
     name: str

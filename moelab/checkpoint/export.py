@@ -50,7 +50,8 @@ def export(
 ) -> Path:
     """Write a model as a GGUF file; returns its path.
 
-    source : as of `Checkpoint.at`.    kind : of matrices, one of `KINDS`.
+    source : as of `Checkpoint.at`.
+    kind : of matrices, one of `KINDS`.
     calibration : a `Calibration` with inputs, or its file, at which rounding of experts looks.
 
     A tokenizer that llama.cpp has no name for is left out, with a warning. Raises FileExistsError:

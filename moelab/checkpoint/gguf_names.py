@@ -186,7 +186,8 @@ NEUTRAL = (None, False, 1, "none")
 def config_of(values: Record, header: Header) -> Any:
     """transformers' config of a GGUF file's model.
 
-    values : its metadata by key.    header : its tensors by name.
+    values : its metadata by key.
+    header : its tensors by name.
 
     Raises ValueError, by name: an architecture that is not known, metadata that are missing, and
     what changes the model in a way that transformers' config has no word for."""

@@ -24,7 +24,7 @@ from moelab.models.identity import vouch
 from moelab.models.seam import leave_out, plug
 from moelab.store.headers import NAMES, read_json
 from moelab.store.layout import ExpertStore
-from moelab.store.packed import packed_tensor
+from moelab.store.packed import Packed
 from moelab.store.verify import check_weights
 
 #: files of which one at least makes a tokenizer
@@ -151,7 +151,7 @@ def _packed(
         codec = codec_of([entry])
         if len(entry.shape) == 2 and codec.kernel(NAMES[dtype], entry.shape) and codec.few_bits:
             rows = entry.join([checkpoint.read(part) for part in entry.parts])
-            found[key] = packed_tensor(codec, rows.view(-1), entry.shape, dtype)
+            found[key] = Packed(codec, rows.view(-1), entry.shape, dtype)
     return found
 
 

@@ -137,7 +137,8 @@ def _made(
     """Names of what a plan makes; ValueError unless each has the shape of the model's and is
     a float where that is one (any is cast to any other), and codes have scales.
 
-    parameters : the twin's, by full name.    scaled : whether weights are FP8 with scales."""
+    parameters : the twin's, by full name.
+    scaled : whether weights are FP8 with scales."""
     shapes = Counter(tensors[key].shape for key in plan.keys)
     rare_first = sorted(plan.keys, key=lambda key: shapes[tensors[key].shape])
     said = (f"{key} is {tensors[key].dtype} {list(tensors[key].shape)}" for key in rare_first)

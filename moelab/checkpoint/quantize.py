@@ -112,7 +112,8 @@ def quantize_expert(
 ) -> None:
     """Round the matrices of an expert, in place; those that do not fit keep their bits.
 
-    forms : a format or one of GGML's types, or that of each by name.    inputs : as of `Inputs.of`."""
+    forms : a format or one of GGML's types, or that of each by name.
+    inputs : as of `Inputs.of`."""
     for name, tensor in tensors.items():
         found = forms if isinstance(forms, str) else forms.get(name, CHOICES[-1])
         form = read_codec(found + ".T" * experts.is_transposed)

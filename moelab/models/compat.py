@@ -365,7 +365,8 @@ def loading_plan(
     """How a model's parameters are made of checkpoint keys, as transformers would load them:
     ({target: plan}, foreign).
 
-    twin : the whole model on the meta device.    foreign : {name it would have: key} of what it has no parameter for.
+    twin : the whole model on the meta device.
+    foreign : {name it would have: key} of what it has no parameter for.
 
     Raises ValueError where numbered keys lack a number or have one twice, or two keys claim one
     parameter."""

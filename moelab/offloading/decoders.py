@@ -55,8 +55,10 @@ class Passage:
     """Where an expert passes on its way to a GPU. A tensor of N weights has 2N bytes at its place in
     a slot: for sign-mantissa bytes, then for exponents.
 
-    host : pinned memory, that is decompressed into.    there : the GPU's; None: what is joined is
-        copied when it is.    sent : tensors whose sign-mantissa bytes are there.
+    host : pinned memory, that is decompressed into.
+    there : the GPU's; None: what is joined is
+        copied when it is.
+    sent : tensors whose sign-mantissa bytes are there.
     reads : events, each after the GPU has read something of `host`.
     """
 

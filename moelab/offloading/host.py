@@ -178,7 +178,8 @@ class Host(HostPool):
     """Experts of a store in the CPU's memory, which can be computed with where they lie, in place of
     being read: all of them or, beside a GPU, those that are not there.
 
-    threads : that compute.    pool, options : of `HostPool`; `bandwidth` is that of here, if all are,
+    threads : that compute.
+    pool, options : of `HostPool`; `bandwidth` is that of here, if all are,
         else of the disk."""
 
     def __init__(self, store: ExpertStore, threads: int, *pool: Any, **options: Any) -> None:

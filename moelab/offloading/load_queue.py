@@ -97,7 +97,8 @@ Phase = Enum("Phase", "WAITING LOADING LOADED DROPPED")
 class PrefetchCounts:
     """What became of prefetched experts: exact counts.
 
-    begun : experts that got slots.    used : of those, experts that their layer then wanted.
+    begun : experts that got slots.
+    used : of those, experts that their layer then wanted.
     wasted : bytes of experts that were not wanted.
     """
 
@@ -114,9 +115,12 @@ class Load:
     """An expert in flight.
 
     keep : the state in which it will stay; None while it is prefetched.
-    slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
+    slots : kind → slot that it holds.
+    lacks : kinds that it did not hold at first.
+    reads : kinds still to read.
     todo : piece → what is left: "decode", "recover", or "decompressing" while that is under way.
-    busy : operations under way.    nbytes : bytes read so far.
+    busy : operations under way.
+    nbytes : bytes read so far.
     warm : whether it counts as there already.
     """
 

@@ -52,7 +52,8 @@ from moelab.store.reader import Reader
 def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
     """A field of options.
 
-    purpose : what it does, for --help and the docs.    needs : the option without which it does nothing.
+    purpose : what it does, for --help and the docs.
+    needs : the option without which it does nothing.
     flag : what argparse takes, if `moelab generate` has it; `names` is a kind of the registry, and
         `also` what may be said besides."""
     return field(default=default, metadata={"purpose": purpose, "needs": needs, "flag": flag})
@@ -201,7 +202,8 @@ def offload(
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
     budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.
-    how, options : an `Offloading`, or fields of one.
+    how : in which way.
+    options : fields of an `Offloading`, where `how` is not given.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
@@ -256,9 +258,11 @@ def offload(
 class Memory:
     """How a budget is divided.
 
-    budget, kept : bytes; those of the pools.
+    budget : bytes of all of it.
+    kept : bytes of the pools.
     most : slots of a kind that the largest budget takes.
-    link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
+    link : to a GPU, if it is its memory.
+    host : slots of pinned memory beside that, else for all.
     spare : of `Residency`.
     hot : experts, as of `Heat`.
     """

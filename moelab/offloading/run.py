@@ -42,7 +42,8 @@ class EngineSettings:
     experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
-    device : where experts are computed.    first : those that are there before the first token,
+    device : where experts are computed.
+    first : those that are there before the first token,
         beside what a cache with room for all has.
     spare : slots of the pool that are free when a GPU begins a token alone.
     """

@@ -42,12 +42,15 @@ from moelab.store.reader import Chunks, Reader, aligned_buffer
 class HostPool(Reader):
     """Experts of a store in the CPU's memory, pinned for a GPU; reads the others.
 
-    store : the experts.    device : where they are computed.    count : slots.
+    store : the experts.
+    device : where they are computed.
+    count : slots.
     exchanges : whether experts come and go; else those that are read first stay for good.
     options : of `Reader`.
 
     link : to that GPU, set by who has it.
-    slots : those of experts that are here, or on their way.    spare : slots of nobody.
+    slots : those of experts that are here, or on their way.
+    spare : slots of nobody.
     home : int64 [L, E], the address of an expert's bytes; 0 where they are not, or have not been
         seen to have come (`landed`).
     pinned : whether the GPU reaches this memory by itself."""

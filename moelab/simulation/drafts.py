@@ -27,7 +27,8 @@ class Passes(NamedTuple):
     """Means over passes that verify so many drafts.
 
     tokens : that the text goes on by: 1, and the right drafts.
-    union : distinct experts that a layer computes.    misses : of these, not in memory.
+    union : distinct experts that a layer computes.
+    misses : of these, not in memory.
     """
 
     drafts: int

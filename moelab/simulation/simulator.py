@@ -103,8 +103,9 @@ def simulate(
     staging : loads in flight beyond what is kept (None: any number).
     scheduler : orders a step's reads and decoding, by its name or (requests, delays, workers) →
         `Order`; None: the experts with the most tokens first.
-    prefetching, balance : None reads nothing ahead; says which experts are computed where they lie,
-        None: none are.    resizes : (forward, what memory is resized to before it).
+    prefetching : which experts are read ahead; None: none are.
+    balance : says which experts are computed where they lie; None: none are.
+    resizes : (forward, what memory is resized to before it).
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -132,20 +133,16 @@ def simulate(
             simulated.resize(residency.resize(now.pools), slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
-        controller.wished = _wished(predictions[at + 1 :])
+        coming = predictions[at + 1] if at + 1 < len(steps) else None
+        controller.wished = (
+            None if coming is None else [ExpertKey(at, e) for at, of in coming for e in of]
+        )
         took = None if one.drafts else simulated.now - begun
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
-
-
-def _wished(predictions: Predictions) -> list[ExpertKey] | None:
-    """Who is to come beside a token, by what was announced of it; None where nobody knows."""
-    if not predictions or predictions[0] is None:
-        return None
-    return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
 
 
 def _forward(
@@ -207,7 +204,8 @@ def replay(
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
         (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
-    pools, scheduler : in place of the run's, and of all that it was resized to; the latter orders reads and decoding: a name of
+    pools : in place of the run's, and of all that it was resized to.
+    scheduler : in place of the run's; orders reads and decoding: a name of
         `moelab.names("scheduler")`, or a function of your own.
     prefetching : in place of what the run read ahead.
 

@@ -172,7 +172,9 @@ class Packing(fewbit.FewBits):
     matrices, the second one of all … Where kernels can multiply them as they lie, each scale stands
     in the blob once for 32 inputs.
 
-    name : the kind.    bits : of a code.    matrices : how many.
+    name : the kind.
+    bits : of a code.
+    matrices : how many.
     tensors : (name, dtype as safetensors names it, shape) of those of one matrix.
     """
 
