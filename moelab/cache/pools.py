@@ -78,7 +78,8 @@ class Pool:
         """Let keys leave until no more than `size` are left. Those that were used, and `found` or
         `came`, stay unless nothing else is left; a selective policy may choose who came."""
         pinned = found if self.selective else found | came
-        others, evicted = len(self.keys) - len(pinned), []
+        others = len(self.keys) - len(pinned)
+        evicted = []
         for _ in range(len(self.keys) - self.size):
             pinned = pinned if others else frozenset()
             evicted.append(self.victim(Candidates(self.keys, pinned)))

@@ -143,7 +143,8 @@ class Residency:
                 f"{spare} spare slots of {pools} of each {scope!r}; they are slots of one pool F of the "
                 "whole 'model', at most as many as it has"
             )
-        self.spare, self._margin = spare, margin
+        self.spare = spare
+        self._margin = margin
         self.free: int | None = None
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
@@ -306,10 +307,13 @@ class Residency:
     def resize(self, pools: Pools) -> list[ExpertKey]:
         """Between two forward passes, let pools hold more or fewer. Returns who leaves, as the
         policies choose, which know what they knew."""
-        counters, self.counters, self.holds_all = self.counters, CacheCounters(), False
+        counters = self.counters
+        self.counters = CacheCounters()
+        self.holds_all = False
         while self._untold:
             self.begin(*self._untold.popleft())
-        self.counters, self.pools = counters, pools
+        self.counters = counters
+        self.pools = pools
         everyone = self.E if self.scope == "layer" else self.L * self.E  # who share pools
         self.holds_all = pools.F == pools.capacity >= everyone
         self.spare *= not self.holds_all

@@ -178,7 +178,9 @@ def read_expert(
     if experts.stored:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
-    tensors, blobs, read = {}, {}, []
+    tensors = {}
+    blobs = {}
+    read = []
     for name, made, sources in experts.made(layer, expert):
         tensors[name] = made.detach().contiguous()
         if few := few_bits(experts.checkpoint.plan, sources, made):

@@ -194,14 +194,18 @@ class CheckpointStore(ExpertFiles):
     checksum = None
 
     def __post_init__(self) -> None:
-        checkpoint, plan, dtype = self.checkpoint, self.checkpoint.plan, NAMES[self.dtype]
-        self.spec, self.folder = checkpoint.spec, checkpoint.folder
+        checkpoint = self.checkpoint
+        plan = self.checkpoint.plan
+        dtype = NAMES[self.dtype]
+        self.spec = checkpoint.spec
+        self.folder = checkpoint.folder
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
             few = self.packed if checkpoint.gguf else plan.quantizer
             forms = self._few_bits(index) if few else {}
-            entries, at = {}, 0
+            entries = {}
+            at = 0
             for name, shape in shapes(layer.experts).items():
                 codec = forms.get(name, RAW)
                 length = codec.nbytes(shape, dtype)
@@ -262,11 +266,13 @@ class CheckpointStore(ExpertFiles):
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not as it is kept is converted after the last
         of it has been read."""
-        chunks, checkpoint = parts[0], self.checkpoint
+        chunks = parts[0]
+        checkpoint = self.checkpoint
         for source in expert_sources(checkpoint, chunks.layer, chunks.expert):
             codec, (target,) = chunks.plane(source.name, 0)
             straight = self._straight(source, codec)
-            at, read = 0, defaultdict(list)
+            at = 0
+            read = defaultdict(list)
             for pattern, entry in source.stored.items():
                 for stored in entry.parts:
                     checkpoint.require_unchanged(stored.file)
@@ -300,6 +306,7 @@ class CheckpointStore(ExpertFiles):
 
     @property
     def weights_bytes(self) -> int:
-        tensors, plan = self.checkpoint.tensors, self.checkpoint.plan
+        tensors = self.checkpoint.tensors
+        plan = self.checkpoint.plan
         others = tensors.keys() - plan.expert_keys - plan.ignored
         return sum(tensors[key].nbytes for key in others)

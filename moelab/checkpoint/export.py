@@ -80,7 +80,8 @@ def export(
         for key, value in said.items():
             add[type(value)](f"{arch}.{key}", value)
         _add_tokenizer(writer, model.tokenizer, checkpoint.config.vocab_size)
-        places, to = _add_tensors(writer, shapes, kind), writer.fout[0]
+        places = _add_tensors(writer, shapes, kind)
+        to = writer.fout[0]
         parts = ((name, part, 0) for name, part in dense.items())
         for name, part, expert in chain(parts, _experts(arch, checkpoint, kind, inputs)):
             rows = (part if part.dtype == torch.uint8 else part.float()).contiguous().numpy()
@@ -118,7 +119,8 @@ def _experts(
     experts = CheckpointExperts(checkpoint)
     for layer in progress(checkpoint.plan.layers, desc="exporting", unit="layer"):
         for expert in range(layer.E):
-            own, blobs = experts(layer.index, expert), {}
+            own = experts(layer.index, expert)
+            blobs = {}
             if inputs:
                 seam = seam_of(layer.experts)
                 quantize_expert(kind, own, blobs, seam, inputs.of(layer.index, expert))

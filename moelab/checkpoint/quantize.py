@@ -146,7 +146,9 @@ def plan_bits(bits: float, read: Any, layers: list[Any], inputs: Inputs) -> list
     """The format of each matrix of each layer, for at most `bits` a weight of all that fit.
 
     read(layer, expert) → its tensors.    Raises ValueError for a budget below all formats."""
-    costs, sizes, count = defaultdict(float), defaultdict(float), 0
+    costs = defaultdict(float)
+    sizes = defaultdict(float)
+    count = 0
     for layer in progress(layers, "measuring", unit="layer"):
         experts = seam_of(layer.experts)
         for expert in range(layer.E):

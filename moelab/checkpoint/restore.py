@@ -173,7 +173,8 @@ def _empty_files(folder: Path, files: dict[str, list]) -> Header:
     """Make the source's safetensors files, headers and no weights; returns their tensors by key."""
     targets = {}
     for name, (size, header) in files.items():
-        file, raw = folder / plain_name(name), header.encode()
+        file = folder / plain_name(name)
+        raw = header.encode()
         with open(file, "xb") as f:
             f.write(len(raw).to_bytes(8, "little") + raw)
             f.truncate(size)

@@ -252,7 +252,8 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
 
     of = GGUF_TOKENIZER_MAPPING["tokenizer"].items()
     said = {ours: fields[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in fields}
-    kind, split = said["tokenizer_type"], said.get("pre_tokenizer_type", "default")
+    kind = said["tokenizer_type"]
+    split = said.get("pre_tokenizer_type", "default")
     split = SPLITS.get(split, split)
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
         raise ValueError(f"it splits text as {split!r} does, which is not known here")

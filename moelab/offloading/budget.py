@@ -48,12 +48,14 @@ def parse_budget(
         weights.
     free : what is available, `available` of this machine if not given.
     """
-    given, unit = budget, ""
+    given = budget
+    unit = ""
     text = given.strip().lower() if isinstance(given, str) else ""
     if text == "auto":
         return max(0, (free or available)() - others - RESERVE)
     if match := _SIZE.fullmatch(text):
-        budget, unit = float(match[1].replace(",", ".")), match[2]
+        budget = float(match[1].replace(",", "."))
+        unit = match[2]
     real = isinstance(budget, Real) and not isinstance(budget, bool)
     if not real or not 0 <= budget < math.inf or unit == "%" and budget > 100:
         raise ValueError(

@@ -85,7 +85,8 @@ class OnGPU:
         name, shard = piece
         begin, end, entry = places(next(iter(chunks.values())).entries, False)[0][name]
         passage = self._passage(load)
-        host, slot = passage.host[begin:end], load.slots["full"]
+        host = passage.host[begin:end]
+        slot = load.slots["full"]
         out = self._slots.full(slot)[begin:end]
         if not (entry.shards and recovers(self._slots.device)):
             decode_tensor(*chunks.values(), name, host.view(DTYPES[entry.dtype]).view(entry.shape))
@@ -140,7 +141,8 @@ class OnGPU:
                 for of in [of for of in self._passages if of.phase in ended and not of.busy]:
                     self._spare.append(self._passages.pop(of))
                 if not self._spare:
-                    slots, made = self._slots, len(self._passages)
+                    slots = self._slots
+                    made = len(self._passages)
                     host = host_memory(slots.sizes.full, slots.device, self)
                     self._spare.append(Passage(torch.from_numpy(host), slots.passing(made)))
                 passage = self._spare.pop(0)

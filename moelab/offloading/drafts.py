@@ -70,7 +70,8 @@ class DraftGate:
 
     def speedup(self, drafts: int) -> float:
         """Tokens a second with so many drafts over those with none, as far as known."""
-        right, judged = float(drafts), self._right
+        right = float(drafts)
+        judged = self._right
         if self.free or len(judged) >= PLAIN:
             right = fmean(min(n, drafts) for n in judged)
         timed = [n for n in COUNTS if len(self._seconds[n]) >= TRIAL]
@@ -151,11 +152,13 @@ class Drafting:
 
     def get_candidates(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """ids [1, S] → (ids with n drafts [1, S + n], their logits [1, n, V] if they have any)."""
-        now, S = time.perf_counter(), ids.shape[1]
+        now = time.perf_counter()
+        S = ids.shape[1]
         if self.gate and self._start is not None:
             self.gate.verified(*self._drafted, now - self._start)
         self._start = None if self._prompt else now
-        found, logits = ids, None
+        found = ids
+        logits = None
         if self.asked is None:
             found, logits = self.inner.get_candidates(ids)
         elif most := max(min(self.asked, self.longest - S - 1), 0):
@@ -164,7 +167,8 @@ class Drafting:
         return found, logits
 
     def _drafts(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        gate, S = self.gate, ids.shape[1]
+        gate = self.gate
+        S = ids.shape[1]
         if gate and not gate.free and not self._prompt:  # which an assistant computes, too
             most = gate.choose(most)
         if not most:
@@ -183,7 +187,8 @@ class Drafting:
         self.accepted(right)
         if drafts:
             self.inner.update_candidate_strategy(ids, scores, right)
-        self._drafted, self._prompt = (drafts, right), False
+        self._drafted = (drafts, right)
+        self._prompt = False
         while self._guesses and self._guesses[0][0] + COUNTS[-1] <= ids.shape[1]:
             at, guess = self._guesses.popleft()
             same = map(eq, guess, ids[0, at : at + len(guess)].tolist())

@@ -71,8 +71,11 @@ class Engine:
     """
 
     def __init__(self, loader: Loader, controller: StepController) -> None:
-        self.loader, self.controller, self.run = loader, controller, loader.run
-        self.residency, self.timeline = controller.residency, loader.timeline
+        self.loader = loader
+        self.controller = controller
+        self.run = loader.run
+        self.residency = controller.residency
+        self.timeline = loader.timeline
         settings = self.run.settings
         #: computes some experts where they lie, beside this
         self.host = loader.reader if isinstance(loader.reader, Host) else None
@@ -178,7 +181,9 @@ class Engine:
             self._hand_back()
         if self.residency.free is not None:  # the GPU does not run this token alone after all
             self.controller.begin_forward("decode")
-        layer, E, controller = experts.layer, experts.num_experts, self.controller
+        layer = experts.layer
+        E = experts.num_experts
+        controller = self.controller
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
         self._report_other(clock(), layer)
@@ -225,10 +230,12 @@ class Engine:
             return execute(experts.executor, x, some, weights, experts)
 
         aside = self._begin_aside(x, ids, weights, experts, step)
-        one, out = len(x) == 1, None
+        one = len(x) == 1
+        out = None
         there, loads = self._split(step, self._far and one)
         if there and (one if self._far else not (one and loads)):
-            out, there = run(there, together), []
+            out = run(there, together)
+            there = []
         if there or loads:
             choices = choices_of(x, ids, weights, step)
             for batch in chain([there] if there else [], self._batches(loads)):
@@ -266,7 +273,8 @@ class Engine:
         given = [of.cpu() for of in (x, ids, weights)]
 
         def compute() -> Tensor:  # all of it there, as torch's inference mode is of this thread
-            away, choices = [key.expert for key in keys], choices_of(*given, step)
+            away = [key.expert for key in keys]
+            choices = choices_of(*given, step)
             return self.host.compute(experts, away, choices, self.timeline.add)
 
         return self.host.worker.submit(compute)
@@ -329,13 +337,16 @@ class Engine:
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
         """Where the experts of these layers lie, as the executor asks for it; None if some may
         leave."""
-        residency, executor, queue = self.residency, modules[0].executor, self.loader.queue
+        residency = self.residency
+        executor = modules[0].executor
+        queue = self.loader.queue
         find = getattr(executor, "banks", None)
         if find is None or not residency.holds_all or queue.late:
             return None
         if any(of.executor is not executor for of in modules):
             return None
-        first, state = modules[0].layer, (queue, executor, dtype, len(residency))
+        first = modules[0].layer
+        state = (queue, executor, dtype, len(residency))
         known, banks = self._banks.get(first, (None, None))
         if known != state:
             full = residency.full()
@@ -348,12 +359,15 @@ class Engine:
     def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> DeviceTables | None:
         """The tables by which the GPU computes the token that begins, if it is to run `_alone`, or is
         prepared for the next ones; None where it cannot."""
-        loader, residency, executor = self.loader, self.residency, modules[0].executor
+        loader = self.loader
+        residency = self.residency
+        executor = modules[0].executor
         if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
         state = loader, executor, dtype
         if self._tables[0] != state:
-            K, worker = self.run.settings.spec.K, self.host and self.host.worker
+            K = self.run.settings.spec.K
+            worker = self.host and self.host.worker
             self._forget_tables()
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, worker)
         tables = self._tables[1]
@@ -362,11 +376,14 @@ class Engine:
         keeps = residency.holds_all or residency.spare and near
         if tables is None or not keeps or not self.decoding or self._drafts:
             return None
-        keep, shares, coming = 0, None, ()
+        keep = 0
+        shares = None
+        coming = ()
         if self._alone:
             balance = self.controller.balance
             shares = balance.shares() if balance else None
-            keep, coming = residency.free or 0, residency.coming
+            keep = residency.free or 0
+            coming = residency.coming
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
@@ -427,8 +444,10 @@ class Engine:
                 self._hand_back()
             self._chunks.begin(info, self.timeline.since(self._events))
             self._events = len(self.timeline)
-            self.decoding, self._drafts = info.phase == "decode", info.drafts
-            tables, one = self._tables[1], self.decoding and info.tokens == 1 and not exact
+            self.decoding = info.phase == "decode"
+            self._drafts = info.drafts
+            tables = self._tables[1]
+            one = self.decoding and info.tokens == 1 and not exact
             self._alone = one and tables is not None and tables.captured
             self.python = None
             with self.loader.changing():
@@ -461,7 +480,8 @@ class Engine:
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
         with self.loader.changing() as queue:
-            took, events = None if self._drafts else now - self._began, self._events
+            took = None if self._drafts else now - self._began
+            events = self._events
             evicted = self.controller.end_forward(took, self.timeline.since(events))
             for key in evicted:
                 queue.leave(key)

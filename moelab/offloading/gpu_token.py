@@ -80,10 +80,15 @@ class DeviceTables:
     def __init__(self, loader: Loader, where: Lying, box: Mailbox, worker: Worker | None) -> None:
         from moelab.offloading import gpu_token_triton, mailbox_triton
 
-        self.kernels, self.mail = gpu_token_triton, mailbox_triton
-        self.loader, self.where, self.box, self.worker = loader, where, box, worker
+        self.kernels = gpu_token_triton
+        self.mail = mailbox_triton
+        self.loader = loader
+        self.where = where
+        self.box = box
+        self.worker = worker
         self.K = K = box.K
-        self._first, self._slot = loader.slots.full(0).data_ptr(), loader.slots.sizes.full
+        self._first = loader.slots.full(0).data_ptr()
+        self._slot = loader.slots.sizes.full
         self.device = device = loader.slots.device
         self._stream = loader.slots.link.now()  # of the latest token
         L, E = where.home.shape
@@ -132,7 +137,8 @@ class DeviceTables:
         """For these layers' experts, a worker computing some; None where their executor has
         no kernels for them, or they do not come to the GPU as they are stored, or
         it does not reach them."""
-        make, pool = getattr(modules[0].executor, "on_gpu", None), loader.reader
+        make = getattr(modules[0].executor, "on_gpu", None)
+        pool = loader.reader
         if make is None or not loader.in_place or not pool.pinned:
             return None
         if (where := lying(modules, pool.store, pool.home, dtype)) is None:
@@ -153,7 +159,10 @@ class DeviceTables:
 
     def _call(self, layer: int, forward: Call) -> Call:
         """What computes a layer's experts of a token; may be captured."""
-        there, kernels, mail, K = self._there, self.kernels, self.mail, self.K
+        there = self._there
+        kernels = self.kernels
+        mail = self.mail
+        K = self.K
         begin = layer * (2 * K + STAMPS) + 1
         began, copied, ended = self._told[begin + 2 * K :][:STAMPS].split(1)
         rows, moves, sizes = self._given
@@ -209,8 +218,10 @@ class DeviceTables:
         misses of a layer `share` [L, K + 1] are fetched, or all; copy who is `coming` beside it.
         Whether that can be: there are slots, and no expert is on disk only. The loader's lock is
         held."""
-        loader, fields = self.loader, self.fields
-        K, by_host = self.K, share is not None
+        loader = self.loader
+        fields = self.fields
+        K = self.K
+        by_host = share is not None
         free = loader.writable(K + keep)
         others = [slot for slot in loader.free_slots if slot not in free][: len(coming)]
         self._find_homes([*free, *others], by_host)
@@ -251,7 +262,9 @@ class DeviceTables:
     def _everyone(self) -> bool:
         """Whether all experts are somewhere near: those that a prompt has left on the disk are read
         into spare slots of pinned memory."""
-        table, home, pool = self.fields.table, self.fields.home, self.loader.reader
+        table = self.fields.table
+        home = self.fields.home
+        pool = self.loader.reader
         lacking = [ExpertKey(*key) for key in np.argwhere((table | home) == 0).tolist()]
         if lacking:
             self.loader.slots.link.rest()
@@ -283,23 +296,27 @@ class DeviceTables:
         """What the token did, once it is done, and the host for it."""
         self._done.synchronize()
         self._serving.close()
-        began, K = int(self._heard[0]), self.K
+        began = int(self._heard[0])
+        K = self.K
         found = []
         for row in self._heard[1:].reshape(-1, 2 * K + STAMPS).tolist():
             # The GPU has waited for the host, so its first time is when that launched it.
             times = (self._launched + (at - began) / 1e9 for at in row[2 * K :])
             found.append(Layer(row[:K], row[K : 2 * K], tuple(times)))
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return found, events
 
     def apply(self, queue: LoadQueue, step: Step, did: Layer) -> list[ExpertKey]:
         """Let the queue know which experts stay where the token has put them; returns what was
         fetched. RuntimeError if that is not what the rule says."""
-        fetched, table = [], self.fields.table[step.layer]
+        fetched = []
+        table = self.fields.table[step.layer]
         nowhere = 0, *self.fields.scratch.tolist()
         where = dict(zip(did.experts, did.addresses))
         for request in step.requests + step.away:
-            key, address = request.key, where[request.key.expert]
+            key = request.key
+            address = where[request.key.expert]
             stays = request.keep is State.FULL
             if stays != (address not in nowhere) or request in step.away and address:
                 raise RuntimeError(

@@ -24,7 +24,8 @@ from moelab.offloading.run import EngineRun
 
 FORMAT = "moelab heat 1"
 #: decoded tokens from which on a session says something; tokens after which a count is worth half
-LEAST, HALF_LIFE = 64, 4096
+LEAST = 64
+HALF_LIFE = 4096
 
 
 class Heat:

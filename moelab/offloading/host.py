@@ -70,9 +70,12 @@ def lying(
 ) -> Lying | None:
     """Experts of these layers, alike, of a store, by where each one begins, int64 [L, E]; None if
     kernels cannot compute them as they lie."""
-    source, found, alike = Located(store, True), [], set()
+    source = Located(store, True)
+    found = []
+    alike = set()
     for of in modules:
-        here, every = copy.copy(of), np.arange(of.num_experts)
+        here = copy.copy(of)
+        every = np.arange(of.num_experts)
         here.source = source
         readable = plain(of) and dtype in KINDS and source.matrices(of.layer, every, dtype)
         one = locate(here, every, dtype) if readable else None
@@ -102,7 +105,8 @@ class Worker:
         """A thread of its own, also in a child process."""
         self._box: Mailbox | None = None  # of the token that is computed
         thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
-        self.submit, self._end = thread.submit, thread.shutdown
+        self.submit = thread.submit
+        self._end = thread.shutdown
 
     def stop(self) -> None:
         """A GPU and the thread do not wait for each other any more, in a token that has failed."""
@@ -186,7 +190,8 @@ class Host(HostPool):
         self.worker, self.executor = Worker(threads), make("executor", "fast")
         super().__init__(store, *pool, **options)
         if not self.exchanges:
-            bandwidth, self.bandwidth = self.bandwidth, None
+            bandwidth = self.bandwidth
+            self.bandwidth = None
             self.hold(experts_of(store))
             self.verify, self.bandwidth = False, bandwidth  # nobody else can write there
         self._located = Located(store, True)

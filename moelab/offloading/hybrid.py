@@ -197,7 +197,8 @@ def mean(seconds: Collection[float]) -> float:
 def line(samples: Mapping[float, Collection[float]]) -> Linear:
     """(base, per unit) of seconds by a number, neither negative: through the mean of the number
     that came most."""
-    points, each = {n: mean(seconds) for n, seconds in samples.items()}, 0.0
+    points = {n: mean(seconds) for n, seconds in samples.items()}
+    each = 0.0
     if not points:
         return 0.0, 0.0
     often = max(points, key=lambda n: len(samples[n]))

@@ -210,7 +210,8 @@ def pin(memory: np.ndarray, device: torch.device, owner: Any) -> Callable[[], ob
 def shares_addresses(device: torch.device) -> bool:
     """Whether a GPU finds pinned memory at the CPU's own addresses, as its driver says. If not, with a
     warning, only copies reach it: a kernel's read would end the program's use of the GPU."""
-    found, handle = ctypes.c_int(), ctypes.c_int()
+    found = ctypes.c_int()
+    handle = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(OSError):
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")

@@ -171,8 +171,11 @@ class LoadQueue:
         moved: Callable[[ExpertKey, int, bool], object] = lambda key, slot, stays: None,
     ) -> None:
         self.held, self.counts = held or {}, counts or PrefetchCounts()
-        self._kinds, self._fills = KINDS, FILLS
-        self._tensors, self._shards, self._workers = tensors, shards, workers
+        self._kinds = KINDS
+        self._fills = FILLS
+        self._tensors = tensors
+        self._shards = shards
+        self._workers = workers
         self._moved = moved
         if in_place:
             self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
@@ -463,7 +466,8 @@ class LoadQueue:
     def _drop(self, load: Load) -> None:
         """Nobody wants a prefetched expert any more."""
         del self.prefetched[load.key]
-        waited, load.phase = load.phase is Phase.WAITING, Phase.DROPPED
+        waited = load.phase is Phase.WAITING
+        load.phase = Phase.DROPPED
         if not waited:
             self.counts.begun += 1
             self.counts.wasted += load.nbytes

@@ -73,7 +73,8 @@ class Loader:
     readers: int
 
     def __post_init__(self) -> None:
-        self.timeline, self.in_place = self.run.timeline, self.slots.sizes.in_place
+        self.timeline = self.run.timeline
+        self.in_place = self.slots.sizes.in_place
         reader = self.reader
         #: where experts lie that are not on the GPU, if they are computed there as they lie
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
@@ -87,7 +88,8 @@ class Loader:
         self.start()
 
     def _new_queue(self) -> LoadQueue:
-        store, device = self.reader.store, self.slots.device
+        store = self.reader.store
+        device = self.slots.device
         return LoadQueue(
             self.slots.count,
             self.run.settings.ahead,
@@ -134,7 +136,8 @@ class Loader:
             self.queue.leave(key)
         self.slots.count = count
         self.queue.resize(count, how.ahead)
-        self.readers, self.workers = DEPTH, how.workers
+        self.readers = DEPTH
+        self.workers = how.workers
         self.start(self.queue)
 
     # what the thread that runs the model calls
@@ -155,7 +158,9 @@ class Loader:
 
     def wait(self) -> ExpertKey:
         """The next expert of the running layer that is loaded; raises what ended loading it."""
-        start, found, end = clock(), self.ready.get(), clock()
+        start = clock()
+        found = self.ready.get()
+        end = clock()
         if isinstance(found, BaseException):
             raise found
         if end - start > 2e-6:
@@ -177,9 +182,11 @@ class Loader:
     @property
     def tiers(self) -> dict[str, int]:
         """Where the experts are, each once: by the place, bytes as they are stored."""
-        store, near = self.reader.store, "gpu" if self.slots.link else "memory"
+        store = self.reader.store
+        near = "gpu" if self.slots.link else "memory"
         found = {near: 0, "pinned": 0, "disk": 0}
-        held, pinned = self.queue.held, getattr(self.reader, "slots", ())
+        held = self.queue.held
+        pinned = getattr(self.reader, "slots", ())
         for key in experts_of(store):
             where = near if "full" in held.get(key, ()) else "pinned" if key in pinned else "disk"
             found[where] += store.stored_bytes(*key, "both")
@@ -260,7 +267,10 @@ class Loader:
         return *found, self.pool.take()
 
     def _read(self, me: str, load: Load, kinds: tuple[str, ...], landing: int | None) -> None:
-        start, chunks, error, pool = clock(), [], None, self.pool
+        start = clock()
+        chunks = []
+        error = None
+        pool = self.pool
         try:
             if pool:
                 into = {"both": None if landing is None else pool.bytes(landing)}
@@ -282,7 +292,8 @@ class Loader:
                 with self._lock:  # nobody waits meanwhile for all that was sent
                     sent = self.slots.send(what, load.slots["full"], *chunks)
         except BaseException as caught:  # whatever it is belongs to the caller of the model
-            error, end = caught, clock()
+            error = caught
+            end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
             if landing is not None and not error:
@@ -358,7 +369,8 @@ class Loader:
 
     def _moved(self, key: ExpertKey, slot: int, stays: bool) -> None:
         """An expert has come to stay on the GPU, or leaves it."""
-        pool, link = self.pool, self.slots.link
+        pool = self.pool
+        link = self.slots.link
         if stays and pool:
             pool.release(key)
         elif not stays and link:
@@ -403,7 +415,8 @@ class Loader:
         step_back()
         while (found := self._next(self._work, self._next_decode)) is not None:
             load, piece, operation, chunks = found
-            start, error = clock(), None
+            start = clock()
+            error = None
             try:
                 # not when it is read: decoding finds it cached; of a tensor in shards by the first
                 for part in chunks.values() if not piece.shard else ():
@@ -424,7 +437,8 @@ def threads_to_fill(slots: Slots, scratch: int) -> int:
     The first touch of memory takes longer than reading into it, and any number of threads can do
     both at once. No more memory is used than the slots and what `DEPTH` threads read with: what
     others need is that of the loads in flight, of which there are none yet."""
-    sizes, threads = slots.sizes, (os.cpu_count() or 1) + WAITING
+    sizes = slots.sizes
+    threads = (os.cpu_count() or 1) + WAITING
     own = scratch + (0 if sizes.in_place else sizes.in_flight)  # bytes that a thread needs
     room = slots.count["e"] * sizes.in_flight + scratch
     return max(1, min(threads, room // own)) if own else threads

@@ -137,9 +137,11 @@ def metrics(
     forwards = [Forward(*forward) for forward in forwards]
     starts = [forward.start for forward in forwards]
     read, stall, tokens, busy = (defaultdict(float) for _ in range(4))
-    split, launches = [defaultdict(float) for _ in forwards], 0
+    split = [defaultdict(float) for _ in forwards]
+    launches = 0
     for event in events:
-        at, duration = bisect_right(starts, event.start) - 1, event.end - event.start
+        at = bisect_right(starts, event.start) - 1
+        duration = event.end - event.start
         phase = forwards[at].phase if at >= 0 else "before"
         if phase == "prefill":
             split[at][f"{event.kind} on {event.resource}"] += duration
@@ -151,7 +153,8 @@ def metrics(
         if event.kind.startswith("read"):
             read[phase] += event.bytes
 
-    ends, took = [*starts[:1], *(one.end for one in forwards)], defaultdict(float)
+    ends = [*starts[:1], *(one.end for one in forwards)]
+    took = defaultdict(float)
     for one, end_before in zip(forwards, ends):
         tokens[one.phase] += one.kept
         took[one.phase] += one.end - end_before

@@ -119,11 +119,15 @@ class Session:
         budget: int | None = None,
         divided: Callable[..., Any] | None = None,
     ) -> None:
-        self.engine, self.store, self.budget, self.divided = engine, store, budget, divided
+        self.engine = engine
+        self.store = store
+        self.budget = budget
+        self.divided = divided
         self._model, self._layers = id(model), discover(model)
         self._resizes: list[Any] = []  # memory to go on in
         if engine:
-            self.run, self.residency = engine.run, engine.residency
+            self.run = engine.run
+            self.residency = engine.residency
         else:
             settings = _resident_settings(model, self._layers)
             self.residency = Residency(model.spec.L, model.spec.E, settings.pools)
@@ -290,7 +294,8 @@ class Session:
         return made
 
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        me, this = threading.get_ident(), id(module)
+        me = threading.get_ident()
+        this = id(module)
         if self._forward and self._forward[:2] == (self._model, me) and this != self._model:
             return  # the encoder, called by the model
         if me in self._cancelled:

@@ -77,7 +77,10 @@ class Slots:
     most: int = 0
 
     def __post_init__(self) -> None:
-        sizes, device, count, most = self.sizes, self.device, self.count, self.most
+        sizes = self.sizes
+        device = self.device
+        count = self.count
+        most = self.most
         self.most = 0
         with suppress(MemoryError, OSError):  # a system that reserves no more than it has
             aligned_buffer(most * (sizes.full + sizes.e + sizes.sm))
@@ -144,7 +147,8 @@ class Slots:
         key = slot, self._shapes[layer]
         if key in self._views:
             return self._views[key]
-        entries, memory = self.store.entries(layer, expert), self.full(slot)
+        entries = self.store.entries(layer, expert)
+        memory = self.full(slot)
         found = {
             name: self._unpacked(name, entry, memory[begin:end], reuse)
             if self._packed and entry.codec is not RAW
@@ -186,7 +190,8 @@ class Located:
     """How kernels find a store's tensors: a source of the seam."""
 
     def __init__(self, store: ExpertStore, in_place: bool) -> None:
-        self._layers, self._in_place = store.layers, in_place
+        self._layers = store.layers
+        self._in_place = in_place
         self._tables: dict[int, tuple] = {}  # by layer
 
     def matrices(
@@ -218,7 +223,8 @@ def located(
     codecs = []
     rows, moves = np.zeros((2, len(names), len(experts), 4), np.int64)
     for e, entries in enumerate(experts):
-        where, found = places(entries, in_place)[0], []
+        where = places(entries, in_place)[0]
+        found = []
         for n, (begin, end, entry) in enumerate(map(where.get, names)):
             codec = entry.codec if in_place else RAW
             found.append(codec.kernel(entry.dtype, entry.shape))
@@ -246,13 +252,15 @@ def places(
 ) -> tuple[dict[str, tuple[int, int, TensorEntry]], int]:
     """(name → (begin, end in a slot, entry) of an expert's tensors, bytes of the slot): as they are
     read, or joined, each at a multiple of 64."""
-    found, at = {}, 0
+    found = {}
+    at = 0
     first, length = run(entries, "both")
     for name, entry in entries.items():
         size = entry.nbytes
         if in_place:
             chunk = entry.planes[0][1][0]
-            at, size = chunk.offset - first, chunk.length
+            at = chunk.offset - first
+            size = chunk.length
         found[name] = at, at + size, entry
         at += -(-size // 64) * 64
     return found, length if in_place else aligned(at)

@@ -48,7 +48,8 @@ class StepController:
         """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it. Of a
         `token` that a GPU runs alone, the steps are decided when it is over, by the rule that the GPU
         has followed; `residency.coming` is copied beside it."""
-        self.announced, self._fetched = None, 0
+        self.announced = None
+        self._fetched = 0
         self.gate.begin_forward(phase)
         if self.balance:
             rates = self.balance.begin_forward(token)
@@ -82,7 +83,8 @@ class StepController:
         linked = sum(of.end - of.start for of in events if of.resource == "link")
         if those := self._fetched + len(self.residency.coming):
             self._each = linked / those
-        begin, end = min(spans, default=(0.0, 0.0))[0], max((end for _, end in spans), default=0.0)
+        begin = min(spans, default=(0.0, 0.0))[0]
+        end = max((end for _, end in spans), default=0.0)
         idle = end - begin - self._fetched * self._each
         return end - begin, int(idle / 2 / self._each) if self._each else 1
 

@@ -65,7 +65,9 @@ class HostPool(Reader):
     ) -> None:
         super().__init__(store, **options)
         self.size = Sizes.of(store, True).full
-        self.count, self.device, self.exchanges = count, device, exchanges
+        self.count = count
+        self.device = device
+        self.exchanges = exchanges
         self.link: Link | None = None
         self.home = np.zeros((store.spec.L, store.spec.E), np.int64)
         self.slots: dict[ExpertKey, int] = {}

@@ -16,7 +16,9 @@ from moelab.cache.residency import Request, Step
 from moelab.offloading.load_queue import HOLDS, KINDS, USES, Load, LoadQueue, Piece, read_name
 from moelab.simulation.costs import Machine
 
-DISK, HOST, GPU = -1, -2, -3
+DISK = -1
+HOST = -2
+GPU = -3
 
 
 class SimulatedMachine:
@@ -137,7 +139,8 @@ class SimulatedMachine:
 
     def beside(self, keys: Iterable[ExpertKey]) -> None:
         """Experts come to stay, as far as nothing else has to come."""
-        self._coming, self._come = [*keys], [*keys]
+        self._coming = [*keys]
+        self._come = [*keys]
 
     def settle(self) -> None:
         """Wait for them; those that a layer has not fetched to stay get slots now."""
@@ -203,7 +206,8 @@ class SimulatedMachine:
         self._begin(DISK, read, then)
 
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
-        worker, far = heappop(self._idle), self.delays.send > 0
+        worker = heappop(self._idle)
+        far = self.delays.send > 0
         parts = 1 if piece.shard is None else self.delays.shards
         seconds = self._seconds[operation]
         if far:  # which leaves recovery to the GPU

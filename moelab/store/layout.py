@@ -148,8 +148,10 @@ def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> Entries:
     _need([*fields] == [*tensors], "impossible entry: an expert has not the others' tensors")
     entries = {}
     for name, (check, planes) in fields.items():
-        dtype, shape = tensors[name][0], tuple(tensors[name][1])
-        possible, found = len(planes) in (1, DTYPES[dtype].itemsize), []
+        dtype = tensors[name][0]
+        shape = tuple(tensors[name][1])
+        possible = len(planes) in (1, DTYPES[dtype].itemsize)
+        found = []
         for record, given in planes:
             codec = read_codec(record)
             chunks = tuple(Chunk(int(offset), int(length), of) for offset, length, of in given)

@@ -53,7 +53,9 @@ class Packed(Tensor):
         origin: Tensor | None = None,
     ) -> Packed:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        self.codec, self.blob, self.origin = codec, blob, origin
+        self.codec = codec
+        self.blob = blob
+        self.origin = origin
         return self
 
     def __init__(self, *_: Any) -> None:

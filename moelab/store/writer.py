@@ -158,7 +158,8 @@ class StoreWriter:
         with suppress(Exception):  # a journal that makes no sense, a file that cannot be read
             for key, record in zip(self._keys, checked):
                 entries = read_entries(record["entries"], record["tensors"])
-                begin, end = record["begin"], record["end"]
+                begin = record["begin"]
+                end = record["end"]
                 with open(self.folder / layer_file(key[0]), "rb") as f:
                     f.seek(begin)
                     data = f.read(end - begin)

@@ -65,7 +65,8 @@ def _rows(path: Path) -> tuple[np.ndarray, int]:
 
 def _imatrix(path: Path) -> tuple[np.ndarray, int]:
     """(layer, expert, count [n, 3]; tokens that a layer's router saw, 0 if it does not say)."""
-    counts, tokens = {}, 0
+    counts = {}
+    tokens = 0
     for name, stored in read_gguf(path)[1].items():
         if not name.endswith(".counts") or stored.dtype != "F32":
             continue

@@ -22,7 +22,8 @@ import torch
 from moelab.trace.foreign import Columns, bounded, integers, require_bytes
 from moelab.trace.routing_trace import DECODE, PREFILL
 
-EXTEND, ONE_TOKEN = 1, 2
+EXTEND = 1
+ONE_TOKEN = 2
 
 
 def read(path: Path) -> Columns:

@@ -156,7 +156,8 @@ def next_token_reuse(trace: RoutingTrace) -> float:
     had = chosen(trace)
     sequence = np.sort(trace.sequence.numpy(), kind="stable")
     pairs = sequence[1:] == sequence[:-1]
-    before, now = had[:-1][pairs], had[1:][pairs]
+    before = had[:-1][pairs]
+    now = had[1:][pairs]
     asked = now[before.any(2)].sum()  # a layer that skipped the token before tells nothing
     return float((before & now).sum() / asked) if asked else float("nan")
 
