@@ -14,15 +14,15 @@ Experts of a GGUF file stay in the bits of the file, where a parameter is rows o
 
 A checkpoint has no checksums, so what is read is not verified, but of GGUF (`gguf.Sums`); its
 headers and that it is complete were checked before. A file that changes while it is open is noticed.
-A store adds compression and reads past the page cache."""
+A store adds compression."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -39,10 +39,15 @@ from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
 from moelab.store.headers import NAMES, Shape, Stored, Tensors
 from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
-from moelab.store.reader import Chunks, StoreExperts
+from moelab.store.reader import BLOCK, Chunks, StoreExperts
 
+LARGE = (
+    1 << 18
+)  # bytes from which on a parameter lies in its blocks of memory as in those of the file
 #: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
 Piece = tuple[str, int, torch.Tensor]
+#: how an expert is read: its files, what is read to which bytes as it is, what is converted
+Plan = tuple[list[Path], list[tuple[Stored, slice]], list["ParameterSource"]]
 
 
 @dataclass(frozen=True)
@@ -92,7 +97,6 @@ def expert_sources(checkpoint: Checkpoint, layer: int, expert: int) -> Iterator[
         yield ParameterSource(name, plan, stored)
 
 
-@dataclass(eq=False)
 class CheckpointExperts:
     """Source of one expert after another, straight from a checkpoint: `source(layer, expert) →
     tensors`.
@@ -102,19 +106,23 @@ class CheckpointExperts:
     dtype : what the tensors are cast to, as loading the whole model would cast them; None keeps the
         stored one."""
 
-    checkpoint: Checkpoint
-    dtype: torch.dtype | None = None
-    device: torch.device | str = "cpu"
-
-    def __post_init__(self) -> None:
-        store = self.checkpoint.store
-        if self.checkpoint.gguf:
-            store = CheckpointStore(self.checkpoint, self.dtype or self.checkpoint.dtype())
-        self.stored = StoreExperts(store, mode="buffered") if store else None
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.device = device
+        store = checkpoint.store
+        if checkpoint.gguf is not None:
+            store = CheckpointStore(checkpoint, dtype or checkpoint.dtype())
+        self.stored = None if store is None else StoreExperts(store, mode="buffered")
 
     def __call__(self, layer: int, expert: int) -> Tensors:
         """The tensors of one expert, each at a multiple of 64 bytes."""
-        if self.stored:
+        if self.stored is not None:
             tensors = self.stored(layer, expert)
         else:
             tensors = {name: made for name, made, _ in self.made(layer, expert)}
@@ -172,7 +180,6 @@ class CheckpointLayer:
     experts: list[Entries]
 
 
-@dataclass(eq=False, repr=False)
 class CheckpointStore(ExpertFiles):
     """A checkpoint as the store of codec "raw" that it was never converted to; not one for `verify`
     and `restore`.
@@ -184,42 +191,50 @@ class CheckpointStore(ExpertFiles):
 
     Reading raises StoreError if a file was changed since the checkpoint was found."""
 
-    checkpoint: Checkpoint
-    dtype: torch.dtype
-    packed: bool = True
-    verify: bool = True
-
     aligned = False
     codec = "raw"
     checksum = None
 
-    def __post_init__(self) -> None:
-        checkpoint = self.checkpoint
-        plan = self.checkpoint.plan
-        dtype = NAMES[self.dtype]
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        packed: bool = True,
+        verify: bool = True,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.dtype = dtype
+        self.verify = verify
         self.spec = checkpoint.spec
         self.folder = checkpoint.folder
+        plan = checkpoint.plan
+        self._plans: dict[tuple[int, int], Plan] = {}  # of experts that were read
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
-            few = self.packed if checkpoint.gguf else plan.quantizer
+            few = packed if checkpoint.gguf else plan.quantizer is not None
             forms = self._few_bits(index) if few else {}
+            first = {source.name: source for source in expert_sources(checkpoint, index, 0)}
             entries = {}
             at = 0
             for name, shape in shapes(layer.experts).items():
                 codec = forms.get(name, RAW)
-                length = codec.nbytes(shape, dtype)
+                length = codec.nbytes(shape, NAMES[dtype])
+                if length >= LARGE and self._straight(first[name], codec):
+                    (part, *_), *_ = (of.parts for of in first[name].stored.values())
+                    skip = part.begin % BLOCK
+                    at += skip if codec.few_bits or skip % 64 == 0 else 0
                 planes = ((codec, (Chunk(at, length, ""),)),)
-                entries[name] = TensorEntry(dtype, shape, "", planes)
-                at += aligned(length)
+                entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
+                at = aligned(at + length)
             tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
             self.layers.append(CheckpointLayer(tensors, [entries] * layer.E))
         decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
         self.scratch = max(
             (
-                source.nbytes + decoded * entry.codec.nbytes(entry.shape, dtype)
+                source.nbytes + decoded * entry.codec.nbytes(entry.shape, NAMES[dtype])
                 for i, layer in enumerate(self.layers)
-                for source in expert_sources(checkpoint, i, 0)
+                for source in expert_sources(self.checkpoint, i, 0)
                 if (entry := layer.experts[0][source.name])
                 and not self._straight(source, entry.codec)
             ),
@@ -243,7 +258,7 @@ class CheckpointStore(ExpertFiles):
         """The few-bit codec of a parameter; RAW for none, or for a symmetric matrix, since W and Wᵀ
         look alike."""
         plan = self.checkpoint.plan
-        if self.checkpoint.gguf:
+        if self.checkpoint.gguf is not None:
             whole = compat.is_concatenation(source.plan, plan.quantizer)
             return codec_of(source.stored.values()) if whole else RAW
         made, read = source.read(self.checkpoint)
@@ -265,40 +280,53 @@ class CheckpointStore(ExpertFiles):
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not as it is kept is converted after the last
-        of it has been read."""
+        of it has been read. What is read for the first time is checked."""
         chunks = parts[0]
-        checkpoint = self.checkpoint
-        for source in expert_sources(checkpoint, chunks.layer, chunks.expert):
+        key = chunks.layer, chunks.expert
+        files, straight, others = plan = self._plans.get(key) or self._plan(*key)
+        check = self.verify and key not in self._plans
+
+        def extent(stored: Stored, memory: np.ndarray) -> Iterator[Extent]:
+            yield stored.file, stored.begin, [memoryview(memory)]
+            if check:
+                self.checkpoint.check(stored, memory)
+
+        self.checkpoint.require_unchanged(*files)
+        for stored, at in straight:
+            yield from extent(stored, chunks.data[at])
+        for source in others:
             codec, (target,) = chunks.plane(source.name, 0)
-            straight = self._straight(source, codec)
-            at = 0
-            read = defaultdict(list)
+            read = {of: [part.empty() for part in it.parts] for of, it in source.stored.items()}
             for pattern, entry in source.stored.items():
-                for stored in entry.parts:
-                    checkpoint.require_unchanged(stored.file)
-                    end = at + stored.nbytes
-                    into = torch.from_numpy(target[at:end]) if straight else stored.empty()
-                    memory = as_bytes(into, writable=True)
-                    yield stored.file, stored.begin, [memoryview(memory)]
-                    if self.verify:
-                        checkpoint.check(stored, memory)
-                    read[pattern].append(into)
-                    at = end
-            if straight:
-                continue
-            if codec.few_bits and checkpoint.gguf:
+                for stored, into in zip(entry.parts, read[pattern]):
+                    yield from extent(stored, as_bytes(into, writable=True))
+            if codec.few_bits and self.checkpoint.gguf is not None:
                 rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
                 target[:] = fewbit.joined(*rows)
                 continue
-            plan = checkpoint.plan
             found = {of: weights_of(entry, read[of]) for of, entry in source.stored.items()}
             if codec.few_bits:
-                blobs = _blobs(plan, source.pieces(found))
+                blobs = _blobs(self.checkpoint.plan, source.pieces(found))
                 target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
             else:
                 shape = chunks.entries[source.name].shape
                 into = torch.from_numpy(target).view(self.dtype).view(shape)
-                into.copy_(source.make(plan, found))
+                into.copy_(source.make(self.checkpoint.plan, found))
+        self._plans[key] = plan
+
+    def _plan(self, layer: int, expert: int) -> Plan:
+        """How an expert is read."""
+        files, straight, others = {}, [], []
+        for source in expert_sources(self.checkpoint, layer, expert):
+            (codec, (chunk,)), *_ = self.entries(layer, expert)[source.name].planes
+            at = chunk.offset if self._straight(source, codec) else None
+            for part in (part for entry in source.stored.values() for part in entry.parts):
+                files[part.file] = None
+                if at is not None:
+                    straight.append((part, slice(at, at := at + part.nbytes)))
+            if at is None:
+                others.append(source)
+        return [*files], straight, others
 
     @property
     def identity(self) -> str:

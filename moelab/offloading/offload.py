@@ -202,8 +202,7 @@ def offload(
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
     budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.
-    how : in which way.
-    options : fields of an `Offloading`, where `how` is not given.
+    how : an `Offloading`; or `options`, fields of one.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;

@@ -98,8 +98,7 @@ def simulate(
         whose path is "token" is a GPU's that asks nobody: it fetches what is missing, by ascending id,
         then computes all that a layer has there, while the CPU computes its share.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
-    machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
-        read.
+    machine : what everything costs, and in `Delays.e_bytes` and `sm_bytes` how much is read.
     staging : loads in flight beyond what is kept (None: any number).
     scheduler : orders a step's reads and decoding, by its name or (requests, delays, workers) →
         `Order`; None: the experts with the most tokens first.
@@ -133,16 +132,20 @@ def simulate(
             simulated.resize(residency.resize(now.pools), slots, now.ahead)
         told = len(simulated.events)
         begun = _forward(simulated, controller, step, one, predicted, prefetching.distance)
-        coming = predictions[at + 1] if at + 1 < len(steps) else None
-        controller.wished = (
-            None if coming is None else [ExpertKey(at, e) for at, of in coming for e in of]
-        )
+        controller.wished = _wished(predictions[at + 1 :])
         took = None if one.drafts else simulated.now - begun
         if evicted := controller.end_forward(took, simulated.events[told:]):
             simulated.queue.begin(-1, [], evicted, simulated.loaded)
         done.append(one._replace(start=begun, end=simulated.now, **NOT_SIMULATED))
     simulated.finish()
     return Simulation(simulated.timeline(), done, residency.counters, simulated.queue.counts)
+
+
+def _wished(predictions: Predictions) -> list[ExpertKey] | None:
+    """Who is to come beside a token, by what was announced of it; None where nobody knows."""
+    if not predictions or predictions[0] is None:
+        return None
+    return [ExpertKey(layer, expert) for layer, of in predictions[0] for expert in of]
 
 
 def _forward(
@@ -205,8 +208,7 @@ def replay(
     device : a card, its name or the path of your own, whose figures replace what was measured
         (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
     pools : in place of the run's, and of all that it was resized to.
-    scheduler : in place of the run's; orders reads and decoding: a name of
-        `moelab.names("scheduler")`, or a function of your own.
+    scheduler : in place of the run's: a name of `moelab.names("scheduler")`, or your own function.
     prefetching : in place of what the run read ahead.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without
