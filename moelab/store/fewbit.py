@@ -272,8 +272,7 @@ def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray] | None:
         scales = [t.float() for t in tensors if t.dtype != torch.float8_e4m3fn]
         return FORMATS["fp8"].home, joined(*codes, *scales)
     if all(t.dtype == torch.uint8 for t in tensors):
-        codes_first = sorted(tensors, key=Tensor.dim, reverse=True)
-        return FORMATS["mxfp4"].home, joined(*codes_first)
+        return FORMATS["mxfp4"].home, joined(*sorted(tensors, key=Tensor.dim, reverse=True))
     return None
 
 

@@ -110,8 +110,7 @@ class Stored(NamedTuple):
 
 def on_meta(entry: Stored) -> torch.Tensor:
     """A tensor like the one that is stored, without memory; of a GGML type in bf16."""
-    dtype = DTYPES.get(entry.dtype, torch.bfloat16)
-    return torch.empty(entry.shape, dtype=dtype, device="meta")
+    return torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.bfloat16), device="meta")
 
 
 #: the tensors of files by key

@@ -232,8 +232,7 @@ class Packing(fewbit.FewBits):
         return "int4" if self.tensors[0][0] == "weight_packed" else "int8"
 
     def row(self, address: int, length: int, shape: Shape) -> list[int]:
-        form = fewbit.find_format(self.kernel("BF16", shape))
-        return form.row(address, length, shape)
+        return fewbit.find_format(self.kernel("BF16", shape)).row(address, length, shape)
 
 
 @lru_cache(4096)
