@@ -48,8 +48,9 @@ class Statistics:
 def statistics(trace: RoutingTrace, shares: Iterable[float] = SHARES) -> Statistics:
     """All of them. ValueError: a trace without routing."""
     shares = tuple(shares)
+    hits = hit_rates(trace, shares)
     told = next_token_reuse(trace), *popularity(trace), next_layer(trace)
-    return Statistics(len(trace), shares, hit_rates(trace, shares), *told)
+    return Statistics(len(trace), shares, hits, *told)
 
 
 def accesses(trace: RoutingTrace) -> np.ndarray:
