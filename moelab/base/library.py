@@ -73,7 +73,7 @@ def budget(room: int, count: Count) -> Callable[[str], bool]:
 
 def passage(rng: random.Random, kind: str, split: str, fits: Callable[[str], bool]) -> list[str]:
     """Lines from random places on, each with its leading newline, as many as `fits` lets in."""
-    taken: list[str] = []
+    taken = []
     while True:
         lines = rng.choice(library(kind, split)).split("\n")
         for line in lines[rng.randrange(len(lines)) :]:

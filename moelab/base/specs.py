@@ -182,8 +182,7 @@ class MoESpec:
     @property
     def dense_bytes(self) -> float:
         """Bytes of those weights and of the input embeddings, at least 16 bits each."""
-        weights = self.dense_params + self.vocab * self.H
-        return weights * max(2.0, DTYPE_BYTES[self.dtype])
+        return (self.dense_params + self.vocab * self.H) * max(2.0, DTYPE_BYTES[self.dtype])
 
     def with_dtype(self, dtype: str) -> MoESpec:
         """The same model with its experts stored in another dtype."""

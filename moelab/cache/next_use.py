@@ -52,7 +52,8 @@ class NextUse:
         self._weights: dict[int, np.ndarray] = {}
         nothing = np.zeros(0, np.int64)
         self._rows = [nothing] * L  # of the layer's last turn
-        self._now, self._layer = -1, 0
+        self._now = -1
+        self._layer = 0
         self._used: set[int] = set()  # experts of the step
         self._learnt = True  # whether it has been learnt from
         self._previous = nothing  # experts of the step before
@@ -70,7 +71,8 @@ class NextUse:
         self._learn()
         if self._order is None:
             self._order = _order(self._value, self._known, self._turn, self._now)
-        order, aside = self._order.reshape(-1), []
+        order = self._order.reshape(-1)
+        aside = []
         while (key := ExpertKey(*divmod(int(order.argmin()), self._E))) not in resident:
             aside.append((key, self._order[key]))
             self._order[key] = inf
@@ -88,7 +90,8 @@ class NextUse:
         if self._learnt:
             return
         self._learnt = True
-        layer, used = self._layer, np.array(sorted(self._used))
+        layer = self._layer
+        used = np.array(sorted(self._used))
         if layer not in self._weights:
             self._weights[layer] = np.zeros((2 * self._E, self._E), np.float32)
         rows = np.concatenate([used, self._previous + self._E])

@@ -78,7 +78,8 @@ class Pool:
         """Let keys leave until no more than `size` are left. Those that were used, and `found` or
         `came`, stay unless nothing else is left; a selective policy may choose who came."""
         pinned = found if self.selective else found | came
-        others, evicted = len(self.keys) - len(pinned), []
+        others = len(self.keys) - len(pinned)
+        evicted = []
         for _ in range(len(self.keys) - self.size):
             pinned = pinned if others else frozenset()
             evicted.append(self.victim(Candidates(self.keys, pinned)))
@@ -111,19 +112,19 @@ class Pool:
             self.policy.forget(key)
 
 
+@dataclass(eq=False)
 class Candidates(Collection):
     """The keys of a pool that may leave: those that are not pinned, without a copy, as a pool may
     hold thousands."""
 
-    def __init__(self, keys: dict[ExpertKey, None], pinned: Set[ExpertKey]) -> None:
-        self._keys = keys
-        self._pinned = pinned
+    keys: dict[ExpertKey, None]
+    pinned: Set[ExpertKey]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._keys and key not in self._pinned
+        return key in self.keys and key not in self.pinned
 
     def __iter__(self) -> Iterator[ExpertKey]:
-        return (key for key in self._keys if key not in self._pinned)
+        return (key for key in self.keys if key not in self.pinned)
 
     def __len__(self) -> int:
-        return len(self._keys) - sum(key in self._keys for key in self._pinned)
+        return len(self.keys) - sum(key in self.keys for key in self.pinned)

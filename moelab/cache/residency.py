@@ -143,7 +143,8 @@ class Residency:
                 f"{spare} spare slots of {pools} of each {scope!r}; they are slots of one pool F of the "
                 "whole 'model', at most as many as it has"
             )
-        self.spare, self._margin = spare, margin
+        self.spare = spare
+        self._margin = margin
         self.free: int | None = None
         self.counters = CacheCounters()
         self._keys = [[ExpertKey(layer, expert) for expert in range(E)] for layer in range(L)]
@@ -157,7 +158,7 @@ class Residency:
         """A forward pass begins, of a prompt ("prefill") or of its answer ("decode"); of a `token`
         that a GPU runs alone, if so. Returns steps without tokens, one a layer: what a policy with
         `turn` wants to be loaded first."""
-        steps: list[Step] = []
+        steps = []
         for group, counts in zip(self._groups, self._prompts) if phase != self._phase else ():
             if phase == "prefill":
                 counts.clear()
@@ -306,10 +307,13 @@ class Residency:
     def resize(self, pools: Pools) -> list[ExpertKey]:
         """Between two forward passes, let pools hold more or fewer. Returns who leaves, as the
         policies choose, which know what they knew."""
-        counters, self.counters, self.holds_all = self.counters, CacheCounters(), False
+        counters = self.counters
+        self.counters = CacheCounters()
+        self.holds_all = False
         while self._untold:
             self.begin(*self._untold.popleft())
-        self.counters, self.pools = counters, pools
+        self.counters = counters
+        self.pools = pools
         everyone = self.E if self.scope == "layer" else self.L * self.E  # who share pools
         self.holds_all = pools.F == pools.capacity >= everyone
         self.spare *= not self.holds_all
@@ -374,7 +378,7 @@ class Residency:
         keep = dict(zip(keys, before))
         evicted = []
         found = {key for key, state in keep.items() if state is not State.MISSED}
-        moves: deque[tuple[ExpertKey, State]] = deque()  # who shall enter which better pool
+        moves = deque()  # who shall enter which better pool
         for key, state, goal in zip(keys, before, self._goals(keys)):
             if goal is State.MISSED:
                 keep[key] = goal

@@ -64,7 +64,8 @@ class Checkpoint:
     name : what the model is called in print: "small", the folder's name, or the hub id.
     folder : where it is; of GGUF the file.
     files : the files that hold weights; tensors : every tensor in them by its key.
-    store : the expert store that holds the experts, if the folder is one.    gguf : if it is in GGUF.
+    store : the expert store that holds the experts, if the folder is one.
+    gguf : if it is in GGUF.
     stamps : config.json and the files that hold weights, each with its `stamp` when it was found."""
 
     name: str
@@ -111,11 +112,11 @@ class Checkpoint:
     def config(self) -> Any:
         """Its config. Tools that dequantise a checkpoint leave its quantization_config in
         config.json: where all weights are plain, that does not count."""
-        if self.gguf is not None:
+        if self.gguf:
             return self.gguf.config
         config = load_config(self.folder)
         plain = all(entry.dtype in FLOATS for entry in self.tensors.values())
-        if self.store is not None:
+        if self.store:
             plain = plain and DTYPE_BYTES[self.store.spec.dtype] >= 2
         if plain or not quantisation(config):
             for name in QUANTISATION:
@@ -149,7 +150,7 @@ class Checkpoint:
         """The identity of a model that is made of it (`models.identity`), read when it is first
         asked for: most runs never ask."""
         self.require_unchanged()  # else nothing tells which model it was
-        if self.store is not None:
+        if self.store:
             return self.store.identity
         return of_tensors(self.gguf.stored if self.gguf else self.tensors, self.config)
 
@@ -164,7 +165,7 @@ class Checkpoint:
     def small_files(self) -> Iterator[tuple[str, bytes]]:
         """(name in a store, content) of everything in the folder that is no weights; links, as far
         as they were found to stay inside."""
-        if self.gguf is not None:
+        if self.gguf:
             yield from self.gguf.small_files()
             return
         for path in sorted(self.folder.iterdir()):
@@ -214,7 +215,7 @@ class Checkpoint:
 
     def check(self, stored: Stored, read: Any) -> None:
         """StoreError if what was read of a file without checksums is not what it was before."""
-        if self.gguf is not None:
+        if self.gguf:
             self.gguf.sums[stored.file].check(stored, read)
 
     def plain(self, key: str) -> Stored | Decoded:

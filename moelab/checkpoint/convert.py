@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moelab.base import registry
-from moelab.base.arguments import checked
+from moelab.base.arguments import checked, described
 from moelab.base.files import cache_folder, cache_root, vacant
 from moelab.base.forks import in_children
 from moelab.base.progress import progress
@@ -74,7 +74,7 @@ def convert(
     inputs = _inputs(checkpoint, quantize, calibration)
     experts = CheckpointExperts(checkpoint)
     files, looked = _other_files(checkpoint, quantize)
-    others = {key: checkpoint.plain(key) for key in checkpoint.tensors.keys() - plan.expert_keys}
+    others = sorted(checkpoint.tensors.keys() - plan.expert_keys)
     writer = StoreWriter(
         destination,
         checkpoint.spec,
@@ -86,7 +86,7 @@ def convert(
     )
     with closing(writer):
         _write_experts(experts, writer, quantize, inputs, end)
-        writer.finish(dict(sorted(others.items())), files, looked)
+        writer.finish({key: checkpoint.plain(key) for key in others}, files, looked)
         checkpoint.require_unchanged()
         verify(writer.folder)
         return ExpertStore(writer.publish())
@@ -108,7 +108,7 @@ def rounding_of(quantize: str | None, inputs: Inputs | None) -> str | None:
 
 def _require_convertible(checkpoint: Checkpoint) -> None:
     store = checkpoint.store
-    if store is not None and store.quantized:
+    if store and store.quantized:
         raise ValueError(
             f"{store.folder} was quantised to {store.quantized}; convert the checkpoint that it was "
             f"made from"
@@ -126,15 +126,15 @@ def _other_files(
     checkpoint: Checkpoint, quantize: str | None
 ) -> tuple[list[tuple[str, bytes]], dict[str, Any] | None]:
     """(small files, what the source's files looked like) for `StoreWriter.finish`."""
-    if checkpoint.store is not None:
+    if checkpoint.store:
         left_out = (WEIGHT_MAP, SOURCE_LAYOUT) if quantize else (WEIGHT_MAP,)
         names = [name for name in checkpoint.store.files if name not in left_out]
         return [(name, (checkpoint.folder / name).read_bytes()) for name in names], None
     looked = None
-    if checkpoint.gguf is None:
+    if not checkpoint.gguf:
         said = {of.name: [of.stat().st_size, raw_header(of).decode()] for of in checkpoint.files}
         looked = {"files": said, "checksum": CHECKSUM}
-    return list(checkpoint.small_files()), looked
+    return [*checkpoint.small_files()], looked
 
 
 def _write_experts(
@@ -146,13 +146,12 @@ def _write_experts(
 ) -> None:
     """Read and write what is still missing, one expert at a time."""
     layers = experts.checkpoint.plan.layers
-    forms: list[Any] = [quantize] * len(layers)
+    forms = [quantize] * len(layers)
     if quantize and quantize.startswith("auto"):
         bits = float(quantize.partition(":")[2])
         forms = plan_bits(bits, lambda *key: read_expert(experts, *key)[0], layers, inputs)
-    done = len(writer.records)
-    total = sum(layer.E for layer in layers)
-    with progress(total=total, desc="converting", unit="expert", initial=done) as bar:
+    counts = {"total": sum(layer.E for layer in layers), "initial": len(writer.records)}
+    with progress(desc="converting", unit="expert", **counts) as bar:
         for layer, expert in writer.missing():
             if time.monotonic() > end:
                 raise TimeoutError(
@@ -176,7 +175,7 @@ def read_expert(
 ) -> tuple[Weights, Blobs, list[Piece]]:
     """An expert's tensors, the blobs of those that the source has in few bits, and what was read of
     a checkpoint, see `places`."""
-    if experts.stored is not None:
+    if experts.stored:
         chunks = experts.stored.reader.read(layer, expert)
         return decode(chunks, chunks), blobs_of(chunks), []
     tensors = {}
@@ -209,7 +208,7 @@ def kept_store(
     checkpoint = Checkpoint.at(source)
     form = rounding_of(quantize, _inputs(checkpoint, quantize, calibration)) or codec
     store = checkpoint.store
-    if store is not None and form == (store.quantized or store.codec):
+    if store and form == (store.quantized or store.codec):
         return store
     name = f"{checkpoint.name}-{checkpoint.content}.{form}".replace("/", "--")
     destination = cache_root() / name
@@ -223,35 +222,19 @@ def kept_store(
         return convert(checkpoint, place, codec, **how)
 
 
+#: reads what to round to
+QUANTIZE = checked(fewbit.require_rounding)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        help="a checkpoint folder (data/small is the small model) or a hub id, in bf16, fp16, fp32, MXFP4, FP8 or quantised "
-        "by compressed-tensors, GPTQ or AWQ",
-    )
-    parser.add_argument("destination", help="the store's folder, which must not exist")
+    told = (f"{name}: {purpose}" for name, (purpose, _) in registry.describe("codec").items())
+    described(__file__)(parser)
     parser.add_argument(
         "--codec",
         default=codecs.DEFAULT,
         choices=sorted(codecs.CODECS),
         metavar="NAME",
-        help="; ".join(
-            f"{name}: {purpose}" for name, (purpose, _) in registry.describe("codec").items()
-        )
-        + " (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--quantize",
-        type=checked(fewbit.require_rounding),
-        metavar="FORMAT",
-        help=f"round the experts to a few-bit format: {', '.join(registry.names('format'))}, or auto:4.5, "
-        f"each matrix to one, within so many bits a weight",
-    )
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help="of `moelab calibrate MODEL FILE --inputs 4096`: rounding then looks at what experts are given",
+        help="; ".join(told) + " (default: %(default)s)",
     )
 
 

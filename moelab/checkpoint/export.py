@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moelab.base.arguments import described
 from moelab.base.files import atomic, vacant
 from moelab.base.progress import progress
 from moelab.base.records import Record
@@ -29,7 +30,7 @@ from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.experts import CheckpointExperts
 from moelab.checkpoint.gguf_names import ARCHITECTURES, CHANGED, FIELDS, TOKENS, places
 from moelab.checkpoint.opening import build
-from moelab.checkpoint.quantize import REMEDY, Inputs, quantize_expert, read_inputs
+from moelab.checkpoint.quantize import Inputs, quantize_expert, read_inputs
 from moelab.models import compat
 from moelab.models.experts import seam_of
 from moelab.store.ggml import FITTED
@@ -49,7 +50,8 @@ def export(
 ) -> Path:
     """Write a model as a GGUF file; returns its path.
 
-    source : as of `Checkpoint.at`.    kind : of matrices, one of `KINDS`.
+    source : as of `Checkpoint.at`.
+    kind : of matrices, one of `KINDS`.
     calibration : a `Calibration` with inputs, or its file, at which rounding of experts looks.
 
     A tokenizer that llama.cpp has no name for is left out, with a warning. Raises FileExistsError:
@@ -82,11 +84,9 @@ def export(
         to = writer.fout[0]
         parts = ((name, part, 0) for name, part in dense.items())
         for name, part, expert in chain(parts, _experts(arch, checkpoint, kind, inputs)):
-            if part.dtype == torch.uint8:
-                rows = part.contiguous().numpy()
-            else:
-                form = writer.tensors[0][name].dtype
-                rows = quants.quantize(part.float().contiguous().numpy(), form)
+            rows = (part if part.dtype == torch.uint8 else part.float()).contiguous().numpy()
+            if part.dtype != torch.uint8:
+                rows = quants.quantize(rows, writer.tensors[0][name].dtype)
             to.seek(places[name] + expert * rows.nbytes)
             to.write(rows)
         writer.close()
@@ -121,7 +121,7 @@ def _experts(
         for expert in range(layer.E):
             own = experts(layer.index, expert)
             blobs = {}
-            if inputs is not None:
+            if inputs:
                 seam = seam_of(layer.experts)
                 quantize_expert(kind, own, blobs, seam, inputs.of(layer.index, expert))
             for key, (form, blob) in blobs.items():
@@ -156,16 +156,16 @@ def _add_tensors(writer: Any, shapes: dict[str, tuple[int, ...]], kind: str) -> 
 def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
     """llama.cpp's name of a model's architecture, and what its config says by llama.cpp's keys."""
     config = checkpoint.config
-    known = [of for of in ARCHITECTURES if of.written]
-    arch = next((of for of in known if of.type == config.model_type), None)
+    known = {of.type: of for of in ARCHITECTURES[::-1] if of.written}
+    arch = known.get(config.model_type)
     rope = getattr(config, "rope_parameters", {})
-    taken = {} if arch is None else arch.fixed | {"hidden_act": "silu"}
+    taken = arch.fixed | {"hidden_act": "silu"} if arch else {}
     wrong = [name for name, value in taken.items() if getattr(config, name, value) != value]
-    if arch is None or wrong or rope["rope_type"] != "default":
+    if not arch or wrong or rope["rope_type"] != "default":
         raise ValueError(
             f"{checkpoint.folder} is {config.model_type}, and written as GGUF are "
-            f"{', '.join(of.type for of in known)}, as llama.cpp runs them (here differs {wrong}), "
-            f"without scaled positions"
+            f"{', '.join(known)}, as llama.cpp runs them (here differs {wrong}), without scaled "
+            f"positions"
         )
     said = {"block_count": config.num_hidden_layers, "vocab_size": config.vocab_size}
     for key, fields in FIELDS.items():
@@ -209,16 +209,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
         writer.add_chat_template(tokenizer.chat_template)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", help="a checkpoint folder, a store, a hub id or a GGUF file")
-    parser.add_argument("destination", help="the GGUF file, which must not exist")
-    parser.add_argument("--kind", choices=KINDS, default="Q8_0", help="type of matrices")
-    parser.add_argument(
-        "--calibration",
-        type=Path,
-        metavar="FILE",
-        help=f"of `{REMEDY}`: rounding then looks at what experts are given",
-    )
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

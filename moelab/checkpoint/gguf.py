@@ -147,8 +147,7 @@ class Sums:
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        name = xxhash.xxh3_64_hexdigest(str(file.resolve()).encode())
-        self.kept = cache_folder("sums") / name
+        self.kept = cache_folder("sums") / xxhash.xxh3_64_hexdigest(str(file.resolve()).encode())
         head = _record(xxhash.xxh3_64_intdigest(repr(stamp(file)[:4]).encode()))
         raw = b""
         with suppress(OSError):

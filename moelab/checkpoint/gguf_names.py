@@ -186,7 +186,8 @@ NEUTRAL = (None, False, 1, "none")
 def config_of(values: Record, header: Header) -> Any:
     """transformers' config of a GGUF file's model.
 
-    values : its metadata by key.    header : its tensors by name.
+    values : its metadata by key.
+    header : its tensors by name.
 
     Raises ValueError, by name: an architecture that is not known, metadata that are missing, and
     what changes the model in a way that transformers' config has no word for."""
@@ -298,7 +299,8 @@ def _latent_heads(config: Any, of: Tensor) -> Parts:
 
 def _apart(config: Any, of: Tensor) -> Parts:
     """q, k, v and z, which a checkpoint has of one key head after the other."""
-    keys, k = config.linear_num_key_heads, config.linear_key_head_dim
+    keys = config.linear_num_key_heads
+    k = config.linear_key_head_dim
     heads = of.unflatten(0, (keys, -1))
     v = heads.shape[1] // 2 - k
     q, k, v, z = (part.flatten(0, 1) for part in heads.split([k, k, v, v], 1))
@@ -371,7 +373,8 @@ def header_of(config: Any, values: Record, header: Header) -> dict[str, Stored |
     for key, names, rule, expert in places(values["general.architecture"], config, twin):
         older = names[0].replace("attn_k_b", "attn_kv_b").replace("attn_qkv", "ssm_in")
         if names[0] not in header and older in header:
-            names, rule = [older], Rule()
+            names = [older]
+            rule = Rule()
         parts = [_part(header, name, expert) for name in names]
         if None not in parts:
             used |= {part.key for part in parts}

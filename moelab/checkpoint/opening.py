@@ -24,7 +24,7 @@ from moelab.models.identity import vouch
 from moelab.models.seam import leave_out, plug
 from moelab.store.headers import NAMES, read_json
 from moelab.store.layout import ExpertStore
-from moelab.store.packed import packed_tensor
+from moelab.store.packed import Packed
 from moelab.store.verify import check_weights
 
 #: files of which one at least makes a tokenizer
@@ -118,7 +118,7 @@ def _filled(checkpoint: Checkpoint, dtype: torch.dtype, without_experts: bool, p
         report = compat.fill(model, plan.config, tensors)
         if wrong := {kind: sorted(map(str, keys))[:3] for kind, keys in report.items() if keys}:
             raise ValueError(f"transformers reports {wrong}")
-        if plan.quantizer is not None:
+        if plan.quantizer:
             live = model.state_dict(keep_vars=True)
             for name, stock in plan.twin.state_dict().items():
                 # what transformers' FP8 quantiser passes on as it was stored cannot be computed with
@@ -135,7 +135,7 @@ def _read(checkpoint: Checkpoint, keys: Iterable[str]) -> dict[str, Any]:
     """Tensors, or slices of safetensors files, which transformers reads."""
     from safetensors import safe_open
 
-    if checkpoint.gguf is not None:
+    if checkpoint.gguf:
         return {key: checkpoint.weights(checkpoint.tensors[key]) for key in keys}
     files = {file: safe_open(file, "pt") for file in checkpoint.files}
     return {key: files[checkpoint.tensors[key].file].get_slice(key) for key in keys}
@@ -151,7 +151,7 @@ def _packed(
         codec = codec_of([entry])
         if len(entry.shape) == 2 and codec.kernel(NAMES[dtype], entry.shape) and codec.few_bits:
             rows = entry.join([checkpoint.read(part) for part in entry.parts])
-            found[key] = packed_tensor(codec, rows.view(-1), entry.shape, dtype)
+            found[key] = Packed(codec, rows.view(-1), entry.shape, dtype)
     return found
 
 

@@ -80,7 +80,7 @@ def make_plan(
     with blamed(folder, "it is not complete, or another model than its config.json's"):
         plans, foreign = compat.loading_plan(twin, tensors, quantizer)
     scaled = quantisation(config) == "fp8"
-    made: set[str] = set()
+    made = set()
     for plan in plans.values():
         made |= _made(plan, folder, tensors, twin, parameters, quantizer, scaled)
     if store is not None:
@@ -137,12 +137,13 @@ def _made(
     """Names of what a plan makes; ValueError unless each has the shape of the model's and is
     a float where that is one (any is cast to any other), and codes have scales.
 
-    parameters : the twin's, by full name.    scaled : whether weights are FP8 with scales."""
+    parameters : the twin's, by full name.
+    scaled : whether weights are FP8 with scales."""
     shapes = Counter(tensors[key].shape for key in plan.keys)
     rare_first = sorted(plan.keys, key=lambda key: shapes[tensors[key].shape])
     said = (f"{key} is {tensors[key].dtype} {list(tensors[key].shape)}" for key in rare_first)
     given = f"of {_some([*said])}; check config.json"
-    stored: dict[str, Any] = {}
+    stored = {}
     for pattern, keys in plan.sources.items():
         stored[pattern] = [on_meta(tensors[key]) for key in keys]
         if len({tensor.shape for tensor in stored[pattern]}) > 1:

@@ -112,7 +112,8 @@ def quantize_expert(
 ) -> None:
     """Round the matrices of an expert, in place; those that do not fit keep their bits.
 
-    forms : a format or one of GGML's types, or that of each by name.    inputs : as of `Inputs.of`."""
+    forms : a format or one of GGML's types, or that of each by name.
+    inputs : as of `Inputs.of`."""
     for name, tensor in tensors.items():
         found = forms if isinstance(forms, str) else forms.get(name, CHOICES[-1])
         form = read_codec(found + ".T" * experts.is_transposed)
@@ -145,7 +146,9 @@ def plan_bits(bits: float, read: Any, layers: list[Any], inputs: Inputs) -> list
     """The format of each matrix of each layer, for at most `bits` a weight of all that fit.
 
     read(layer, expert) → its tensors.    Raises ValueError for a budget below all formats."""
-    costs, sizes, count = defaultdict(float), defaultdict(float), 0
+    costs = defaultdict(float)
+    sizes = defaultdict(float)
+    count = 0
     for layer in progress(layers, "measuring", unit="layer"):
         experts = seam_of(layer.experts)
         for expert in range(layer.E):

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from moelab.base.arguments import described
 from moelab.base.files import atomic, vacant
 from moelab.base.schema import blamed
 from moelab.checkpoint.checkpoint import BESIDE, Checkpoint
@@ -113,9 +114,8 @@ def _views(t: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
         if part.dim() > 1:
             yield part.transpose(-1, -2)
     for dim in range(t.dim()) if k == 1 else ():
-        if t.shape[dim] % 2 == 0:
-            yield t.unflatten(dim, (2, -1)).transpose(dim, dim + 1)
-            yield t.unflatten(dim, (-1, 2)).transpose(dim, dim + 1)
+        for halves in ((2, -1), (-1, 2)) if t.shape[dim] % 2 == 0 else ():
+            yield t.unflatten(dim, halves).transpose(dim, dim + 1)
 
 
 def _parts(t: torch.Tensor, k: int) -> Iterator[torch.Tensor]:
@@ -174,9 +174,9 @@ def _empty_files(folder: Path, files: dict[str, list]) -> Header:
     targets = {}
     for name, (size, header) in files.items():
         file = folder / plain_name(name)
-        header = header.encode()
+        raw = header.encode()
         with open(file, "xb") as f:
-            f.write(len(header).to_bytes(8, "little") + header)
+            f.write(len(raw).to_bytes(8, "little") + raw)
             f.truncate(size)
         targets |= read_header(file)
     return targets
@@ -209,9 +209,7 @@ def _write_experts(store: ExpertStore, experts: list[list[list]], targets: Heade
             _write(targets[key], at, data.view(-1).view(torch.uint8).numpy())
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("store", help="the store's folder")
-    parser.add_argument("destination", help="the checkpoint's folder, which must not exist")
+add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:

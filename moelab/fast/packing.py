@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moelab.store import bf12, fewbit
-from moelab.store.packed import Packed, packed_tensor
+from moelab.store.packed import Packed
 from moelab.store.reader import aligned_buffer
 
 #: what linear layers can be multiplied in; the last three round
@@ -29,7 +29,7 @@ def packed_as(name: str, weight: Tensor) -> Packed | None:
         return None
     memory = aligned_buffer(len(blob), 64)
     memory[:] = blob
-    return packed_tensor(codec, torch.from_numpy(memory), tuple(weight.shape), weight.dtype, weight)
+    return Packed(codec, torch.from_numpy(memory), tuple(weight.shape), weight.dtype, weight)
 
 
 def on_huge_pages(address: int, nbytes: int) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,8 +35,7 @@ def model_class(config: Any) -> type:
 
     autos = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForImageTextToText)
     for auto in reversed(autos) if config.get_text_config() is not config else autos:
-        found = auto._model_mapping.get(type(config), None)
-        if found is not None:
+        if found := auto._model_mapping.get(type(config), None):
             return found[0] if isinstance(found, tuple) else found
     raise ValueError(
         f"transformers has no generating model for model_type {config.model_type!r}; moelab runs causal "
@@ -125,9 +125,8 @@ def fill(model: torch.nn.Module, config: Any, tensors: dict[str, Any]) -> dict[s
     from transformers.utils import logging
 
     stock = type(model)
-    private = _private(type(model))
-    model.__class__ = private
-    filled = type(private.__name__, (private,), {"__new__": lambda cls, config, model: model})
+    model.__class__ = private = _private(stock)
+    filled = type(stock.__name__, (private,), {"__new__": lambda cls, config, model: model})
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -158,7 +157,7 @@ def dispatches_by_name(cls: type) -> bool:
     """Whether the forward of an experts class is the one of `use_experts_implementation`, which asks
     the config whose function to call."""
     code = getattr(cls.forward, "__code__", None)
-    return code is not None and code.co_qualname.startswith("use_experts_implementation.")
+    return bool(code) and code.co_qualname.startswith("use_experts_implementation.")
 
 
 def dispatch(config: Any, name: str | None) -> str | None:
@@ -215,9 +214,8 @@ def model_output(x: Tensor, cache: Any) -> Any:
     return MoeModelOutputWithPast(last_hidden_state=x, past_key_values=cache)
 
 
-def is_stateful(model: nn.Module) -> bool:
-    """Whether a model keeps what cannot be cut back to a part of the text."""
-    return model._is_stateful
+#: whether a model keeps what cannot be cut back to a part of the text
+is_stateful = attrgetter("_is_stateful")
 
 
 def empty_cache(model: nn.Module) -> Any:
@@ -254,7 +252,8 @@ def gguf_tokenizer(fields: dict[str, Any]) -> Any:
 
     of = GGUF_TOKENIZER_MAPPING["tokenizer"].items()
     said = {ours: fields[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in fields}
-    kind, split = said["tokenizer_type"], said.get("pre_tokenizer_type", "default")
+    kind = said["tokenizer_type"]
+    split = said.get("pre_tokenizer_type", "default")
     split = SPLITS.get(split, split)
     if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
         raise ValueError(f"it splits text as {split!r} does, which is not known here")
@@ -298,16 +297,12 @@ def pre_tokenizer(tokenizer: Any) -> str | None:
 # torch: what its public ways copy or walk through, which takes too long for each token
 
 
-def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    return module._parameters
-
-
-def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    return module._buffers
-
-
-def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    return module._modules
+#: a module's dictionaries, by name
+parameters_of = attrgetter("_parameters")
+buffers_of = attrgetter("_buffers")
+children_of = attrgetter("_modules")
+#: its forward pre-hooks and hooks; there is no public way to see them
+hooks_on = attrgetter("_forward_pre_hooks", "_forward_hooks")
 
 
 def hooks_made() -> int:
@@ -327,11 +322,6 @@ def with_children(module: nn.Module, children: dict[str, Any]) -> nn.Module:
     twin = copy(module)
     twin._modules = module._modules | children
     return twin
-
-
-def hooks_on(module: nn.Module) -> tuple[dict, dict]:
-    """The forward pre-hooks and hooks; there is no public way to see them."""
-    return module._forward_pre_hooks, module._forward_hooks
 
 
 def hooks_on_all() -> bool:
@@ -379,7 +369,8 @@ def loading_plan(
     """How a model's parameters are made of checkpoint keys, as transformers would load them:
     ({target: plan}, foreign).
 
-    twin : the whole model on the meta device.    foreign : {name it would have: key} of what it has no parameter for.
+    twin : the whole model on the meta device.
+    foreign : {name it would have: key} of what it has no parameter for.
 
     Raises ValueError where numbered keys lack a number or have one twice, or two keys claim one
     parameter."""
@@ -387,12 +378,14 @@ def loading_plan(
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms = get_model_conversion_mapping(twin, hf_quantizer=quantizer)
-    renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+    renamings, converters = (
+        [t for t in transforms if isinstance(t, kind)]
+        for kind in (loading.WeightRenaming, loading.WeightConverter)
+    )
     by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
     parameters = twin.state_dict()
-    plans: dict[str, ParameterPlan] = {}
-    foreign: dict[str, str] = {}
+    plans = {}
+    foreign = {}
     for key in sorted(keys, key=loading.dot_natural_key):
         for rules in ((renamings, converters), ([], [])):  # some keys are names already
             target, pattern = loading.rename_source_key(
@@ -437,11 +430,10 @@ def _in_order(plan: ParameterPlan, pattern: str, renamings: list[Any]) -> list[s
     shape = re.compile(pattern.replace("*.", number))
     found = [(shape.search(apply_renamings(key, renamings)), key) for key in keys]
     numbered = {int(match[1]): key for match, key in found if match and match.groups()}
-    if numbered.keys() != set(range(len(keys))):
-        absent = min(set(range(len(keys))) - numbered.keys())
+    if absent := set(range(len(keys))) - numbered.keys():
         raise ValueError(
-            f"{pattern.replace('*', str(absent))} is missing of what {plan.target} is made of, or there "
-            f"are others ({', '.join(keys[:4])})"
+            f"{pattern.replace('*', str(min(absent)))} is missing of what {plan.target} is made of, or "
+            f"there are others ({', '.join(keys[:4])})"
         )
     return [numbered[number] for number in range(len(keys))]
 
@@ -456,19 +448,17 @@ def converted(
     converter = copy(plan.converter)
     converter.collected_tensors = defaultdict(list)
     converter.layer_targets = defaultdict(set)  # these two are all of its state
-    given = {
-        pattern: found if isinstance(found, list) else [found] for pattern, found in tensors.items()
-    }
-    mixed = len({tensor.dtype for found in given.values() for tensor in found}) > 1
-    for pattern, found in given.items():
-        for tensor in found:
-            if mixed and quantizer is None:
-                tensor = tensor.double()  # which holds all of the others
-            converter.add_tensor(plan.target, pattern, pattern, tensor)
+    given = [
+        (pattern, tensor)
+        for pattern, found in tensors.items()
+        for tensor in (found if isinstance(found, list) else [found])
+    ]
+    mixed = quantizer is None and len({tensor.dtype for _, tensor in given}) > 1
+    for pattern, tensor in given:
+        tensor = tensor.double() if mixed else tensor  # which holds all of the others
+        converter.add_tensor(plan.target, pattern, pattern, tensor)
     made = converter.convert(plan.target, model=twin, config=twin.config, hf_quantizer=quantizer)
-    return {
-        name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in made.items()
-    }
+    return {name: of[0] if isinstance(of, list) else of for name, of in made.items()}
 
 
 def is_concatenation(plan: ParameterPlan, quantizer: Any = None) -> bool:
@@ -503,9 +493,8 @@ def kept_in_fp32(
 
     dtype : of the model, if that is another one than its config's.
     """
-    if parameter.dtype == torch.float32 and (dtype is None or twin.config.dtype != torch.float32):
+    own = twin.config.dtype
+    if parameter.dtype == torch.float32 and (dtype is None or own != torch.float32):
         return True
-    return any(
-        re.search(p.replace("*", ".*"), name)
-        for p in twin._get_dtype_plan(dtype or twin.config.dtype)
-    )
+    declared = twin._get_dtype_plan(dtype or own)
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in declared)

@@ -130,7 +130,7 @@ class _Dequantize(ConversionOps):
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, model: Any, **_: Any
     ) -> dict[str, Any]:
-        layers: dict[str, dict[str, Any]] = {}
+        layers = {}
         for pattern, found in input_dict.items():
             layer, dot, name = pattern.rpartition(".")
             found = found if isinstance(found, list) else [found]

@@ -94,7 +94,7 @@ class Stream:
             register = self.layer.block.register_forward_hook
             patches.hook(register, lambda _m, _args, output: see(first(output)))
             return
-        entered: list[Tensor] = []
+        entered = []
 
         def before(_module: nn.Module, args: tuple) -> None:
             entered.append(args[0].clone())

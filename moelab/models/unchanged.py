@@ -7,6 +7,8 @@ caches: what Python keeps in dicts is looked at again only if a dict was changed
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -51,6 +53,7 @@ class FusedModule:
         return not watched() and self.parts.listeners() is not None
 
 
+@dataclass(eq=False)
 class Listener:
     """A hook that only listens: who computes a module's work without calling the module calls
     `heard` in place of the hook.
@@ -60,9 +63,8 @@ class Listener:
         (`moelab.speculate.execution`).
     """
 
-    def __init__(self, heard: Callable[..., None], hook: Callable[..., Any]) -> None:
-        self.heard = heard
-        self.hook = hook
+    heard: Callable[..., None]
+    hook: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
         return self.hook(*args)
@@ -89,9 +91,8 @@ class Unchanged:
 
     def seal(self) -> None:
         """What the modules are now is what they shall be."""
-        self.classes = [
-            *{getattr(type(module), "stock", type(module)): None for module in self.modules}
-        ]
+        classes = map(type, self.modules)
+        self.classes = [*dict.fromkeys(getattr(cls, "stock", cls) for cls in classes)]
         settings, held = self._tables()
         self.settings = [dict(table) for table in settings]
         tensors = [tensor for table in held for tensor in table.values()]
@@ -149,15 +150,13 @@ class Unchanged:
             ValueError,
         ):  # an attribute is another tensor, which does not just compare
             return None
-        found = [
-            (i, hook)
-            for i, module in enumerate(self.heard)
-            for hooks in compat.hooks_on(module)
-            for hook in hooks.values()
-        ]
-        if all(isinstance(hook, Listener) for _, hook in found):
-            return [(i, hook.heard) for i, hook in found]
-        return None
+        found = []
+        for i, module in enumerate(self.heard):
+            for hook in chain(*map(dict.values, compat.hooks_on(module))):
+                if not isinstance(hook, Listener):
+                    return None
+                found.append((i, hook.heard))
+        return found
 
 
 def forward(module: nn.Module) -> Any:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import math
 import re
-from argparse import ArgumentTypeError
 from collections.abc import Callable
 from contextlib import suppress
 from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from moelab.base.arguments import checked
 from moelab.base.specs import MoESpec
 
 #: what "auto" leaves for the KV cache, activations and the interpreter, beyond the other weights
@@ -32,19 +32,8 @@ LIMITS = (
 #: of memory.stat: what the page cache would give back, in older systems the group's own, then all
 _CACHED = re.compile(r"^(?:total_)?inactive_file (\d+)$", re.M)
 _SIZE = re.compile(
-    r"((?:\d+(?:_\d+)*(?:\.\d*|,\d{1,2})?|\.\d+)(?:e\+?\d+)?)\s*(%|([kmgt]i?)?b?)", re.ASCII
+    r"((?:\d+(?:_\d+)*(?:\.\d*|,\d{1,2})?|\.\d+)(?:e\+?\d+)?)\s*(%|(?:[kmgt]i?)?b?)", re.ASCII
 )
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 1 << 10,
-    "mi": 1 << 20,
-    "gi": 1 << 30,
-    "ti": 1 << 40,
-}
 
 
 def parse_budget(
@@ -61,9 +50,10 @@ def parse_budget(
     """
     given = budget
     unit = ""
-    if isinstance(given, str) and given.strip().lower() == "auto":
+    text = given.strip().lower() if isinstance(given, str) else ""
+    if text == "auto":
         return max(0, (free or available)() - others - RESERVE)
-    if isinstance(given, str) and (match := _SIZE.fullmatch(given.strip().lower())):
+    if match := _SIZE.fullmatch(text):
         budget = float(match[1].replace(",", "."))
         unit = match[2]
     real = isinstance(budget, Real) and not isinstance(budget, bool)
@@ -75,7 +65,8 @@ def parse_budget(
     if unit == "%":
         return int(budget / 100 * everything)
     if unit:
-        return int(budget * _UNITS[match[3] or ""])
+        thousand = 1024 if "i" in unit else 1000
+        return int(budget * thousand ** "bkmgt".index(unit[0]))
     if budget <= 1:
         return int(budget * everything)
     if budget < (10**6 if isinstance(given, str) else 1024):  # gigabytes to whom wrote them
@@ -86,14 +77,9 @@ def parse_budget(
     return int(budget)
 
 
-def memory(text: str) -> str:
-    """A budget on a command line: what `parse_budget` cannot read is refused before a model is
-    opened."""
-    try:
-        parse_budget(text, 0, 0, lambda: 0)
-    except ValueError as error:
-        raise ArgumentTypeError(str(error)) from None
-    return text
+#: reads a budget on a command line: what `parse_budget` cannot read is refused before a model is
+#: opened
+memory = checked(lambda text: parse_budget(text, 0, 0, lambda: 0))
 
 
 def available_on(device: Any) -> int:

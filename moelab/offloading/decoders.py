@@ -55,8 +55,10 @@ class Passage:
     """Where an expert passes on its way to a GPU. A tensor of N weights has 2N bytes at its place in
     a slot: for sign-mantissa bytes, then for exponents.
 
-    host : pinned memory, that is decompressed into.    there : the GPU's; None: what is joined is
-        copied when it is.    sent : tensors whose sign-mantissa bytes are there.
+    host : pinned memory, that is decompressed into.
+    there : the GPU's; None: what is joined is
+        copied when it is.
+    sent : tensors whose sign-mantissa bytes are there.
     reads : events, each after the GPU has read something of `host`.
     """
 
@@ -73,8 +75,7 @@ class OnGPU:
     GPU, too, which staging has counted."""
 
     def __init__(self, slots: Slots) -> None:
-        self._slots, self._link = slots, slots.link
-        self._lock = threading.Lock()
+        self._slots, self._link, self._lock = slots, slots.link, threading.Lock()
         self._passages: dict[Load, Passage] = {}
         self._spare: list[Passage] = []
         self._reads: dict[int, list[Any]] = defaultdict(list)  # slot "sm" → as `Passage.reads`
@@ -88,8 +89,7 @@ class OnGPU:
         slot = load.slots["full"]
         out = self._slots.full(slot)[begin:end]
         if not (entry.shards and recovers(self._slots.device)):
-            whole = host.view(DTYPES[entry.dtype]).view(entry.shape)
-            decode_tensor(*chunks.values(), name, whole)
+            decode_tensor(*chunks.values(), name, host.view(DTYPES[entry.dtype]).view(entry.shape))
             passage.reads.append(self._copy(load, host, out, slot))
             return
         part = slice(0, entry.n) if shard is None else slice(*entry.bounds(shard))
@@ -140,12 +140,12 @@ class OnGPU:
                 ended = Phase.LOADED, Phase.DROPPED
                 for of in [of for of in self._passages if of.phase in ended and not of.busy]:
                     self._spare.append(self._passages.pop(of))
-                if self._spare:
-                    passage = self._spare.pop(0)
-                else:
-                    slots, made = self._slots, len(self._passages)
+                if not self._spare:
+                    slots = self._slots
+                    made = len(self._passages)
                     host = host_memory(slots.sizes.full, slots.device, self)
-                    passage = Passage(torch.from_numpy(host), slots.passing(made))
+                    self._spare.append(Passage(torch.from_numpy(host), slots.passing(made)))
+                passage = self._spare.pop(0)
                 for event in passage.reads:
                     event.synchronize()
                 self._passages[load] = Passage(passage.host, passage.there)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from itertools import takewhile
+from operator import eq
 from statistics import fmean, median
 from typing import Any
 
@@ -70,7 +70,8 @@ class DraftGate:
 
     def speedup(self, drafts: int) -> float:
         """Tokens a second with so many drafts over those with none, as far as known."""
-        right, judged = float(drafts), self._right
+        right = float(drafts)
+        judged = self._right
         if self.free or len(judged) >= PLAIN:
             right = fmean(min(n, drafts) for n in judged)
         timed = [n for n in COUNTS if len(self._seconds[n]) >= TRIAL]
@@ -151,11 +152,13 @@ class Drafting:
 
     def get_candidates(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """ids [1, S] → (ids with n drafts [1, S + n], their logits [1, n, V] if they have any)."""
-        now, S = time.perf_counter(), ids.shape[1]
-        if self.gate is not None and self._start is not None:
+        now = time.perf_counter()
+        S = ids.shape[1]
+        if self.gate and self._start is not None:
             self.gate.verified(*self._drafted, now - self._start)
         self._start = None if self._prompt else now
-        found, logits = ids, None
+        found = ids
+        logits = None
         if self.asked is None:
             found, logits = self.inner.get_candidates(ids)
         elif most := max(min(self.asked, self.longest - S - 1), 0):
@@ -164,16 +167,15 @@ class Drafting:
         return found, logits
 
     def _drafts(self, ids: Tensor, most: int) -> tuple[Tensor, Tensor | None]:
-        gate, S = self.gate, ids.shape[1]
-        if (
-            gate is not None and not gate.free and not self._prompt
-        ):  # which an assistant computes, too
+        gate = self.gate
+        S = ids.shape[1]
+        if gate and not gate.free and not self._prompt:  # which an assistant computes, too
             most = gate.choose(most)
         if not most:
             return ids, None
         self.inner.num_assistant_tokens = most
         found, logits = self.inner.get_candidates(ids)
-        if gate is not None and found.shape[1] > S:
+        if gate and found.shape[1] > S:
             self._guesses.append((S, found[0, S:].tolist()))
             if gate.free:
                 found = found[:, : S + gate.choose(found.shape[1] - S)]
@@ -181,16 +183,16 @@ class Drafting:
 
     def update_candidate_strategy(self, ids: Tensor, scores: Tensor, right: int) -> None:
         """So many drafts were right; ids [1, S] end with them and one token more."""
-        drafts, self.cache.drafts = self.cache.drafts, 0
-        self.accepted(int(right))
+        drafts, self.cache.drafts, right = self.cache.drafts, 0, int(right)
+        self.accepted(right)
         if drafts:
             self.inner.update_candidate_strategy(ids, scores, right)
-        self._drafted, self._prompt = (drafts, int(right)), False
+        self._drafted = (drafts, right)
+        self._prompt = False
         while self._guesses and self._guesses[0][0] + COUNTS[-1] <= ids.shape[1]:
             at, guess = self._guesses.popleft()
-            pairs = zip(guess, ids[0, at : at + len(guess)].tolist())
-            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            self.gate.guessed(right, len(guess))
+            same = map(eq, guess, ids[0, at : at + len(guess)].tolist())
+            self.gate.guessed([*same, False].index(False), len(guess))
 
 
 #: drafts that the generation of this thread was asked for

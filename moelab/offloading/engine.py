@@ -38,7 +38,6 @@ from moelab.offloading.hybrid import Balance
 from moelab.offloading.interrupts import raise_waiting
 from moelab.offloading.loading import Loader, clock, fill
 from moelab.offloading.prompts import PREFILL, PromptChunks, choices_of
-from moelab.offloading.run import EngineRun
 from moelab.offloading.step import StepController
 from moelab.offloading.threads import narrow
 from moelab.offloading.tiers import experts_of
@@ -62,7 +61,7 @@ class Engine:
 
     loader : reads and decodes; closed with the engine.
     controller : decides, for the loader's queue.
-    run : records what happens.
+    run : records what happens, the loader's.
     cancelled : threads whose forward passes end with `Cancelled` before their next layer.
     idle_since : in a forward, since when the caller's thread does what is reported as "other"; None:
         somebody else reports it.
@@ -71,29 +70,29 @@ class Engine:
         them at once): the on-demand engine of Speculating Experts, to compare with.
     """
 
-    def __init__(self, loader: Loader, controller: StepController, run: EngineRun) -> None:
+    def __init__(self, loader: Loader, controller: StepController) -> None:
         self.loader = loader
+        self.controller = controller
+        self.run = loader.run
+        self.residency = controller.residency
+        self.timeline = loader.timeline
+        settings = self.run.settings
         #: computes some experts where they lie, beside this
         self.host = loader.reader if isinstance(loader.reader, Host) else None
-        if self.host is not None:
-            K = run.settings.spec.K
-            controller.balance = Balance(run.settings.experts_bytes, K=K)
-        self._far = loader.slots.link is not None  # experts are computed on a GPU
-        if self.host is not None and loader.pool is not None:
+        if self.host:
+            controller.balance = Balance(settings.experts_bytes, K=settings.spec.K)
+        if self.host and loader.pool:
             controller.lies = loader.pool.slots.__contains__
-        self.controller = controller
+        self._far = loader.slots.link is not None  # experts are computed on a GPU
         if self._far:  # as many come beside a token as the link has time for
             controller.wished = None
-        self.residency = controller.residency
-        self.run = run
-        self.timeline = run.timeline
         self.cancelled: set[int] = set()
         self.computes_in: torch.dtype | None = None
         self.closed = self.serial = self.decoding = self._broken = False
         self._one = threading.Lock()  # one layer at a time
         self.idle_since: float | None = None
         self.python: float | None = None
-        self._chunks = PromptChunks(run.settings.spec)
+        self._chunks = PromptChunks(settings.spec)
         self._drafts = 0  # in the forward
         self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
@@ -118,7 +117,7 @@ class Engine:
         self.residency.clear()
         self.loader.start()
         self.controller.queue = self.loader.queue
-        if (pool := self.loader.pool) is not None:  # what had no other place than the GPU is read
+        if pool := self.loader.pool:  # what had no other place than the GPU is read
             everyone = experts_of(pool.store)
             if first := self.residency.fill([key for key in everyone if key not in pool.slots]):
                 fill(self.loader, first)
@@ -158,18 +157,8 @@ class Engine:
 
     @contextmanager
     def _sound(self) -> Iterator[None]:
-        """An error within the block leaves the engine broken."""
-        self._require_sound()
-        try:
-            yield
-        except BaseException:
-            self._broken = True
-            if self.host is not None:  # or the interpreter would wait for its thread at its end
-                self.host.worker.stop()
-            raise
-
-    def _require_sound(self) -> None:
-        """Raise what ends a generation between two layers; after an error, start anew."""
+        """Raise what ends a generation between two layers; after an error, start anew. An error within
+        the block leaves the engine broken."""
         if self.closed:
             raise RuntimeError(
                 "this model's engine is closed; moelab.open_model(store, memory=…) opens it again"
@@ -179,6 +168,13 @@ class Engine:
         raise_waiting()
         if self._broken or self.loader.closed:  # as one of its threads has ended early
             self._restart()
+        try:
+            yield
+        except BaseException:
+            self._broken = True
+            if self.host:  # or the interpreter would wait for its thread at its end
+                self.host.worker.stop()
+            raise
 
     def _step(self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts) -> Tensor:
         if self._current:
@@ -188,17 +184,15 @@ class Engine:
         layer = experts.layer
         E = experts.num_experts
         controller = self.controller
-        tokens = counts(ids, E)
         if controller.announced is None and ids.numel() >= PREFILL * E:
             controller.announce(layer + 1, range(E))
         self._report_other(clock(), layer)
         with self.loader.changing():
-            step = controller.decide(layer, tokens)
+            step = controller.decide(layer, counts(ids, E))
             if step.away and self._far:  # nobody who is loaded takes their places
                 self.loader.pool.busy = {request.key for request in step.away}
             controller.load(step, self.loader.ready.put)
-        exact = experts.executor is eager
-        compute = self._with_eager if exact else self._with_executor
+        compute = self._with_eager if experts.executor is eager else self._with_executor
         return compute(x, ids, weights, experts, step)
 
     def _with_eager(
@@ -210,11 +204,10 @@ class Engine:
         found = []
         for request in chain(there, chain.from_iterable(self._batches(loads))):
             start = clock()
-            expert = request.key.expert
-            choice, tokens = parts[expert]
-            tensors = self.weights(experts.layer, expert, reuse=True)
+            choice, tokens = parts[request.key.expert]
+            tensors = self.weights(*request.key, reuse=True)
             y = experts.contribution(x, tokens, weights[tokens, choice], tensors)
-            found.append((expert, tokens, y))
+            found.append((request.key.expert, tokens, y))
             self._executed([request], start)
         return experts.accumulate(x, found)
 
@@ -237,18 +230,19 @@ class Engine:
             return execute(experts.executor, x, some, weights, experts)
 
         aside = self._begin_aside(x, ids, weights, experts, step)
-        there, loads = self._split(step, self._far and len(x) == 1)
         one = len(x) == 1
         out = None
+        there, loads = self._split(step, self._far and one)
         if there and (one if self._far else not (one and loads)):
-            out, there = run(there, together), []
+            out = run(there, together)
+            there = []
         if there or loads:
             choices = choices_of(x, ids, weights, step)
             for batch in chain([there] if there else [], self._batches(loads)):
                 run(batch, partial(choices.compute, experts))
             out = choices.sum() if out is None else out + choices.sum()
         out = torch.zeros_like(x) if out is None else out
-        if aside is not None:
+        if aside:
             start = clock()
             out += aside.result().to(out.device)
             if self._far:
@@ -276,10 +270,10 @@ class Engine:
         keys = [request.key for request in step.away]
         if self._far:
             self.loader.bring_home(keys)
-        away = [key.expert for key in keys]
         given = [of.cpu() for of in (x, ids, weights)]
 
         def compute() -> Tensor:  # all of it there, as torch's inference mode is of this thread
+            away = [key.expert for key in keys]
             choices = choices_of(*given, step)
             return self.host.compute(experts, away, choices, self.timeline.add)
 
@@ -345,19 +339,19 @@ class Engine:
         leave."""
         residency = self.residency
         executor = modules[0].executor
-        find = getattr(executor, "banks", None)
         queue = self.loader.queue
+        find = getattr(executor, "banks", None)
         if find is None or not residency.holds_all or queue.late:
             return None
         if any(of.executor is not executor for of in modules):
             return None
-        layers = [of.layer for of in modules]
-        state = queue, executor, dtype, len(residency)
-        known, banks = self._banks.get(layers[0], (None, None))
+        first = modules[0].layer
+        state = (queue, executor, dtype, len(residency))
+        known, banks = self._banks.get(first, (None, None))
         if known != state:
             full = residency.full()
-            banks = find(modules, dtype, [full[layer] for layer in layers])
-            self._banks[layers[0]] = state, banks
+            banks = find(modules, dtype, [full[of.layer] for of in modules])
+            self._banks[first] = state, banks
         return banks
 
     # a whole token on a GPU, see `moelab.offloading.gpu_token`
@@ -365,13 +359,15 @@ class Engine:
     def _begin_token(self, modules: list[SeamExperts], dtype: torch.dtype) -> DeviceTables | None:
         """The tables by which the GPU computes the token that begins, if it is to run `_alone`, or is
         prepared for the next ones; None where it cannot."""
-        loader, residency = self.loader, self.residency
+        loader = self.loader
+        residency = self.residency
         executor = modules[0].executor
         if len(modules) != residency.L or any(of.executor is not executor for of in modules):
             return None
         state = loader, executor, dtype
         if self._tables[0] != state:
-            K, worker = self.run.settings.spec.K, self.host and self.host.worker
+            K = self.run.settings.spec.K
+            worker = self.host and self.host.worker
             self._forget_tables()
             self._tables = state, DeviceTables.of(loader, modules, dtype, K, worker)
         tables = self._tables[1]
@@ -380,19 +376,21 @@ class Engine:
         keeps = residency.holds_all or residency.spare and near
         if tables is None or not keeps or not self.decoding or self._drafts:
             return None
-        alone = self._alone
-        keep = residency.free or 0 if alone else 0
-        balance = self.controller.balance
-        shares = balance.shares() if alone and balance else None
+        keep = 0
+        shares = None
+        coming = ()
+        if self._alone:
+            balance = self.controller.balance
+            shares = balance.shares() if balance else None
+            keep = residency.free or 0
+            coming = residency.coming
         with loader.changing() as queue:
             if not self._current:
                 tables.read(queue)
-            self._current = tables.begin(keep, shares, residency.coming if alone else ())
-        if not self._current:
-            return None
-        if alone:
+            self._current = tables.begin(keep, shares, coming)
+        if self._current and self._alone:
             tables.serve()
-        return tables
+        return tables if self._current else None
 
     def _token_launched(self, modules: list[SeamExperts], found: Any) -> None:
         self._tables[1].end()
@@ -446,8 +444,10 @@ class Engine:
                 self._hand_back()
             self._chunks.begin(info, self.timeline.since(self._events))
             self._events = len(self.timeline)
-            one = info.phase == "decode" and info.tokens == 1 and not exact
+            self.decoding = info.phase == "decode"
+            self._drafts = info.drafts
             tables = self._tables[1]
+            one = self.decoding and info.tokens == 1 and not exact
             self._alone = one and tables is not None and tables.captured
             self.python = None
             with self.loader.changing():
@@ -457,8 +457,6 @@ class Engine:
                     self.controller.load(step, self.loader.ready.put)
                 for _ in step.loads:
                     self.loader.wait()
-        self.decoding = info.phase == "decode"
-        self._drafts = info.drafts
         if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
@@ -483,7 +481,8 @@ class Engine:
             self._share += (share - self._share) / self._steps
         with self.loader.changing() as queue:
             took = None if self._drafts else now - self._began
-            evicted = self.controller.end_forward(took, self.timeline.since(self._events))
+            events = self._events
+            evicted = self.controller.end_forward(took, self.timeline.since(events))
             for key in evicted:
                 queue.leave(key)
             if self._current:
@@ -517,8 +516,7 @@ class Engine:
         They are loaded behind the reads of the layer that runs next, into slots that it leaves
         (`ahead` at most; 0 is none). A prediction changes when things are read, never what is kept
         or computed."""
-        first_choices_first = ids.T.reshape(-1).tolist()
-        self.controller.announce(layer, first_choices_first)
+        self.controller.announce(layer, ids.T.reshape(-1).tolist())  # first choices first
 
     # memory
 

@@ -80,10 +80,15 @@ class DeviceTables:
     def __init__(self, loader: Loader, where: Lying, box: Mailbox, worker: Worker | None) -> None:
         from moelab.offloading import gpu_token_triton, mailbox_triton
 
-        self.kernels, self.mail = gpu_token_triton, mailbox_triton
-        self.loader, self.where, self.box, self.worker = loader, where, box, worker
+        self.kernels = gpu_token_triton
+        self.mail = mailbox_triton
+        self.loader = loader
+        self.where = where
+        self.box = box
+        self.worker = worker
         self.K = K = box.K
-        self._first, self._slot = loader.slots.full(0).data_ptr(), loader.slots.sizes.full
+        self._first = loader.slots.full(0).data_ptr()
+        self._slot = loader.slots.sizes.full
         self.device = device = loader.slots.device
         self._stream = loader.slots.link.now()  # of the latest token
         L, E = where.home.shape
@@ -133,11 +138,10 @@ class DeviceTables:
         no kernels for them, or they do not come to the GPU as they are stored, or
         it does not reach them."""
         make = getattr(modules[0].executor, "on_gpu", None)
-        store = loader.reader.store
-        if make is None or not loader.in_place or not loader.reader.pinned:
+        pool = loader.reader
+        if make is None or not loader.in_place or not pool.pinned:
             return None
-        where = lying(modules, store, loader.reader.home, dtype)
-        if where is None:
+        if (where := lying(modules, pool.store, pool.home, dtype)) is None:
             return None
         H = modules[0].shapes["down_proj"][-1 if modules[0].is_transposed else -2]
         with torch.inference_mode(False):  # or they could not be written to outside of it
@@ -155,7 +159,10 @@ class DeviceTables:
 
     def _call(self, layer: int, forward: Call) -> Call:
         """What computes a layer's experts of a token; may be captured."""
-        there, kernels, mail, K = self._there, self.kernels, self.mail, self.K
+        there = self._there
+        kernels = self.kernels
+        mail = self.mail
+        K = self.K
         begin = layer * (2 * K + STAMPS) + 1
         began, copied, ended = self._told[begin + 2 * K :][:STAMPS].split(1)
         rows, moves, sizes = self._given
@@ -181,14 +188,14 @@ class DeviceTables:
                 self.captured = True
                 kernels.stamp(self._told[:1])
             kernels.assign(ids, tables)
-            if self.worker is not None:
+            if self.worker:
                 mail.post(self.box, number, layer, x, self._away, w)
             kernels.stamp(began)
             kernels.fetch(self._jobs)
             kernels.stamp(copied)
             y = forward(x, self._order, w)
             kernels.stamp(ended)
-            if self.worker is not None:
+            if self.worker:
                 mail.take(self.box, number, layer, self._away, y)
             return y
 
@@ -211,11 +218,14 @@ class DeviceTables:
         misses of a layer `share` [L, K + 1] are fetched, or all; copy who is `coming` beside it.
         Whether that can be: there are slots, and no expert is on disk only. The loader's lock is
         held."""
-        loader, fields = self.loader, self.fields
-        free = loader.writable(self.K + keep)
+        loader = self.loader
+        fields = self.fields
+        K = self.K
+        by_host = share is not None
+        free = loader.writable(K + keep)
         others = [slot for slot in loader.free_slots if slot not in free][: len(coming)]
-        self._find_homes([*free, *others], share is not None)
-        if len(free) < self.K + keep or share is not None and self._left or not self._everyone():
+        self._find_homes([*free, *others], by_host)
+        if len(free) < K + keep or by_host and self._left or not self._everyone():
             return False
         if len(others) < len(coming) or any(key not in loader.reader.slots for key in coming):
             return False
@@ -224,10 +234,9 @@ class DeviceTables:
             loader.send(key, slot)
         addresses = [self._address(slot) for slot in free]
         self._number += 1
-        fields.scratch[:] = addresses[: self.K]
-        fields.free[:keep] = addresses[self.K :]
+        fields.scratch[:], fields.free[:keep] = addresses[:K], addresses[K:]
         fields.counts[:] = 0, keep, self._number
-        fields.share[:] = np.arange(self.K + 1) if share is None else share
+        fields.share[:] = share if by_host else np.arange(K + 1)
         self._stream = loader.slots.link.now()
         self._state.copy_(torch.from_numpy(self._host), non_blocking=True)
         self._launched = time.perf_counter()
@@ -253,7 +262,9 @@ class DeviceTables:
     def _everyone(self) -> bool:
         """Whether all experts are somewhere near: those that a prompt has left on the disk are read
         into spare slots of pinned memory."""
-        table, home, pool = self.fields.table, self.fields.home, self.loader.reader
+        table = self.fields.table
+        home = self.fields.home
+        pool = self.loader.reader
         lacking = [ExpertKey(*key) for key in np.argwhere((table | home) == 0).tolist()]
         if lacking:
             self.loader.slots.link.rest()
@@ -264,7 +275,7 @@ class DeviceTables:
 
     def serve(self) -> None:
         """The host answers what the token posts."""
-        if self.worker is not None:
+        if self.worker:
             serving = self.worker.token(self.box, self.where, self._number)
             self._events = self._serving.enter_context(serving)
 
@@ -285,29 +296,29 @@ class DeviceTables:
         """What the token did, once it is done, and the host for it."""
         self._done.synchronize()
         self._serving.close()
-        began, K = int(self._heard[0]), self.K
+        began = int(self._heard[0])
+        K = self.K
         found = []
         for row in self._heard[1:].reshape(-1, 2 * K + STAMPS).tolist():
             # The GPU has waited for the host, so its first time is when that launched it.
             times = (self._launched + (at - began) / 1e9 for at in row[2 * K :])
             found.append(Layer(row[:K], row[K : 2 * K], tuple(times)))
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return found, events
 
     def apply(self, queue: LoadQueue, step: Step, did: Layer) -> list[ExpertKey]:
         """Let the queue know which experts stay where the token has put them; returns what was
         fetched. RuntimeError if that is not what the rule says."""
-        fetched, table = [], self.fields.table[step.layer]
-        scratch = self.fields.scratch.tolist()
+        fetched = []
+        table = self.fields.table[step.layer]
+        nowhere = 0, *self.fields.scratch.tolist()
         where = dict(zip(did.experts, did.addresses))
         for request in step.requests + step.away:
-            key, address = request.key, where[request.key.expert]
+            key = request.key
+            address = where[request.key.expert]
             stays = request.keep is State.FULL
-            if (
-                stays != (address not in scratch and address > 0)
-                or request in step.away
-                and address
-            ):
+            if stays != (address not in nowhere) or request in step.away and address:
                 raise RuntimeError(
                     f"{key} shall be {request.keep.name} after a token, and the GPU has put it into "
                     f"{self._place(address)}: they do not decide by the same rule"

@@ -18,28 +18,29 @@ from torch import Tensor
 
 from moelab.base.files import cache_folder, load_tensors, save_tensors
 from moelab.base.schema import checked
-from moelab.base.specs import ExpertKey
+from moelab.base.specs import ExpertKey, MoESpec
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.offloading.run import EngineRun
 
 FORMAT = "moelab heat 1"
 #: decoded tokens from which on a session says something; tokens after which a count is worth half
-LEAST, HALF_LIFE = 64, 4096
+LEAST = 64
+HALF_LIFE = 4096
 
 
 class Heat:
     """Of the experts of a checkpoint: counts, float32 [L, E], all 0 where nothing is known."""
 
-    def __init__(self, checkpoint: Checkpoint, L: int, E: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, spec: MoESpec) -> None:
         of_files = xxhash.xxh3_64_hexdigest(repr(checkpoint.stamps).encode())
         self.model = checkpoint.store.identity if checkpoint.store else of_files
         self.path = cache_folder("heat") / f"{self.model}.safetensors"
-        self.counts = torch.zeros(L, E)
+        self.counts = torch.zeros(spec.L, spec.E)
 
         def read(tensors: dict[str, Tensor], model: str) -> Tensor:
             if model != self.model:
                 raise ValueError(f"it is of {model}, not of {self.model}")
-            return checked(tensors, "counts", ("float32",), (L, E), 0)
+            return checked(tensors, "counts", ("float32",), self.counts.shape, 0)
 
         about = "counts of hot experts", "decoding with this model", {"model": str}
         with suppress(FileNotFoundError):

@@ -74,7 +74,8 @@ def lying(
     found = []
     alike = set()
     for of in modules:
-        here, every = copy.copy(of), np.arange(of.num_experts)
+        here = copy.copy(of)
+        every = np.arange(of.num_experts)
         here.source = source
         readable = plain(of) and dtype in KINDS and source.matrices(of.layer, every, dtype)
         one = locate(here, every, dtype) if readable else None
@@ -104,11 +105,12 @@ class Worker:
         """A thread of its own, also in a child process."""
         self._box: Mailbox | None = None  # of the token that is computed
         thread = ThreadPoolExecutor(1, "moelab host", partial(alone, self.threads))
-        self.submit, self._end = thread.submit, thread.shutdown
+        self.submit = thread.submit
+        self._end = thread.shutdown
 
     def stop(self) -> None:
         """A GPU and the thread do not wait for each other any more, in a token that has failed."""
-        if (box := self._box) is not None:
+        if box := self._box:
             box.stop()
 
     def close(self) -> None:
@@ -125,7 +127,7 @@ class Worker:
         each has an equal part of their time. Raises at the end what was raised there, and RuntimeError
         if the GPU has gone on without an answer: then the token is worth nothing, and the mailbox
         neither, as after an error in the block."""
-        events: list[Event] = []
+        events = []
         try:
             box.check()
             if experts is not self._known:  # compiled before a GPU waits for it
@@ -180,21 +182,16 @@ class Host(HostPool):
     """Experts of a store in the CPU's memory, which can be computed with where they lie, in place of
     being read: all of them or, beside a GPU, those that are not there.
 
-    threads : that compute.    pool, options : of `HostPool`; `bandwidth` is that of here, if all are,
+    threads : that compute.
+    pool, options : of `HostPool`; `bandwidth` is that of here, if all are,
         else of the disk."""
 
-    def __init__(
-        self,
-        store: ExpertStore,
-        threads: int,
-        *pool: Any,
-        **options: Any,
-    ) -> None:
-        self.worker = Worker(threads)
-        self.executor = make("executor", "fast")
+    def __init__(self, store: ExpertStore, threads: int, *pool: Any, **options: Any) -> None:
+        self.worker, self.executor = Worker(threads), make("executor", "fast")
         super().__init__(store, *pool, **options)
         if not self.exchanges:
-            bandwidth, self.bandwidth = self.bandwidth, None
+            bandwidth = self.bandwidth
+            self.bandwidth = None
             self.hold(experts_of(store))
             self.verify, self.bandwidth = False, bandwidth  # nobody else can write there
         self._located = Located(store, True)
@@ -254,12 +251,15 @@ class Host(HostPool):
         return choices.sum()
 
 
-class _Here:
+class _Here(NamedTuple):
     """A host's experts as a source of the seam, for hidden states of a dtype."""
 
-    def __init__(self, host: Host, dtype: torch.dtype) -> None:
-        self.matrices = host.matrices
-        self._tensors, self._dtype = host.tensors, dtype
+    host: Host
+    dtype: torch.dtype
 
     def __call__(self, layer: int, expert: int) -> Tensors:
-        return cast(self._tensors(layer, expert), self._dtype)
+        return cast(self.host.tensors(layer, expert), self.dtype)
+
+    @property
+    def matrices(self) -> Callable[..., Any]:
+        return self.host.matrices

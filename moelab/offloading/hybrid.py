@@ -146,15 +146,11 @@ class Balance:
         """How many of a layer's m misses are fetched, the first by id; the others are computed where
         they lie. int64 [L, K + 1], by m: of all numbers the one that ends first, of several the least
         (Eq. 1 of GPU-NDP, in whole experts)."""
-        m, fetched = np.indices((self.K + 1, self.K + 1))
+        rates, (m, fetched) = self.rates, np.indices((self.K + 1, self.K + 1))
         left = m - fetched
-        link, near, far = (
-            at(self.rates.link, self._mean)[:, None, None],
-            at(self.rates.near, 1),
-            at(self.rates.far, 1),
-        )
-        here = fetched * link + (self.K - left) * near
-        there = (left > 0) * self.rates.trip + left * far
+        link = at(rates.link, self._mean)[:, None, None]
+        here = fetched * link + (self.K - left) * at(rates.near, 1)
+        there = (left > 0) * rates.trip + left * at(rates.far, 1)
         return np.where(left >= 0, np.maximum(here, there), np.inf).argmin(axis=2)
 
     def away(self, layer: int, tokens: Mapping[int, int], there: Collection[int]) -> set[int]:
@@ -162,18 +158,19 @@ class Balance:
         sizes = self.sizes[layer]
         wanted = [Wanted(e, n, 0 if e in there else sum(sizes[e])) for e, n in tokens.items()]
         if self._token is None:
-            _, far = self._placed[layer] = split(wanted, self.rates)
+            placed = split(wanted, self.rates)
         else:
             order = sorted(wanted, key=lambda one: (one.nbytes > 0, one.expert))
             misses = sum(one.nbytes > 0 for one in wanted)
             near = len(order) - misses + int(self._token[layer, misses])
-            _, far = self._placed[layer] = order[:near], order[near:]
-        return {one.expert for one in far}
+            placed = order[:near], order[near:]
+        self._placed[layer] = placed
+        return {one.expert for one in placed[1]}
 
     def end_forward(self, events: Iterable[Event]) -> None:
         """What happened in the forward pass: the next one is decided by it, too. An event without an
         expert is of all that was sent, or computed near, in the layer."""
-        took: dict[int, float] = defaultdict(float)
+        took = defaultdict(float)
         for event in events:
             seconds = event.end - event.start
             near, far = self._placed.get(event.layer, ((), ()))
@@ -201,10 +198,10 @@ def line(samples: Mapping[float, Collection[float]]) -> Linear:
     """(base, per unit) of seconds by a number, neither negative: through the mean of the number
     that came most."""
     points = {n: mean(seconds) for n, seconds in samples.items()}
+    each = 0.0
     if not points:
         return 0.0, 0.0
     often = max(points, key=lambda n: len(samples[n]))
-    each = 0.0
     if len(points) > 1:
         weights = [len(samples[n]) ** 0.5 for n in points]
         each = max(np.polyfit([*points], [*points.values()], 1, w=weights)[0].item(), 0.0)

@@ -102,7 +102,7 @@ class Link:
         with self._order:
             if slot is not None:
                 self._write(self._there, slot)
-            if after is not None:
+            if after:
                 self._there.wait_event(after)
             begin, end = self.run(self._there, do)
             self._number += 1
@@ -120,7 +120,7 @@ class Link:
     def _write(self, stream: Any, slot: int) -> None:
         """A stream is going to write into a slot."""
         for event in (self._left.get(slot), self._coming.pop(slot, (0, None))[1]):
-            if event is not None:
+            if event:
                 stream.wait_event(event)
 
     def take_back(self, source: torch.Tensor, out: torch.Tensor, after: Iterable[Any]) -> Any:
@@ -150,10 +150,8 @@ class Link:
             self._until = start + begin.elapsed_time(end) / 1e3
             yield what, start, self._until, nbytes
             needed = self._needed.pop(number, None)
-            if needed is not None and needed.query():
-                waited = needed.elapsed_time(end) / 1e3
-                if waited > 0:
-                    yield (GPU, "wait", what[2]), self._until - waited, self._until, 0
+            if needed and needed.query() and (waited := needed.elapsed_time(end) / 1e3) > 0:
+                yield (GPU, "wait", what[2]), self._until - waited, self._until, 0
 
     def rest(self) -> None:
         """Wait until nothing is under way: only then may the memory on either side become
@@ -212,7 +210,8 @@ def pin(memory: np.ndarray, device: torch.device, owner: Any) -> Callable[[], ob
 def shares_addresses(device: torch.device) -> bool:
     """Whether a GPU finds pinned memory at the CPU's own addresses, as its driver says. If not, with a
     warning, only copies reach it: a kernel's read would end the program's use of the GPU."""
-    found, handle = ctypes.c_int(), ctypes.c_int()
+    found = ctypes.c_int()
+    handle = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index
     with suppress(OSError):
         driver = ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")

@@ -97,7 +97,8 @@ Phase = Enum("Phase", "WAITING LOADING LOADED DROPPED")
 class PrefetchCounts:
     """What became of prefetched experts: exact counts.
 
-    begun : experts that got slots.    used : of those, experts that their layer then wanted.
+    begun : experts that got slots.
+    used : of those, experts that their layer then wanted.
     wasted : bytes of experts that were not wanted.
     """
 
@@ -114,9 +115,12 @@ class Load:
     """An expert in flight.
 
     keep : the state in which it will stay; None while it is prefetched.
-    slots : kind → slot that it holds.    lacks : kinds that it did not hold at first.    reads : kinds still to read.
+    slots : kind → slot that it holds.
+    lacks : kinds that it did not hold at first.
+    reads : kinds still to read.
     todo : piece → what is left: "decode", "recover", or "decompressing" while that is under way.
-    busy : operations under way.    nbytes : bytes read so far.
+    busy : operations under way.
+    nbytes : bytes read so far.
     warm : whether it counts as there already.
     """
 
@@ -167,8 +171,11 @@ class LoadQueue:
         moved: Callable[[ExpertKey, int, bool], object] = lambda key, slot, stays: None,
     ) -> None:
         self.held, self.counts = held or {}, counts or PrefetchCounts()
-        self._kinds, self._fills = KINDS, FILLS
-        self._tensors, self._shards, self._workers = tensors, shards, workers
+        self._kinds = KINDS
+        self._fills = FILLS
+        self._tensors = tensors
+        self._shards = shards
+        self._workers = workers
         self._moved = moved
         if in_place:
             self._kinds, self._fills = ("full",), dict.fromkeys(FILLS, ("full",))
@@ -221,15 +228,14 @@ class LoadQueue:
             self.leave(key)
             if key in self.prefetched:  # which has counted on what has just been released
                 self._drop(self.prefetched[key])
-        left = list(wanted.values())
-        if left:
+        if left := [*wanted.values()]:
             loads = [self._stay(of.key, of.keep) for of in left]
             for key in wanted:
                 self.late.pop(key, None)
             self._line_up(self.demanded, loads, order(left))
-        self._reads = [read for read in self._reads if read[0].phase is not Phase.DROPPED]
+        reads = (read for read in self._reads if read[0].phase is not Phase.DROPPED)
         # what is demanded first
-        self._reads.sort(key=lambda read: read[0].keep is None or read[0].key in self.late)
+        self._reads = sorted(reads, key=lambda of: of[0].keep is None or of[0].key in self.late)
         self._admit()
 
     def keep(self, key: ExpertKey, slot: int) -> None:
@@ -287,7 +293,7 @@ class LoadQueue:
 
         One prefetch at most is being read, so that what is demanded next finds the disk free."""
         for i, (load, kinds) in enumerate(self._reads):
-            if load.keep is None and self._reading_ahead is not None:
+            if load.keep is None and self._reading_ahead:
                 return None
             if load.phase is Phase.LOADING and wanted(load.key):
                 del self._reads[i]
@@ -308,9 +314,9 @@ class LoadQueue:
         warming = filter(None, islice(self.late.values(), WARMED))
         loads = (*self.demanded.values(), *self.prefetched.values(), *warming)
         ready = ((load, piece) for load in loads for piece in self._decodable(load))
-        if (found := next(ready, None)) is None:
+        load, piece = next(ready, (None, None))
+        if not load:
             return None
-        load, piece = found
         if piece.shard is None and load.todo[piece] == "decode":
             piece = self._split(load, piece, ready)
         stage = load.todo.pop(piece)
@@ -335,12 +341,10 @@ class LoadQueue:
     def _decodable(self, load: Load) -> Iterator[Piece]:
         """The pieces of a load of which a worker can do something now."""
         if load.phase is Phase.LOADING and "e" not in load.reads:
+            early = "sm" in load.reads
             for piece, stage in load.todo.items():
-                if stage == "decompressing":
-                    continue
-                if "sm" not in load.reads or (
-                    stage == "decode" and self._shards(load, piece.tensor)
-                ):
+                able = stage == "decode" and self._shards(load, piece.tensor) if early else True
+                if stage != "decompressing" and able:
                     yield piece
 
     def read_done(
@@ -352,7 +356,7 @@ class LoadQueue:
             self._reading_ahead = None
         if load.phase is Phase.DROPPED:
             self.counts.wasted += nbytes
-        if error is None:
+        if not error:
             load.reads.difference_update(kinds)
         self._done(load, error)
 
@@ -389,11 +393,9 @@ class LoadQueue:
 
     def _admit(self) -> None:
         """Give waiting loads the slots that they lack, the most urgent first."""
-        waiting = self.waiting
-        while waiting:
+        while waiting := self.waiting:
             self._admit_demanded(waiting)
-            waiting = self.waiting
-            if len(waiting) < len(self.demanded):  # some of it will give slots back
+            if len(waiting := self.waiting) < len(self.demanded):  # some will give slots back
                 break
             holding = [one for one in self.prefetched.values() if one.phase is not Phase.WAITING]
             if not holding:
@@ -411,14 +413,14 @@ class LoadQueue:
         demanded = [*self.demanded.values()]
         return [load for load in demanded if load.phase is Phase.WAITING]
 
+    def _fits(self, kinds: Iterable[str], spare: int = 1) -> bool:
+        """Whether more slots than `spare` are free of each kind."""
+        return all(len(self.free[kind]) > spare for kind in kinds)
+
     def _admit_demanded(self, waiting: list[Load]) -> None:
-        free = self.free
         holders = sum(bool(load.slots) for load in waiting)
         for load in waiting:
-            if not free["full"]:
-                break
-            spare = 0 if load.slots else int(holders > 0)
-            if all(len(free[kind]) > spare for kind in load.lacks):
+            if self._fits(load.lacks, 0 if load.slots else holders > 0):
                 holders -= bool(load.slots)
                 self._give(load)
 
@@ -426,14 +428,13 @@ class LoadQueue:
         for load in self.prefetched.values():
             if self._ahead == self.ahead:
                 return
-            waits = load.phase is Phase.WAITING
-            if waits and all(len(self.free[kind]) > 1 for kind in load.lacks):
+            if load.phase is Phase.WAITING and self._fits(load.lacks):
                 self._give(load)
                 self._ahead += 1
 
     def _admit_warm(self) -> None:
         for key, load in [*islice(self.late.items(), WARMED)]:
-            if load is None and all(len(self.free[kind]) > 1 for kind in self._kinds):
+            if not load and self._fits(self._kinds):
                 self.late[key] = load = self._stay(key, State.FULL)
                 self._give(load)
                 self._reads.append((load, self._fills["both"]))
@@ -482,9 +483,9 @@ class LoadQueue:
         load.busy -= 1
         if load.phase is Phase.DROPPED:
             self._free_dropped(load)
-        elif error is not None and load.keep is None:
+        elif error and load.keep is None:
             self._drop(load)  # its layer will load it itself
-        elif error is not None:
+        elif error:
             self._ready(error)
         elif not (load.todo or load.reads or load.busy):
             load.phase = Phase.LOADED

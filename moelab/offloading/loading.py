@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
@@ -56,6 +57,7 @@ class Bell:
             self._tokens.put(None)
 
 
+@dataclass(eq=False)
 class Loader:
     """Memory, files and threads around a `LoadQueue`.
 
@@ -64,58 +66,58 @@ class Loader:
     ready : where the running layer's experts arrive: keys, or an error.
     """
 
-    def __init__(
-        self,
-        slots: Slots,
-        reader: Reader,
-        workers: int,
-        run: EngineRun,
-        readers: int,
-    ) -> None:
-        self.slots = slots
-        self.reader = reader
-        self.timeline = run.timeline
-        self.in_place = slots.sizes.in_place
-        store, device = reader.store, slots.device
+    slots: Slots
+    reader: Reader
+    workers: int
+    run: EngineRun
+    readers: int
+
+    def __post_init__(self) -> None:
+        self.timeline = self.run.timeline
+        self.in_place = self.slots.sizes.in_place
+        reader = self.reader
         #: where experts lie that are not on the GPU, if they are computed there as they lie
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
-        if self.pool is not None:
-            self.pool.link = slots.link
-        self._make_queue = lambda: LoadQueue(
-            self.slots.count,
-            run.settings.ahead,
-            counts=run.fetched,
-            tensors=lambda key: store.layers[key.layer].tensors,
-            shards=lambda load, name: store.entries(*load.key)[name].shards * recovers(device),
-            workers=self._workers,
-            in_place=self.in_place,
-            moved=self._moved,
-        )
+        if self.pool:
+            self.pool.link = self.slots.link
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
-        self._source = "link" if isinstance(reader, Host) and self.pool is None else "disk"
+        self._source = "link" if isinstance(reader, Host) and not self.pool else "disk"
         self._served = 0.0  # when the disk has last ended a read
         self._used: dict[str, float] = {}  # thread → seconds for which it has used a core
         self._chunks: dict[tuple[str, int], Chunks] = {}  # what lies in a slot of a kind
-        self._readers, self._workers = readers, workers
         self.start()
+
+    def _new_queue(self) -> LoadQueue:
+        store = self.reader.store
+        device = self.slots.device
+        return LoadQueue(
+            self.slots.count,
+            self.run.settings.ahead,
+            counts=self.run.fetched,
+            tensors=lambda key: store.layers[key.layer].tensors,
+            shards=lambda load, name: store.entries(*load.key)[name].shards * recovers(device),
+            workers=self.workers,
+            in_place=self.in_place,
+            moved=self._moved,
+        )
 
     def start(self, queue: LoadQueue | None = None) -> None:
         """Begin with nothing in memory, or this queue, and threads of its own."""
-        self.queue = queue or self._make_queue()
+        self.queue = queue or self._new_queue()
         self.slots.give_back(self.queue.free, self.queue.held)
-        far = self.slots.link is not None and not self.in_place
+        far = self.slots.link and not self.in_place
         self._passing = OnGPU(self.slots) if far else None  # what SM-chunks are announced to
         self._decode = self._passing or partial(on_cpu, self.slots)
         self.ready = SimpleQueue()
         self.closed = False
         #: experts that have left the GPU's slots and are not yet being taken back → slot, event
         self._leaving: dict[ExpertKey, tuple[int, Any]] = {}
-        if self.pool is not None:
+        if self.pool:
             self.pool.rested()
         self._lock = threading.Lock()
-        workers = 0 if self.in_place else self._workers
-        self._disk, self._work = Bell(self._readers), Bell(workers)
-        loops = [(self._read_loop, f"disk {i}") for i in range(self._readers)]
+        workers = 0 if self.in_place else self.workers
+        self._disk, self._work = Bell(self.readers), Bell(workers)
+        loops = [(self._read_loop, f"disk {i}") for i in range(self.readers)]
         loops += [(self._work_loop, f"worker {i}") for i in range(workers)]
         self.threads = [
             threading.Thread(target=self._run, args=loop, name=f"moelab {loop[1]}", daemon=True)
@@ -134,7 +136,8 @@ class Loader:
             self.queue.leave(key)
         self.slots.count = count
         self.queue.resize(count, how.ahead)
-        self._readers, self._workers = DEPTH, how.workers
+        self.readers = DEPTH
+        self.workers = how.workers
         self.start(self.queue)
 
     # what the thread that runs the model calls
@@ -146,7 +149,7 @@ class Loader:
             before = self.queue.admitted
             yield self.queue
             admitted = self.queue.admitted - before
-            if self.pool is not None:
+            if self.pool:
                 self._send()
                 admitted = self.queue.readable
         if admitted:
@@ -157,11 +160,11 @@ class Loader:
         """The next expert of the running layer that is loaded; raises what ended loading it."""
         start = clock()
         found = self.ready.get()
+        end = clock()
         if isinstance(found, BaseException):
             raise found
-        waited = clock() - start
-        if waited > 2e-6:
-            self.timeline.add(Event("compute", "wait", *found, start, start + waited))
+        if end - start > 2e-6:
+            self.timeline.add(Event("compute", "wait", *found, start, end))
         return found
 
     @property
@@ -180,9 +183,10 @@ class Loader:
     def tiers(self) -> dict[str, int]:
         """Where the experts are, each once: by the place, bytes as they are stored."""
         store = self.reader.store
-        near = "memory" if self.slots.link is None else "gpu"
+        near = "gpu" if self.slots.link else "memory"
         found = {near: 0, "pinned": 0, "disk": 0}
-        held, pinned = self.queue.held, getattr(self.reader, "slots", ())
+        held = self.queue.held
+        pinned = getattr(self.reader, "slots", ())
         for key in experts_of(store):
             where = near if "full" in held.get(key, ()) else "pinned" if key in pinned else "disk"
             found[where] += store.stored_bytes(*key, "both")
@@ -203,7 +207,7 @@ class Loader:
         self.halt()
         for thread in self.threads:
             thread.join()
-        if self.slots is not None and self.slots.link is not None:
+        if self.slots and self.slots.link:
             self.slots.link.rest()
 
     def end(self) -> None:
@@ -247,7 +251,7 @@ class Loader:
         return None
 
     def _read_loop(self, me: str) -> None:
-        if self._readers > DEPTH:  # what converts what it reads has no team of threads, then
+        if self.readers > DEPTH:  # what converts what it reads has no team of threads, then
             alone()
         while (found := self._next(self._disk, self._next_read)) is not None:
             self._read(me, *found)
@@ -257,7 +261,7 @@ class Loader:
         """What is to be read from the disk: (load, kinds, slot of the pool to read into, if there is
         one)."""
         found = self.queue.next_read(lambda key: not self._near(key))
-        if found is None or self.pool is None:
+        if not (found and self.pool):
             return found and (*found, None)
         self._make_way(found[0])
         return *found, self.pool.take()
@@ -266,11 +270,12 @@ class Loader:
         start = clock()
         chunks = []
         error = None
+        pool = self.pool
         try:
-            if self.pool is None:
-                into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
+            if pool:
+                into = {"both": None if landing is None else pool.bytes(landing)}
             else:
-                into = {"both": None if landing is None else self.pool.bytes(landing)}
+                into = {_PART[kind]: self.slots.bytes(kind, load.slots[kind]) for kind in kinds}
             if self._passing and "sm" in kinds:
                 self._passing.wait_for(load.slots["sm"])
             elif self._passing and "sm" not in load.reads:  # kept: it goes ahead
@@ -282,7 +287,7 @@ class Loader:
             if self.in_place and self._check_first(*chunks):
                 worker = me.replace("disk", "worker")
                 self.timeline.add(Event(worker, "check", *load.key, end, clock()))
-            if self.pool is not None:
+            if pool:
                 what = "link", "send", load.key
                 with self._lock:  # nobody waits meanwhile for all that was sent
                     sent = self.slots.send(what, load.slots["full"], *chunks)
@@ -291,11 +296,11 @@ class Loader:
             end = clock()
         nbytes = sum(part.nbytes for part in chunks)
         with self.changing() as queue:
-            if landing is not None and error is None:
-                self.pool.put(load.key, landing, sent)
+            if landing is not None and not error:
+                pool.put(load.key, landing, sent)
             elif landing is not None:
-                self.pool.spare.append(landing)
-            elif self.pool is None and error is None:
+                pool.spare.append(landing)
+            elif not (pool or error):
                 self._chunks |= zip(((kind, load.slots[kind]) for kind in kinds), chunks)
             if nbytes:
                 begin = max(start, self._served)
@@ -322,13 +327,13 @@ class Loader:
     def _near(self, key: ExpertKey) -> bool:
         """Whether an expert need not be read from the disk."""
         pool = self.pool
-        return pool is not None and (key in pool.slots or key in self._leaving and pool.room)
+        return pool and (key in pool.slots or key in self._leaving and pool.room)
 
     def _send(self) -> None:
         """All that is in pinned memory is sent: it may be computed as soon as the GPU has been told
         so. Who makes room for it is taken back."""
         pool = self.pool
-        while (found := self.queue.next_read(self._near)) is not None:
+        while found := self.queue.next_read(self._near):
             load, kinds = found
             self._make_way(load)
             self.queue.read_done(load, kinds, self.send(load.key, load.slots["full"]))
@@ -364,11 +369,13 @@ class Loader:
 
     def _moved(self, key: ExpertKey, slot: int, stays: bool) -> None:
         """An expert has come to stay on the GPU, or leaves it."""
-        if stays and self.pool is not None:
-            self.pool.release(key)
-        elif not stays and self.slots.link is not None:
-            done = self.slots.link.leave(slot)
-            if self.pool is not None and key not in self.pool.slots:
+        pool = self.pool
+        link = self.slots.link
+        if stays and pool:
+            pool.release(key)
+        elif not stays and link:
+            done = link.leave(slot)
+            if pool and key not in pool.slots:
                 self._leaving[key] = slot, done
 
     def _make_way(self, load: Load) -> None:
@@ -383,8 +390,7 @@ class Loader:
     def _take_back(self, key: ExpertKey, needed: Set[ExpertKey] = frozenset()) -> None:
         """Begin to copy an expert that has left its slot to the pool."""
         slot, done = self._leaving.pop(key)
-        end = self.pool.take_back(key, self.slots.full(slot), done, needed)
-        if end is not None:
+        if end := self.pool.take_back(key, self.slots.full(slot), done, needed):
             self.slots.link.leave_after(slot, end)
 
     def bring_home(self, keys: Iterable[ExpertKey]) -> None:
@@ -393,7 +399,7 @@ class Loader:
             for key in keys:
                 if key in self._leaving:
                     self._take_back(key)
-                if (end := self.pool.coming.get(key)) is not None:
+                if end := self.pool.coming.get(key):
                     end.synchronize()
             self.pool.landed()
 
@@ -431,12 +437,11 @@ def threads_to_fill(slots: Slots, scratch: int) -> int:
     The first touch of memory takes longer than reading into it, and any number of threads can do
     both at once. No more memory is used than the slots and what `DEPTH` threads read with: what
     others need is that of the loads in flight, of which there are none yet."""
-    spare = slots.count["e"]
-    in_flight = slots.sizes.in_flight
-    in_place = slots.sizes.in_place
-    own = scratch + (0 if in_place else in_flight)  # bytes that a thread needs
+    sizes = slots.sizes
     threads = (os.cpu_count() or 1) + WAITING
-    return max(1, min(threads, (spare * in_flight + scratch) // own)) if own else threads
+    own = scratch + (0 if sizes.in_place else sizes.in_flight)  # bytes that a thread needs
+    room = slots.count["e"] * sizes.in_flight + scratch
+    return max(1, min(threads, room // own)) if own else threads
 
 
 def fill(loader: Loader, keys: Iterable[ExpertKey]) -> None:
@@ -454,5 +459,5 @@ def fill(loader: Loader, keys: Iterable[ExpertKey]) -> None:
             loader.wait()
     for _ in layers[-1]:
         loader.wait()
-    if loader.slots.link is not None:
+    if loader.slots.link:
         loader.slots.link.rest()

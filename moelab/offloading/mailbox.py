@@ -33,6 +33,8 @@ Why it holds:
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -48,6 +50,7 @@ FIELDS = "posted", "x", "away", "w", "late", "done", "y", "stop", "over"
 PATIENCE = 2_000_000
 
 
+@dataclass(eq=False)
 class Mailbox:
     """That of a model's L layers of K experts a token, hidden size H, for hidden states of `dtype`.
 
@@ -56,24 +59,24 @@ class Mailbox:
     patience : how often the GPU looks for an answer.
     """
 
-    def __init__(
-        self, L: int, K: int, H: int, dtype: torch.dtype, device: torch.device | str = "cpu"
-    ) -> None:
-        self.L = L
-        self.K = K
-        self.H = H
-        self.dtype = dtype
-        self.patience = PATIENCE
+    L: int
+    K: int
+    H: int
+    dtype: torch.dtype
+    device: torch.device | str = "cpu"
+    patience: int = PATIENCE
+
+    def __post_init__(self) -> None:
         sizes = dict.fromkeys(FIELDS, 8) | {
-            "x": H * dtype.itemsize,
-            "away": 8 * K,
-            "w": 4 * K,
-            "y": 4 * H,
+            "x": self.H * self.dtype.itemsize,
+            "away": 8 * self.K,
+            "w": 4 * self.K,
+            "y": 4 * self.H,
         }
         ends = np.cumsum([-(-size // LINE) * LINE for size in sizes.values()]).tolist()
         self._memory = aligned_buffer(ends[-1])
         self._memory[:] = 0
-        device = torch.device(device)
+        device = torch.device(self.device)
         if pin(self._memory, device, self) is None and device.type == "cuda":
             raise MemoryError("no memory can be shared with the GPU: leave out hybrid=")
         self._begins = dict(zip(FIELDS, [0, *ends]))

@@ -11,7 +11,7 @@ import resource
 import sys
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,9 +137,11 @@ def metrics(
     forwards = [Forward(*forward) for forward in forwards]
     starts = [forward.start for forward in forwards]
     read, stall, tokens, busy = (defaultdict(float) for _ in range(4))
-    split, launches = [defaultdict(float) for _ in forwards], 0
+    split = [defaultdict(float) for _ in forwards]
+    launches = 0
     for event in events:
-        at, duration = bisect_right(starts, event.start) - 1, event.end - event.start
+        at = bisect_right(starts, event.start) - 1
+        duration = event.end - event.start
         phase = forwards[at].phase if at >= 0 else "before"
         if phase == "prefill":
             split[at][f"{event.kind} on {event.resource}"] += duration
@@ -151,18 +153,17 @@ def metrics(
         if event.kind.startswith("read"):
             read[phase] += event.bytes
 
-    took, ends, decoding = defaultdict(list), [*starts[:1], *(one.end for one in forwards)], 0.0
+    ends = [*starts[:1], *(one.end for one in forwards)]
+    took = defaultdict(float)
     for one, end_before in zip(forwards, ends):
-        took[one.phase].append(one.end - one.start)
         tokens[one.phase] += one.kept
-        decoding += one.end - end_before if one.phase == "decode" else 0.0
-    prefill, decode = took["prefill"], took["decode"]
+        took[one.phase] += one.end - end_before
+    decode = [one for one in forwards if one.phase == "decode"]
     waited = sum(stall.values())
     reading = busy.get("disk", 0.0) + busy.get("link", 0.0)
     return Metrics(
-        ttft=median(prefill) if prefill else None,
         launches=launches or None,
-        throughput=_ratio(tokens["decode"], decoding),
+        throughput=_ratio(tokens["decode"], took["decode"]),
         prefill_tokens=int(tokens["prefill"]),
         decode_tokens=int(tokens["decode"]),
         read_bytes=int(sum(read.values())),
@@ -174,7 +175,7 @@ def metrics(
         overlap_efficiency=1 - waited / reading if reading else None,
         prefetched=prefetched,
         **_of_prefills([*zip(forwards, split)]),
-        **_of_decoding([one for one in forwards if one.phase == "decode"]),
+        **_of_decoding(decode),
         **_of_cache(counters),
         **process,
     )
@@ -189,10 +190,10 @@ def _of_cache(counters: CacheCounters | None) -> dict[str, Any]:
 
 def _of_prefills(passes: list[tuple[Forward, dict[str, float]]]) -> dict[str, Any]:
     prefills = [(one, split) for one, split in passes if one.phase == "prefill"]
-    used = [one.cpu for one, _ in prefills if one.cpu is not None]
     return {
+        "ttft": _median(one.end - one.start for one, _ in prefills),
         "ttft_split": _medians([split for _, split in prefills]),
-        "cpu_seconds": median(used) if used else None,
+        "cpu_seconds": _median(one.cpu for one, _ in prefills),
         "energy": _medians([one.mj for one, _ in prefills if one.mj]),
     }
 
@@ -205,29 +206,31 @@ def _medians(rows: list[dict[str, float]]) -> dict[str, float] | None:
 
 def _of_decoding(decode: list[Forward]) -> dict[str, Any]:
     took = [one.end - one.start for one in decode]
-    tpot = median(took) if took else None
+    tpot = _median(took)
     if any(one.drafts for one in decode):
         tpot = sum(took) / sum(1 + one.right for one in decode)
-    paths: Counter[str] = Counter()
+    paths = Counter()
     for one in decode:
         paths[one.path] += one.kept
-    python = [one.python for one in decode if one.python is not None]
-    return {
-        "tpot": tpot,
-        "paths": dict(paths) or None,
-        "python_per_layer": median(python) if python else None,
-    }
+    python = _median(one.python for one in decode)
+    return {"tpot": tpot, "paths": dict(paths) or None, "python_per_layer": python}
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    """Of those that there are; None of none."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
 
 
 def process() -> dict[str, int | None]:
     """Peak memory of this process since it began; None where the system does not tell. It is VmHWM, file-backed pages included: on Linux, ru_maxrss would include the
     parent's memory before exec."""
     peak = None
+    if sys.platform == "darwin":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with suppress(OSError, TypeError):  # no /proc (macOS), or one that lacks the line
         status = Path("/proc/self/status").read_text()
         peak = 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.M)[1])
-    if peak is None and sys.platform == "darwin":
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return {"peak_rss_bytes": peak}
 
 

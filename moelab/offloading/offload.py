@@ -52,7 +52,8 @@ from moelab.store.reader import Reader
 def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
     """A field of options.
 
-    purpose : what it does, for --help and the docs.    needs : the option without which it does nothing.
+    purpose : what it does, for --help and the docs.
+    needs : the option without which it does nothing.
     flag : what argparse takes, if `moelab generate` has it; `names` is a kind of the registry, and
         `also` what may be said besides."""
     return field(default=default, metadata={"purpose": purpose, "needs": needs, "flag": flag})
@@ -201,7 +202,7 @@ def offload(
     source : as of `Checkpoint.at`; of a checkpoint that is no store, experts are read from its own
         files (`moelab.checkpoint.experts`).
     budget : memory for experts, see `parse_budget`, never exceeded. If all fit, they are read now.
-    how, options : an `Offloading`, or fields of one.
+    how : an `Offloading`; or `options`, fields of one.
 
     Returns the model. `model.moelab` is its `Session`: metrics, run, residency, `cancel()`,
     `close()`. Raises FileNotFoundError or StoreError without a store or for a damaged one;
@@ -212,7 +213,7 @@ def offload(
     store = checkpoint.store or how.experts_of(checkpoint)
     memory = Memory.divided(store, budget, how)
     residency = memory.residency()
-    heat = Heat(checkpoint, memory.L, memory.E) if how.learns else None
+    heat = Heat(checkpoint, store.spec) if how.learns else None
     if heat and isinstance(how.cache, str | type):  # no policy that knows the run to come
         memory = replace(memory, hot=heat.hottest())
     build = partial(opening.build, checkpoint, how.dtype, external=True, packed=how.packed)
@@ -223,7 +224,7 @@ def offload(
         unless_open.callback(reader.close)
         loader = None
         if first := memory.first(residency):
-            run, loader = memory.loader(residency, reader, first)
+            loader = memory.loader(residency, reader, first)
             unless_open.callback(loader.end)
         filled = beside.submit(memory.fill, loader, reader, first)
         model = build().to(how.on)
@@ -234,20 +235,20 @@ def offload(
             delays = delays(store, model) if asked else None
 
         again = partial(memory.again, model, delays)
-        if loader is None:
-            hot = memory.hot if memory.link is None else ()
+        if not loader:
+            hot = () if memory.link else memory.hot
             memory = again(memory.budget)
             residency = memory.residency()
-            run, loader = memory.loader(residency, reader, residency.fill(hot))
+            loader = memory.loader(residency, reader, residency.fill(hot))
             unless_open.callback(loader.end)
         order = order_of(how.scheduler, delays, how.workers)
-        controller = StepController(residency, loader.queue, PrefetchGate(), order, run)
-        engine = Engine(loader, controller, run)
+        controller = StepController(residency, loader.queue, PrefetchGate(), order, loader.run)
+        engine = Engine(loader, controller)
         unless_open.callback(engine.close)
         plug(model, source=EngineSource(engine), engine=engine)
         session = Session(model, engine, store, memory.budget, again)
         if heat:
-            session.enter(heat.learning(run))
+            session.enter(heat.learning(loader.run))
         unless_open.pop_all()
     return model
 
@@ -256,16 +257,17 @@ def offload(
 class Memory:
     """How a budget is divided.
 
-    L, E : MoE layers, experts a layer at most.    budget, kept : bytes; those of the pools.
+    budget : bytes of all of it.
+    kept : bytes of the pools.
     most : slots of a kind that the largest budget takes.
-    link, host : to a GPU, if it is its memory; slots of pinned memory beside that, else for all.
-    spare : of `Residency`.    hot : experts, as of `Heat`.
+    link : to a GPU, if it is its memory.
+    host : slots of pinned memory beside that, else for all.
+    spare : of `Residency`.
+    hot : experts, as of `Heat`.
     """
 
     store: ExpertStore
     how: Offloading
-    L: int
-    E: int
     budget: int
     kept: int
     sizes: Sizes
@@ -283,7 +285,7 @@ class Memory:
     ) -> Memory:
         """`own` bytes are the model's already. Raises ValueError: less than one load in flight and those
         prefetched; a plan beyond the budget; beside a GPU, less of the CPU's memory than works, or more."""
-        device = how.on
+        device, L, E, K = how.on, store.spec.L, store.spec.E, store.spec.K
         link = link_to(device)
         pools = None if callable(how.plan) else getattr(how.plan, "pools", how.plan)
         compact = store.multiplied if how.compact == "kernels" else bool(how.compact)
@@ -291,15 +293,14 @@ class Memory:
         whole_only = pools is None or not (pools.C or pools.S or pools.E)
         as_stored = compact or device.type != "cpu" or not store.few_bits
         sizes = Sizes.of(store, None if whole_only and as_stored else False)
-        sizes = replace(sizes, far=link is not None and not sizes.in_place)
+        exchanges = link is not None and sizes.in_place
+        sizes = replace(sizes, far=link is not None and not exchanges)
         if how.hybrid and not sizes.in_place:
             raise ValueError(
                 f"hybrid computes experts where they lie, as they are stored, but those of "
                 f"{store.folder} are decoded first, or kept in parts: convert them with --codec raw or "
                 f"bf12, and give no plan"
             )
-        L = len(store.layers)
-        E = max(len(layer.experts) for layer in store.layers)
         ahead, scratch = how.ahead or 0, DEPTH * store.scratch  # of each thread that reads
         most = L * E * sizes.full + scratch
         most += max(how.staging or how.workers + 2, ahead + 1) * sizes.in_flight
@@ -312,87 +313,90 @@ class Memory:
                 f"give '{-(-least // 10**6)}MB' or more"
             )
         there = available_on(device)
-        if link is not None and (needed := min(room, most) + store.weights_bytes) > there:
+        if link and (needed := min(room, most) + store.weights_bytes) > there:
             raise ValueError(
                 f"{needed:,} bytes of {device} are needed, for experts and all other weights, and {there:,} "
                 f"are left: give less, or auto"
             )
         # On a GPU a load takes less than a call that computes some of them: so there is room for two tokens' experts.
-        workers = how.workers if device.type == "cpu" else 2 * store.spec.K - 2
+        workers = how.workers if device.type == "cpu" else 2 * K - 2
         if how.executes:  # all that a layer will execute is loaded while the one before computes
-            workers = max(workers, store.spec.K)
-        if link is not None and room - scratch >= (store.spec.K + 2) * sizes.in_flight:
-            ahead = max(ahead, store.spec.K - 1)  # scratch slots of a token that runs alone
-        pools, staging = divide(
-            room - scratch, sizes, L, E, pools, how.scope, workers, how.staging, ahead
-        )
-        kept = room - scratch - staging * sizes.in_flight
-        spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
-        exchanges = link is not None and sizes.in_place
-        if exchanges and how.executor == "fast" and how.scope == "model" and pools.F < L * E:
-            spare = min(-(-pools.F // SPARE), L * store.spec.K)
+            workers = max(workers, K)
+        room_left = room - scratch
+        if link and room_left >= (K + 2) * sizes.in_flight:
+            ahead = max(ahead, K - 1)  # scratch slots of a token that runs alone
         copies = L if how.scope == "layer" else 1
+        given = pools, how.scope, workers, how.staging, ahead
+        pools, staging = divide(room_left, sizes, L, E, *given)
+        kept = room_left - staging * sizes.in_flight
+        spare = 0  # slots that are free before a token that a GPU runs alone, which fills them
+        if exchanges and how.executor == "fast" and how.scope == "model" and pools.F < L * E:
+            spare = min(-(-pools.F // SPARE), L * K)
         stay = min(pools.F * copies, L * E) - spare
         beside = copies * pools.nbytes(0, sizes.sm, sizes.e)
         beside += staging * sizes.far * (sizes.full + sizes.sm + sizes.e)
-        host = L * E if link is None else host_slots(store, sizes, how.host, stay, beside)
-        most = most // sizes.full + store.spec.K
-        return cls(store, how, L, E, room, kept, sizes, pools, staging, most, link, host, spare)
+        host = host_slots(store, sizes, how.host, stay, beside) if link else L * E
+        most = most // sizes.full + K
+        return cls(store, how, room, kept, sizes, pools, staging, most, link, host, spare)
 
     def again(self, model: Any, delays: Any, budget: str | float | int, own: int = 0) -> Memory:
         """As `divided`, when the model is there, by which a plan may be found."""
-        how, others = self.how, self.store.weights_bytes
-        other = Memory.divided(self.store, budget, how, own + others)
+        store, how = self.store, self.how
+        other = Memory.divided(store, budget, how, own + store.weights_bytes)
         if callable(how.plan) and other.sizes.sm:
             other = replace(other, pools=how.plan(model, other, delays))
         return other
 
     def residency(self) -> Residency:
-        how = self.how
-        return Residency(self.L, self.E, self.pools, how.cache, how.scope, spare=self.spare)
+        how, spec = self.how, self.store.spec
+        return Residency(spec.L, spec.E, self.pools, how.cache, how.scope, spare=self.spare)
 
     def reader(self, hybrid: int) -> Reader:
         how = self.how
         options = {"mode": how.mode, "bandwidth": how.bandwidth, "verify": how.verify}
-        pool = how.on, self.host, self.link is not None and self.sizes.in_place
+        pool = how.on, self.host, self.exchanges
         if hybrid:
             return Host(self.store, hybrid, *pool, **options)
-        if self.link is None:
-            return Reader(self.store, **options)
-        return HostPool(self.store, *pool, **options)
+        if self.link:
+            return HostPool(self.store, *pool, **options)
+        return Reader(self.store, **options)
+
+    @property
+    def exchanges(self) -> bool:
+        """Whether a GPU computes experts as they lie, which come and go."""
+        return self.link is not None and self.sizes.in_place
 
     @cached_property
     def order(self) -> list[ExpertKey]:
         """All experts, those that shall be near first: the hot ones, the most popular or, if that is
         not known, the first of each layer."""
-        counts = self.how.popular
-        if counts is None or counts.shape != (self.L, self.E):
-            counts = torch.zeros(self.L, self.E)
+        counts, shape = self.how.popular, (self.store.spec.L, self.store.spec.E)
+        if counts is None or counts.shape != shape:
+            counts = torch.zeros(shape)
         others = sorted(experts_of(self.store), key=lambda key: -counts[key].item())
         return [*dict.fromkeys((*self.hot, *others))]
 
     def first(self, residency: Residency) -> list[ExpertKey]:
         """The experts that the engine opens with: all, or on a GPU those that fit; none where they
         would be read into memory that the CPU computes from, or a policy knows the run to come."""
-        by_class = isinstance(self.how.cache, str | type)
-        opens = self.link is not None and self.sizes.in_place and by_class
+        opens = self.exchanges and isinstance(self.how.cache, str | type)
         return residency.fill(self.order if opens else ())
 
     def fill(self, loader: Loader | None, reader: Reader, first: list[ExpertKey]) -> None:
         """Read the experts that the engine opens with, each once."""
         if first:
             fill(loader, first)
-        if self.link is None:
-            return
-        there = {*first}
-        reader.hold(key for key in self.order if key not in there)
-        if len(there) == len(self.order):
-            reader.close()  # nothing pinned stays
+        if self.link:
+            there = {*first}
+            reader.hold(key for key in self.order if key not in there)
+            if len(there) == len(self.order):
+                reader.close()  # nothing pinned stays
 
     @property
     def slots(self) -> dict[str, int]:
         """How many of each kind."""
-        return slot_counts(self.pools, self.L if self.how.scope == "layer" else 1, self.staging)
+        copies = self.store.spec.L if self.how.scope == "layer" else 1
+        return slot_counts(self.pools, copies, self.staging)
 
     def settings(self, residency: Residency, first: Iterable[ExpertKey] = ()) -> EngineSettings:
         """What a simulation needs of it."""
@@ -416,21 +420,20 @@ class Memory:
 
     def loader(
         self, residency: Residency, reader: Reader, first: Iterable[ExpertKey] = ()
-    ) -> tuple[EngineRun, Loader]:
+    ) -> Loader:
         """What loads the model's experts into this memory, and records it."""
         slots = Slots(self.store, self.slots, self.sizes, self.how.on, self.link, self.most)
-        workers = self.how.workers
-        readers = DEPTH
+        workers, readers = self.how.workers, DEPTH
         if residency.holds_all:
             workers = readers = threads_to_fill(slots, self.store.scratch)
-        if self.link is not None and self.sizes.in_place:
+        if self.exchanges:
             readers = min(readers, self.host - 1)
         run = EngineRun(self.settings(residency, first), residency)
         loader = Loader(slots, reader, workers, run, readers)
-        if self.link is None and not residency.holds_all:
+        if not (self.link or residency.holds_all):
             with loader.changing() as queue:
                 queue.warm(first, loader.ready.put)
-        return run, loader
+        return loader
 
 
 def host_slots(
@@ -440,16 +443,15 @@ def host_slots(
     to a few that are spare where they come and go (`moelab.offloading.tiers`); `beside` bytes of it
     are for compressed parts, kept or on their way. ValueError for less than works, or more than
     there is."""
-    experts = experts_of(store)
-    size = Sizes.of(store, True).full
-    away = len(experts) - stay
-    least, most = 0, len(experts)
+    spec, size = store.spec, Sizes.of(store, True).full
+    least, everyone = 0, spec.L * spec.E
+    most, away = everyone, everyone - stay
     if sizes.in_place:
         least = DEPTH + 1
-        landing = (os.cpu_count() or 1) + WAITING if not away else least
-        most = max(landing, away + max(1, min(2 * store.spec.K, away // 50)))
+        landing = least if away else (os.cpu_count() or 1) + WAITING
+        most = max(landing, away + max(1, min(2 * spec.K, away // 50)))
     needs = least * size + beside
-    room = parse_budget(budget, len(experts) * size + beside, store.weights_bytes)
+    room = parse_budget(budget, everyone * size + beside, store.weights_bytes)
     if room < needs:
         raise ValueError(
             f"host is {room:,} bytes; {needs:,} are the least that works: {least} experts that are "

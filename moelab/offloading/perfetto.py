@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from moelab.base.files import write_json
 from moelab.base.specs import Event
@@ -37,7 +36,7 @@ def save(path: str | Path, events: Iterable[Event], forwards: Sequence[Forward],
     tracks = list(dict.fromkeys([*TRACKS, *sorted({row[0] for row in rows})]))
     zero = min(start for _, start, *_ in rows)
     names = [("process_name", f"moelab, {kind}"), *(("thread_name", name) for name in tracks)]
-    found: list[dict[str, Any]] = [
+    found = [
         {"ph": "M", "pid": 1, "tid": max(i, 0), "name": what, "args": {"name": name}}
         for i, (what, name) in enumerate(names, -1)
     ]

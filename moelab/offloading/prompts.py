@@ -36,7 +36,8 @@ class Choices:
     tokens : expert → its tokens."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor, tokens: Mapping[int, int]) -> None:
-        self.x, self.shape = x, ids.shape
+        self.x = x
+        self.shape = ids.shape
         hit = sorted(tokens)
         ends = accumulate(tokens[expert] for expert in hit)
         self._at = {expert: slice(end - tokens[expert], end) for expert, end in zip(hit, ends)}

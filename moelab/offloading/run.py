@@ -27,6 +27,8 @@ from moelab.store.layout import ExpertStore
 
 #: an event's row: numbers of its resource and kind, layer, expert, start, end, bytes
 _ROW = struct.Struct("<hhiiddq")
+#: what a run has of each forward pass
+PER_FORWARD = "forwards", "steps", "predictions", "rates"
 #: [L][E] of bytes that are read of an expert: of its E-chunks, of its SM-chunks
 ExpertsBytes = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -40,7 +42,8 @@ class EngineSettings:
     experts_bytes : of its store; () for a resident model.
     dense_bytes : of all weights but the routed experts.
     scheduler : what orders its reads and decoding.
-    device : where experts are computed.    first : those that are there before the first token,
+    device : where experts are computed.
+    first : those that are there before the first token,
         beside what a cache with room for all has.
     spare : slots of the pool that are free when a GPU begins a token alone.
     """
@@ -69,12 +72,10 @@ class EngineSettings:
 
 def experts_bytes(store: ExpertStore) -> ExpertsBytes:
     """What is read of each expert of a store, exact: experts compress differently."""
+    spec = store.spec
     return tuple(
-        tuple(
-            (store.stored_bytes(i, expert, "E"), store.stored_bytes(i, expert, "SM"))
-            for expert in range(len(layer.experts))
-        )
-        for i, layer in enumerate(store.layers)
+        tuple(tuple(store.stored_bytes(i, e, part) for part in ("E", "SM")) for e in range(spec.E))
+        for i in range(spec.L)
     )
 
 
@@ -167,10 +168,9 @@ class EngineRun(Recorded):
         """What has happened from this forward pass on, which stays as it is while the model goes
         on; its counters are of the whole run."""
         made = EngineRun(self.settings, copy(self._residency))
-        made._residency.counters = deepcopy(self.counters)
-        made.fetched = copy(self.fetched)
+        made._residency.counters, made.fetched = deepcopy(self.counters), copy(self.fetched)
         made.set_up = [(max(0, at - forward), of) for at, of in self.set_up]
-        for name in ("forwards", "steps", "predictions", "rates"):
+        for name in PER_FORWARD:
             setattr(made, name, getattr(self, name)[forward:])
         begin = made.forwards[0].start if made.forwards else float("inf")
         for event in self.timeline:
@@ -191,8 +191,8 @@ class EngineRun(Recorded):
 
     def forget(self, forwards: int) -> None:
         """Forget the oldest forward passes, but for their events and counts."""
-        for kept in (self.forwards, self.steps, self.predictions, self.rates):
-            del kept[:forwards]
+        for name in PER_FORWARD:
+            del getattr(self, name)[:forwards]
 
     def begin_forward(self) -> None:
         """What was noted since the last forward pass is of none: of one that was interrupted, or

@@ -121,24 +121,25 @@ class Session:
     ) -> None:
         self.engine = engine
         self.store = store
-        self.budget, self.divided = budget, divided
+        self.budget = budget
+        self.divided = divided
+        self._model, self._layers = id(model), discover(model)
         self._resizes: list[Any] = []  # memory to go on in
-        self.speculation = None
-        if engine is None:
-            spec = model.spec
-            self.residency = Residency(spec.L, spec.E, Pools(F=spec.L * spec.E))
-            self.run = EngineRun(_resident_settings(model), self.residency)
-        else:
-            self.residency = engine.residency
+        if engine:
             self.run = engine.run
+            self.residency = engine.residency
+        else:
+            settings = _resident_settings(model, self._layers)
+            self.residency = Residency(model.spec.L, model.spec.E, settings.pools)
+            self.run = EngineRun(settings, self.residency)
+        self.speculation: Any = None
         self.gates: dict[bool, DraftGate] = {}
         self.planned: Any = None
         self.meter: Any = None
         #: forwards of layers that a GPU runs as graphs, once there was a token
         self._graphs: list[Any] | None = None
         self._running: set[int] = set()  # threads that run a generation, or a forward by itself
-        self._cancelled = set() if engine is None else engine.cancelled  # of these
-        self._model, self._layers = id(model), discover(model)
+        self._cancelled = engine.cancelled if engine else set()  # of these
         self.forked()
         renew_in_children(self)
         self.reset()
@@ -151,7 +152,7 @@ class Session:
         """Hooks that say when forward passes begin and end, and in memory what is routed."""
         # `generate` calls an encoder by itself
         alone = [model.get_encoder()] if model.config.is_encoder_decoder else []
-        layers = self._layers if self.engine is None else ()  # an engine knows its steps
+        layers = () if self.engine else self._layers  # an engine knows its steps
         with Patches() as patches:
             patches.wrap(model, compat.CANDIDATES, self._drafting)
             for module in (model, *alone):
@@ -174,15 +175,14 @@ class Session:
         return self._layers[0].seam.executor if self._layers[0].plugged else eager
 
     def __repr__(self) -> str:
-        if self.engine is None:
-            parts = ["all experts in memory"]
-        else:
+        parts = ["all experts in memory"]
+        if self.engine:
             parts = [f"offloaded, {self.budget / 1e9:.3g} GB for experts"]
             parts += [named(self.run.settings.policy)]
         parts += ["exact" if self.executor is eager else named(self.executor).lower()]
-        if self.planned is not None:
+        if self.planned:
             parts += [f"prompts by {self.planned.backend.name}"]
-        if self.speculation is not None:
+        if self.speculation:
             hint = self.speculation.mode == "hint"
             parts += [f"{'prefetch' if hint else 'speculate'} {named(self.speculation.predictor)}"]
         return f"<moelab: {', '.join(parts)}; {len(self.forwards)} forward passes>"
@@ -206,7 +206,7 @@ class Session:
         """Of an offloaded model: bytes of its experts on the "gpu" (or in the "memory" that the CPU
         computes from), of others in "pinned" memory beside it, and of those that are only on the
         "disk"."""
-        return {} if self.engine is None else self.engine.loader.tiers
+        return self.engine.loader.tiers if self.engine else {}
 
     def resize(self, memory: str | float | int) -> None:
         """Give the experts of an offloaded model other memory, as of `open_model`: at once or, of one
@@ -215,7 +215,7 @@ class Session:
 
         Raises ValueError for a model that is in memory or on a GPU, and for too little memory (the
         message says the least): then all is as it was."""
-        if self.divided is None or not self.engine.loader.slots.most:
+        if not (self.divided and self.engine.loader.slots.most):
             raise ValueError(
                 "only experts that are offloaded for a CPU, on a system that reserves addresses "
                 "beyond its memory, can be given more or less: open the model again, with memory="
@@ -246,14 +246,8 @@ class Session:
         """Take everything off the model; an offloaded one loses its threads and experts and cannot
         run any more."""
         self._parts.close()
-        if self.engine is not None:
+        if self.engine:
             self.engine.close()
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -266,14 +260,14 @@ class Session:
         self._cancelled.discard(me)
         self._running.add(me)
         try:
-            with deferred() if self.engine is not None else nullcontext():
+            with deferred() if self.engine else nullcontext():
                 yield
         finally:
             self._running.discard(me)
             self._cancelled.discard(me)
-            if self._forward is not None and self._forward[1] == me:
+            if self._forward and self._forward[1] == me:
                 self._forward = None  # one that was interrupted
-            if self.engine is not None:
+            if self.engine:
                 self.engine.widen()
             if self._resizes:  # since the last pass began
                 self._resize()
@@ -301,8 +295,8 @@ class Session:
 
     def _begin_forward(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         me = threading.get_ident()
-        within = self._forward is not None and self._forward[:2] == (self._model, me)
-        if within and id(module) != self._model:
+        this = id(module)
+        if self._forward and self._forward[:2] == (self._model, me) and this != self._model:
             return  # the encoder, called by the model
         if me in self._cancelled:
             raise Cancelled
@@ -312,26 +306,25 @@ class Session:
         info = forward_info(args, kwargs)
         self.run.begin_forward()
         exact = self.executor is eager
-        start = clock() if self.engine is None else self.engine.begin_forward(info, exact)
+        start = self.engine.begin_forward(info, exact) if self.engine else clock()
         energy = ExitStack()
-        mj = None if self.meter is None else energy.enter_context(self.meter.window())
-        self._forward = (id(module), me, start, info, (time.process_time(), energy, mj))
+        mj = energy.enter_context(self.meter.window()) if self.meter else None
+        self._forward = (this, me, start, info, (time.process_time(), energy, mj))
         self._routed = []
 
     def _end_forward(self, module: Any, *_: Any) -> None:
-        if self._forward is None or self._forward[0] != id(module):
+        if not self._forward or self._forward[0] != id(module):
             return
         (*_, start, info, (used, energy, mj)), self._forward = self._forward, None
         used = time.process_time() - used
         energy.close()
-        end = clock() if self.engine is None else self.engine.end_forward()
+        end = self.engine.end_forward() if self.engine else clock()
         for layer, routed in self._routed:
             self.run.layer(layer.index, counts(routed, layer.E))
-        more = {"path": self._path(module), "python": self.engine and self.engine.python}
-        given = start, end, info.tokens, info.phase, info.drafts
-        forward = Forward(*given, cpu=used, mj=mj or None, **more)
-        self.run.end_forward(forward)
-        if self.engine is None and len(self.forwards) > LONGEST:
+        given = start, end, info.tokens, info.phase, info.drafts, 0, used, mj or None
+        python = self.engine and self.engine.python
+        self.run.end_forward(Forward(*given, self._path(module), python))
+        if not self.engine and len(self.forwards) > LONGEST:
             self.run.forget(LONGEST // 2)
 
     def _path(self, model: Any) -> str:
@@ -344,14 +337,14 @@ class Session:
         return next((path for path in ("token", "layer") if path in found), "none")
 
     def _note(self, layer: MoELayer, ids: Any, _: Any) -> None:
-        if self._forward is not None:  # else a part of the model was called by itself
+        if self._forward:  # else a part of the model was called by itself
             self._routed.append((layer, ids))
 
 
-def _resident_settings(model: Any) -> EngineSettings:
+def _resident_settings(model: Any, layers: list[MoELayer]) -> EngineSettings:
     """Of a model whose experts are all in memory."""
     spec = model.spec
-    pools = Pools(F=model.spec.L * model.spec.E)
-    experts = {id(p) for layer in discover(model) for p in layer.experts.parameters()}
+    pools = Pools(F=spec.L * spec.E)
+    experts = {id(p) for layer in layers for p in layer.experts.parameters()}
     dense_bytes = sum(p.nbytes for p in model.parameters() if id(p) not in experts)
     return EngineSettings(spec, pools, DEFAULT_POLICY, "model", 1, spec.K, 0, (), dense_bytes)

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -46,7 +47,7 @@ class Sizes:
     def of(cls, store: ExpertStore, in_place: bool | None = None) -> Sizes:
         """`in_place` : whether to read experts in place; by default if they lie so in the store."""
         experts = [entries for layer in store.layers for entries in layer.experts]
-        if in_place if in_place is not None else store.in_place:
+        if store.in_place if in_place is None else in_place:
             return cls(max(run(entries, "both")[1] for entries in experts), 0, 0, True)
         return cls(
             full=max(places(entries, False)[1] for entries in experts),
@@ -61,51 +62,51 @@ class Sizes:
         return 2 * self.full if self.far else self.full + self.e + self.sm
 
 
+@dataclass(eq=False)
 class Slots:
     """`count[kind]` slots of each kind; who holds which, the `LoadQueue` knows.
 
     most : as many of a kind as there may be once (`resize`): on a CPU addresses are reserved for
-        them, which take no memory until they are written to."""
+        them, which take no memory until they are written to; 0 where that cannot be."""
 
-    def __init__(
-        self,
-        store: ExpertStore,
-        count: dict[str, int],
-        sizes: Sizes,
-        device: torch.device,
-        link: Link | None,
-        most: int = 0,
-    ) -> None:
-        self.sizes, self.device, self.count, self.link = sizes, device, count, link
+    store: ExpertStore
+    count: dict[str, int]
+    sizes: Sizes
+    device: torch.device
+    link: Link | None
+    most: int = 0
+
+    def __post_init__(self) -> None:
+        sizes = self.sizes
+        device = self.device
+        count = self.count
+        most = self.most
         self.most = 0
         with suppress(MemoryError, OSError):  # a system that reserves no more than it has
             aligned_buffer(most * (sizes.full + sizes.e + sizes.sm))
-            self.most = most if link is None else 0
+            self.most = 0 if self.link else most
         #: kind → the memory of its slots that the CPU reaches
         self._host = {
             kind: host_memory(max(count[kind], self.most) * getattr(sizes, kind), device, self)
-            for kind in (("e", "sm", "full") if self.link is None else ("e", "sm"))
+            for kind in (("e", "sm") if self.link else ("e", "sm", "full"))
         }
-        if self.link is None:
-            self._full = torch.from_numpy(self._host["full"])
-        else:
-            nbytes = count["full"] * self.sizes.full
-            self._full = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            passing = 0 if self.sizes.in_place else count["passing"]
-            self._passing = torch.empty(
-                (passing, self.sizes.full), dtype=torch.uint8, device=self.device
-            )
+        if self.link:
+            far = partial(torch.empty, dtype=torch.uint8, device=device)
+            self._full = far(count["full"] * sizes.full)
+            self._passing = far((0 if sizes.in_place else count["passing"], sizes.full))
             # torch's own stream may not be done with what had this memory before
             self.link.now().synchronize()
-        self._store = store
+        else:
+            self._full = torch.from_numpy(self._host["full"])
         self._views: dict[tuple[int, int], dict[str, torch.Tensor]] = {}  # of `tensors`
         self._scratch: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}  # unpacked with `reuse`
-        self._packed = self.sizes.in_place and not store.raw
-        self._located = Located(store, self.sizes.in_place)
+        self._packed = sizes.in_place and not self.store.raw
+        self._located = Located(self.store, sizes.in_place)
         # layer → a number that layers share whose experts have tensors of the same shapes
-        shapes: dict[tuple, int] = {}
+        shapes = {}
         self._shapes = [
-            shapes.setdefault(tuple(layer.tensors.values()), len(shapes)) for layer in store.layers
+            shapes.setdefault(tuple(layer.tensors.values()), len(shapes))
+            for layer in self.store.layers
         ]
 
     def bytes(self, kind: str, slot: int, end: int | None = None) -> np.ndarray:
@@ -141,12 +142,12 @@ class Slots:
     ) -> dict[str, torch.Tensor]:
         """The tensors of an expert in a slot of joined tensors; packed ones are unpacked into new
         memory or, with `reuse`, into that of the call before."""
-        if self.link is not None:
+        if self.link:
             self.link.arrive([slot])
-        entries = self._store.layers[layer].experts[expert]
-        key = (slot, self._shapes[layer])
+        key = slot, self._shapes[layer]
         if key in self._views:
             return self._views[key]
+        entries = self.store.entries(layer, expert)
         memory = self.full(slot)
         found = {
             name: self._unpacked(name, entry, memory[begin:end], reuse)
@@ -161,11 +162,12 @@ class Slots:
     def _unpacked(
         self, name: str, entry: TensorEntry, blob: torch.Tensor, reuse: bool
     ) -> torch.Tensor:
-        out = self._scratch.get((name, entry.shape)) if reuse else None
+        key = name, entry.shape
+        out = self._scratch.get(key) if reuse else None
         if out is None:
             out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device=self.device)
         if reuse:
-            self._scratch[name, entry.shape] = out
+            self._scratch[key] = out
         if blob.is_cuda:
             from moelab.store.unpack_triton import unpack
 
@@ -178,7 +180,7 @@ class Slots:
         self, slots: list[int], layer: int, experts: list[int], dtype: torch.dtype
     ) -> dict[str, tuple[str, np.ndarray]] | None:
         """`Located.matrices` of experts in slots of joined tensors."""
-        if self.link is not None:
+        if self.link:
             self.link.arrive(slots)
         begins = np.array(slots)[:, None] * self.sizes.full + self._full.data_ptr()
         return self._located.matrices(layer, experts, dtype, begins)
@@ -188,7 +190,8 @@ class Located:
     """How kernels find a store's tensors: a source of the seam."""
 
     def __init__(self, store: ExpertStore, in_place: bool) -> None:
-        self._layers, self._in_place = store.layers, in_place
+        self._layers = store.layers
+        self._in_place = in_place
         self._tables: dict[int, tuple] = {}  # by layer
 
     def matrices(
@@ -252,17 +255,16 @@ def places(
     read, or joined, each at a multiple of 64."""
     found = {}
     at = 0
-    if in_place:
-        first, length = run(entries, "both")
-        for name, entry in entries.items():
-            chunk = entry.planes[0][1][0]
-            begin = chunk.offset - first
-            found[name] = begin, begin + chunk.length, entry
-        return found, length
+    first, length = run(entries, "both")
     for name, entry in entries.items():
-        found[name] = at, at + entry.nbytes, entry
-        at += -(-entry.nbytes // 64) * 64
-    return found, aligned(at)
+        size = entry.nbytes
+        if in_place:
+            chunk = entry.planes[0][1][0]
+            at = chunk.offset - first
+            size = chunk.length
+        found[name] = at, at + size, entry
+        at += -(-size // 64) * 64
+    return found, length if in_place else aligned(at)
 
 
 def divide(

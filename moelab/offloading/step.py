@@ -48,14 +48,15 @@ class StepController:
         """A forward pass begins, "prefill" or "decode"; returns steps to `load` before it. Of a
         `token` that a GPU runs alone, the steps are decided when it is over, by the rule that the GPU
         has followed; `residency.coming` is copied beside it."""
-        self.announced, self._fetched = None, 0
+        self.announced = None
+        self._fetched = 0
         self.gate.begin_forward(phase)
-        if self.balance is not None:
+        if self.balance:
             rates = self.balance.begin_forward(token)
-            if self.log is not None:
+            if self.log:
                 self.log.rating = rates
         steps = self.residency.begin_forward(phase, token)
-        if self.log is not None:
+        if self.log:
             for key in self.residency.coming:
                 self.log.predicted(key.layer, [key.expert])
         return steps
@@ -65,7 +66,7 @@ class StepController:
         what it has prefetched and not used is given up. Returns who leaves after a token's pass."""
         self.queue.drop_prefetched()
         events = [*events]
-        if self.balance is not None:
+        if self.balance:
             self.balance.end_forward(events)
         wished = self.wished
         if self.residency.free is not None:
@@ -82,7 +83,8 @@ class StepController:
         linked = sum(of.end - of.start for of in events if of.resource == "link")
         if those := self._fetched + len(self.residency.coming):
             self._each = linked / those
-        begin, end = min(spans, default=(0.0, 0.0))[0], max((end for _, end in spans), default=0.0)
+        begin = min(spans, default=(0.0, 0.0))[0]
+        end = max((end for _, end in spans), default=0.0)
         idle = end - begin - self._fetched * self._each
         return end - begin, int(idle / 2 / self._each) if self._each else 1
 
@@ -94,8 +96,8 @@ class StepController:
 
     def decide(self, layer: int, tokens: Mapping[int, int]) -> Step:
         """Which experts of {expert: tokens} are in memory, which stay, and who leaves for them."""
-        away: set[int] = set()
-        if self.balance is not None:
+        away = set()
+        if self.balance:
             state = self.residency.state
             there = {expert for expert in tokens if state((layer, expert)) is State.FULL}
             away = self.balance.away(layer, tokens, there)
@@ -109,14 +111,14 @@ class StepController:
             for of in step.requests
         ]
         self._fetched += len(step.loads)
-        if self.log is not None:
+        if self.log:
             self.log.layer(layer, tokens)
         return step
 
     def found(self, layer: int, tokens: Mapping[int, int]) -> None:
         """`decide` where all experts are there for good."""
         self.residency.found(layer, tokens)
-        if self.log is not None:
+        if self.log:
             self.log.layer(layer, tokens)
 
     def load(self, step: Step, ready: Callable[[Any], object]) -> None:
@@ -130,7 +132,7 @@ class StepController:
             self.queue.begin(step.layer, step.loads, step.evicted, ready, self.order)
         if announced is None:
             return
-        if self.log is not None:
+        if self.log:
             self.log.predicted(*announced)
         if self.gate.enabled:
             layer, experts = announced

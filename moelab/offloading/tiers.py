@@ -42,12 +42,15 @@ from moelab.store.reader import Chunks, Reader, aligned_buffer
 class HostPool(Reader):
     """Experts of a store in the CPU's memory, pinned for a GPU; reads the others.
 
-    store : the experts.    device : where they are computed.    count : slots.
+    store : the experts.
+    device : where they are computed.
+    count : slots.
     exchanges : whether experts come and go; else those that are read first stay for good.
     options : of `Reader`.
 
     link : to that GPU, set by who has it.
-    slots : those of experts that are here, or on their way.    spare : slots of nobody.
+    slots : those of experts that are here, or on their way.
+    spare : slots of nobody.
     home : int64 [L, E], the address of an expert's bytes; 0 where they are not, or have not been
         seen to have come (`landed`).
     pinned : whether the GPU reaches this memory by itself."""
@@ -62,10 +65,11 @@ class HostPool(Reader):
     ) -> None:
         super().__init__(store, **options)
         self.size = Sizes.of(store, True).full
-        self.count, self.device, self.exchanges = count, device, exchanges
+        self.count = count
+        self.device = device
+        self.exchanges = exchanges
         self.link: Link | None = None
-        E = max(len(layer.experts) for layer in store.layers)
-        self.home = np.zeros((len(store.layers), E), np.int64)
+        self.home = np.zeros((store.spec.L, store.spec.E), np.int64)
         self.slots: dict[ExpertKey, int] = {}
         #: who is being taken back → the event from which on it is at its home
         self.coming: dict[ExpertKey, Any] = {}
@@ -78,8 +82,8 @@ class HostPool(Reader):
     def _allocate(self) -> None:
         self._memory: np.ndarray | None = aligned_buffer(self.count * self.size)
         self._unpin = pin(self._memory, self.device, self)
-        far = self.device.type == "cuda"
-        self.pinned = not far or self._unpin is not None and shares_addresses(self.device)
+        near = self.device.type != "cuda"
+        self.pinned = near or self._unpin and shares_addresses(self.device)
         self.rested()
 
     def rested(self) -> None:
@@ -97,7 +101,7 @@ class HostPool(Reader):
         super().close()
         for key in [*self.slots]:
             self._leave(key)
-        if self._unpin is not None:
+        if self._unpin:
             self._unpin()
         self._memory = None
 
@@ -116,12 +120,9 @@ class HostPool(Reader):
         keys = [*keys][: len(self.spare)]
         slots = [self.spare.popleft() for _ in keys]
         with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
-            read = pool.map(
-                lambda key, slot: self.read(*key, "both", self.bytes(slot)), keys, slots
-            )
-            for key, slot, _ in zip(
-                keys, slots, progress(read, "reading experts", total=len(keys), unit="experts")
-            ):
+            read = pool.map(lambda key, at: self.read(*key, "both", self.bytes(at)), keys, slots)
+            watched = progress(read, "reading experts", total=len(keys), unit="experts")
+            for key, slot, _ in zip(keys, slots, watched):
                 self.put(key, slot)
 
     def read_parts(
@@ -163,8 +164,8 @@ class HostPool(Reader):
         if key in self.slots:
             self.spare.append(slot)
             return
-        self._enter(key, slot)
-        self.home[key] = self.bytes(slot).ctypes.data
+        self.slots[key], self.home[key] = slot, self.bytes(slot).ctypes.data
+        self.touch(key)
 
     def reads(self, key: ExpertKey, end: Any) -> None:
         """A copy reads this expert's home, until this event."""
@@ -192,19 +193,16 @@ class HostPool(Reader):
         length = run(self.store.entries(*key), "both")[1]
         events = [after, *([self._last[slot]] if slot in self._last else [])]
         home = torch.from_numpy(self.bytes(slot)[:length])
-        self._last[slot] = self.coming[key] = self.link.take_back(gpu[:length], home, events)
-        self._enter(key, slot)
-        return self.coming[key]
+        self._last[slot] = end = self.link.take_back(gpu[:length], home, events)
+        self.slots[key], self.coming[key] = slot, end
+        self.touch(key)
+        return end
 
     def landed(self) -> None:
         """Look who of those that were being taken back is at home."""
         for key in [key for key, end in self.coming.items() if end.query()]:
             del self.coming[key]
             self.home[key] = self.bytes(self.slots[key]).ctypes.data
-
-    def _enter(self, key: ExpertKey, slot: int) -> None:
-        self.slots[key] = slot
-        self.touch(key)
 
     def touch(self, key: ExpertKey) -> None:
         """An expert was read here, or came."""
@@ -230,6 +228,4 @@ class HostPool(Reader):
 
 def experts_of(store: ExpertStore) -> list[ExpertKey]:
     """A store's experts, the first of each layer first."""
-    layers = enumerate(store.layers)
-    keys = (ExpertKey(layer, e) for layer, of in layers for e in range(len(of.experts)))
-    return sorted(keys, key=lambda key: key[::-1])
+    return [ExpertKey(layer, e) for e in range(store.spec.E) for layer in range(store.spec.L)]

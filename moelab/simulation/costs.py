@@ -41,7 +41,8 @@ class Delays:
     e_read, sm_read : reading all its E-chunks, all its SM-chunks.
     decompress, recover : all its exponents; joining them with signs and mantissas; in one thread.
     expert_base, expert_token : computing it takes `expert_base + expert_token · tokens`.
-    N : tensors of an expert, which are decoded one by one.    shards : of a tensor's exponents.
+    N : tensors of an expert, which are decoded one by one.
+    shards : of a tensor's exponents.
     e_bytes, sm_bytes : what the two reads transfer.
     experts_bytes : [L][E] of these two numbers for each expert; the seconds are the mean expert's.
     together : (n, seconds) of one token's n experts in one call, ascending, n above 1; none if each
@@ -136,7 +137,8 @@ class MachineRates:
     the link brings, and what is spent besides.
 
     host : bytes/s; 0 where what computes is the CPU, or nobody knows.
-    launch : seconds of a token's graph.    layer : of a layer's kernels beyond the bytes they read.
+    launch : seconds of a token's graph.
+    layer : of a layer's kernels beyond the bytes they read.
     step : of the host's work between two layers, where a layer is decided by it.
     trip : of a layer's activations to the CPU and back.
     """

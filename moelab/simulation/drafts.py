@@ -27,7 +27,8 @@ class Passes(NamedTuple):
     """Means over passes that verify so many drafts.
 
     tokens : that the text goes on by: 1, and the right drafts.
-    union : distinct experts that a layer computes.    misses : of these, not in memory.
+    union : distinct experts that a layer computes.
+    misses : of these, not in memory.
     """
 
     drafts: int
@@ -132,7 +133,7 @@ def verified(
 def advised(ids: Sequence[np.ndarray], E: int, share: float, costs: PassCosts) -> str:
     """From which acceptance on drafts pay, and how many then, in words."""
     plain = passes(ids, E, 0, 1.0, share)
-    best: dict[float, tuple[float, int]] = {}
+    best = {}
     for right in ACCEPTANCES:
         drafted = [passes(ids, E, n, right, share) for n in COUNTS]
         best[right] = max((costs.speedup(of, plain), of.drafts) for of in drafted)

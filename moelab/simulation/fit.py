@@ -59,7 +59,9 @@ class _Compute:
     """Seconds of what compute does, forward by forward.
 
     other : (tokens, layer, whether a predictor was asked, seconds) before a layer's experts.
-    head : by tokens.    decide : by experts to load.    handover : of experts that were waited for.
+    head : by tokens.
+    decide : by experts to load.
+    handover : of experts that were waited for.
     alone : one expert by itself, from the end of what was computed before, by its tokens.
     together : experts of one token in one call, by their number.
     far : one expert where it lies, by its tokens.
@@ -109,7 +111,7 @@ class _Compute:
         self, events: Sequence[Event], routed: Mapping[int, Mapping[int, int]]
     ) -> dict[tuple[int, int], float]:
         """What is computed where it lies; of what is loaded, (layer, expert) → the end of that."""
-        loaded: dict[tuple[int, int], float] = {}
+        loaded = {}
         for event in events:
             if event.resource == "host":
                 tokens = routed[event.layer][event.expert]

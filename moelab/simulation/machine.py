@@ -7,15 +7,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
 from moelab.base.specs import Event, ExpertKey, State
 from moelab.cache.residency import Request, Step
-from moelab.offloading.load_queue import HOLDS, KINDS, Load, LoadQueue, Piece, read_name
+from moelab.offloading.load_queue import HOLDS, KINDS, USES, Load, LoadQueue, Piece, read_name
 from moelab.simulation.costs import Machine
 
-DISK, HOST, GPU = -1, -2, -3
+DISK = -1
+HOST = -2
+GPU = -3
 
 
 class SimulatedMachine:
@@ -61,10 +64,7 @@ class SimulatedMachine:
         )
         self._part = 1 / len(tensors)
         #: seconds of an operation on one tensor
-        self._seconds = {
-            kind: getattr(self.delays, kind) * self._part
-            for kind in ("decompress", "recover", "decode")
-        }
+        self._seconds = {kind: getattr(self.delays, kind) * self._part for kind in USES}
         self.now = start
         self.events: list[Event] = []
         self._running: list[tuple[float, int, Callable[[], None]]] = []  # heap of end, who, then
@@ -98,10 +98,8 @@ class SimulatedMachine:
     def begin(self, step: Step) -> None:
         """A layer's step comes: its experts that are FULL can be computed, and those that are not
         computed here."""
-        self._layer = step.layer
-        self._left = len(step.requests) + len(step.away)
-        base, each = self.machine.far
-        start = self.now + self.machine.trip
+        self._layer, self._left = step.layer, len(step.requests) + len(step.away)
+        (base, each), start = self.machine.far, self.now + self.machine.trip
         for request in step.away:
             end = start + base + each * request.tokens
             aside = Event("host", "expert", *request.key, start, end)
@@ -110,10 +108,9 @@ class SimulatedMachine:
         self._requests = {request.key: request for request in step.requests}
         there = [request.key for request in step.requests if request.state is State.FULL]
         self._lacking = len(step.requests) - len(there)
-        if self.alone and self._lacking:
-            return
-        at_once = there and (self.alone or self.delays.together)
-        self._ready.extend([there] if at_once else [[key] for key in there])
+        if not (self.alone and self._lacking):
+            at_once = there and (self.alone or self.delays.together)
+            self._ready.extend([there] if at_once else [[key] for key in there])
 
     def load(self, step: Step) -> None:
         """Experts come that nothing is computed with yet."""
@@ -142,7 +139,8 @@ class SimulatedMachine:
 
     def beside(self, keys: Iterable[ExpertKey]) -> None:
         """Experts come to stay, as far as nothing else has to come."""
-        self._coming, self._come = [*keys], [*keys]
+        self._coming = [*keys]
+        self._come = [*keys]
 
     def settle(self) -> None:
         """Wait for them; those that a layer has not fetched to stay get slots now."""
@@ -209,8 +207,8 @@ class SimulatedMachine:
 
     def _decode(self, load: Load, piece: Piece, operation: str) -> None:
         worker = heappop(self._idle)
-        parts = 1 if piece.shard is None else self.delays.shards
         far = self.delays.send > 0
+        parts = 1 if piece.shard is None else self.delays.shards
         seconds = self._seconds[operation]
         if far:  # which leaves recovery to the GPU
             seconds = self._seconds["decompress"] * (operation != "recover")
@@ -248,7 +246,7 @@ class SimulatedMachine:
         self._joined_until = start + self._seconds["recover"] / parts
         joined = Event("gpu", "recover", *load.key, start, self._joined_until)
         self._begin(
-            next(self._joins), joined, lambda: self.queue.decode_done(load, piece, operation)
+            next(self._joins), joined, partial(self.queue.decode_done, load, piece, operation)
         )
 
     def _compute_experts(self, keys: list[ExpertKey]) -> None:

@@ -109,7 +109,8 @@ class Routing:
         v[-1] *= (self.width - len(v) + 1) ** 0.5
         v /= np.linalg.norm(v, axis=0)
         b = biases.laplace(size=(L, E))
-        loved, shunned = exp(self.skew), exp(-self.skew)
+        loved = exp(self.skew)
+        shunned = exp(-self.skew)
         b *= np.where(b > 0, loved, shunned)
         b *= (self.popularity / (loved**2 + shunned**2 - (loved - shunned) ** 2 / 4)) ** 0.5
         return b.astype(np.float32), np.ascontiguousarray(v.transpose(1, 2, 0))

@@ -98,13 +98,13 @@ def simulate(
         whose path is "token" is a GPU's that asks nobody: it fetches what is missing, by ascending id,
         then computes all that a layer has there, while the CPU computes its share.
     residency : the cache; the run goes on from what is in it, and its counters start anew.
-    machine : what everything costs; with `Delays.e_bytes` and `sm_bytes`, the timeline says what is
-        read.
+    machine : what everything costs, and in `Delays.e_bytes` and `sm_bytes` how much is read.
     staging : loads in flight beyond what is kept (None: any number).
     scheduler : orders a step's reads and decoding, by its name or (requests, delays, workers) →
         `Order`; None: the experts with the most tokens first.
-    prefetching, balance : None reads nothing ahead; says which experts are computed where they lie,
-        None: none are.    resizes : (forward, what memory is resized to before it).
+    prefetching : which experts are read ahead; None: none are.
+    balance : says which experts are computed where they lie; None: none are.
+    resizes : (forward, what memory is resized to before it).
 
     Raises ValueError for other numbers of forwards or predictions than of steps, and a layer or
     expert that the residency doesn't have."""
@@ -207,8 +207,8 @@ def replay(
         future.
     device : a card, its name or the path of your own, whose figures replace what was measured
         (`delays_of`); one without `decompress_gbs` decompresses as fast as where the run was.
-    pools, scheduler : in place of the run's, and of all that it was resized to; the latter orders reads and decoding: a name of
-        `moelab.names("scheduler")`, or a function of your own.
+    pools : in place of the run's, and of all that it was resized to.
+    scheduler : in place of the run's: a name of `moelab.names("scheduler")`, or your own function.
     prefetching : in place of what the run read ahead.
 
     Raises TypeError for what is no run; ValueError for an unknown policy or scheduler, a card without

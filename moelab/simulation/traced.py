@@ -36,7 +36,8 @@ def in_passes(trace: RoutingTrace) -> tuple[torch.Tensor, list[tuple[int, int, s
     """`ids`, one sequence after the other; and where each forward pass begins and ends in it, and
     its phase."""
     order = trace.sequence.long().argsort(stable=True)
-    phase, sequence = trace.phase[order], trace.sequence[order]
+    phase = trace.phase[order]
+    sequence = trace.sequence[order]
     new = torch.ones(len(order), dtype=torch.bool)
     new[1:] = (phase[1:] == DECODE) | (phase[1:] != phase[:-1]) | (sequence[1:] != sequence[:-1])
     borders = pairwise([*torch.nonzero(new).flatten().tolist(), len(order)])
@@ -99,7 +100,8 @@ def run_of(
         spare=-(-pools.F // SPARE) if alone else 0,
     )
     run = EngineRun(settings, as_opened(settings))
-    run.steps, run.predictions = steps, [[] for _ in steps]
+    run.steps = steps
+    run.predictions = [[] for _ in steps]
     paths = {"decode": "token"} if alone else {}
     run.forwards = [one._replace(path=paths.get(one.phase, "none")) for one in forwards]
     run.rates = [Rates() if hybrid else None for _ in steps]
@@ -120,7 +122,8 @@ def followers(ids: np.ndarray, E: int, ahead: int) -> Iterator[dict[int, list[in
     seen = np.zeros((L, E + 1, E + 1), np.int32)  # layer, expert there, expert of the later layer
     layers = np.arange(ahead, L)
     for chosen in ids:
-        here, there = chosen[: L - ahead], chosen[ahead:]
+        here = chosen[: L - ahead]
+        there = chosen[ahead:]
         scores = seen[layers[:, None], here].sum(1)[:, :E]
         best = np.argsort(-scores, axis=1, kind="stable")[:, :K]
         yield {

@@ -214,7 +214,8 @@ def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor
     else:
         naive = naive_scales(kind, w)
     if moments is None:
-        values, found = rounded(kind, w, spread(naive)), naive
+        values = rounded(kind, w, spread(naive))
+        found = naive
     else:
         values, found = fit(kind, w, naive, moments)
     if kind == "fp8":
@@ -222,7 +223,8 @@ def _coded(kind: str, w: Tensor, moments: Tensor | None) -> tuple[Tensor, Tensor
     if kind == "int8":
         return values.to(torch.int8), found.bfloat16()
     if kind == "int4":
-        codes, found = (values + 8).byte(), found.bfloat16()
+        codes = (values + 8).byte()
+        found = found.bfloat16()
     else:
         size = values.abs()
         codes = torch.where(size < 1, 2 * size, (size.view(torch.int32) >> 22) - 252).byte()
@@ -270,8 +272,7 @@ def gathered(tensors: list[Tensor]) -> tuple[Format, np.ndarray] | None:
         scales = [t.float() for t in tensors if t.dtype != torch.float8_e4m3fn]
         return FORMATS["fp8"].home, joined(*codes, *scales)
     if all(t.dtype == torch.uint8 for t in tensors):
-        codes_first = sorted(tensors, key=Tensor.dim, reverse=True)
-        return FORMATS["mxfp4"].home, joined(*codes_first)
+        return FORMATS["mxfp4"].home, joined(*sorted(tensors, key=Tensor.dim, reverse=True))
     return None
 
 

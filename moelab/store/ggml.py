@@ -60,7 +60,8 @@ class GGMLFormat(FewBits):
             return None
         # of each block an fp16 scale, then the codes, of Q4_0 plus 8, those of its second half in the
         # high bits
-        kind, half = FITTED[self.kind], torch.float16
+        kind = FITTED[self.kind]
+        half = torch.float16
         values, scales = fit(kind, rows, naive_scales(kind, rows, half), moments, half)
         codes = values.to(torch.int8).unflatten(1, (-1, self.block))
         if kind == "int4":

@@ -27,9 +27,13 @@ from moelab.store.headers import DTYPES, Header, Stored, block_of
 
 #: kinds of values → numpy's types; texts and arrays
 SCALARS = dict(zip((*range(8), 10, 11, 12), "BbHhIif?Qqd"))
-TEXT, ARRAY = 8, 9
+TEXT = 8
+ARRAY = 9
 #: bytes before the tensors, entries of arrays there, fields, tensors at most
-HEAD, ENTRIES, FIELDS, TENSORS = 64 << 20, 1 << 21, 1 << 16, 1 << 14
+HEAD = 64 << 20
+ENTRIES = 1 << 21
+FIELDS = 1 << 16
+TENSORS = 1 << 14
 #: the name of one of several files of a model
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -64,7 +68,8 @@ class _Head:
 
     def texts(self, n: int) -> list[str]:
         found = []
-        data, begin = self.data, self.at
+        data = self.data
+        begin = self.at
         for _ in range(n):
             at = begin + 8
             begin = at + int.from_bytes(data[begin:at], "little")
@@ -79,7 +84,8 @@ class _Head:
             return self.texts(1)[0]
         if kind != ARRAY:
             return np.frombuffer(self.take(_scalar(kind).itemsize), _scalar(kind))[0].item()
-        kind, n = self.number(4), self.number(8)
+        kind = self.number(4)
+        n = self.number(8)
         self.entries += n
         if self.entries > ENTRIES:
             raise ValueError(f"its arrays have more than {ENTRIES:,} entries, as no vocabulary has")
@@ -95,16 +101,18 @@ def _scalar(kind: int) -> np.dtype:
 
 
 def _read(head: _Head, file: Path, size: int) -> tuple[Record, Header]:
-    magic, version = head.take(4), head.number(4)
+    magic = head.take(4)
+    version = head.number(4)
     if magic != b"GGUF" or version not in (2, 3):
         raise ValueError(
             f"it begins with {magic!r} and version {version}; versions 2 and 3 are read, with the "
             f"lowest byte first"
         )
-    tensors, count = head.number(8), head.number(8)
+    tensors = head.number(8)
+    count = head.number(8)
     if tensors > TENSORS or count > FIELDS:
         raise ValueError(f"it has {tensors:,} tensors and {count:,} fields, which no model has")
-    fields: Record = {}
+    fields = {}
     for _ in range(count):
         key = head.texts(1)[0]
         if key in fields:
@@ -113,7 +121,7 @@ def _read(head: _Head, file: Path, size: int) -> tuple[Record, Header]:
     align = fields.get("general.alignment", 32)
     if type(align) is not int or align % 8 or not 0 < align <= 1 << 20:
         raise ValueError(f"its alignment is {align!r}")
-    found: Header = {}
+    found = {}
     for _ in range(tensors):
         tensor = _read_tensor(head, file)
         if tensor.key in found or tensor.begin % align:
@@ -134,11 +142,13 @@ def _read_tensor(head: _Head, file: Path) -> Stored:
     """A tensor, its place counted from where the first begins."""
     from gguf import GGMLQuantizationType
 
-    name, dims = head.texts(1)[0], head.number(4)
+    name = head.texts(1)[0]
+    dims = head.number(4)
     if not 0 < dims <= 4 or len(name) > 1024:
         raise ValueError(f"{name[:80]} has {dims:,} axes, or too long a name")
     shape = tuple(head.number(8) for _ in range(dims))[::-1]
-    kind, begin = head.number(4), head.number(8)
+    kind = head.number(4)
+    begin = head.number(8)
     known = kind in GGMLQuantizationType.__members__.values()
     dtype = GGMLQuantizationType(kind).name if known else f"type {kind}"
     if dtype not in DTYPES | GGML:
@@ -167,8 +177,8 @@ def read_shards(file: Path) -> tuple[list[Path], Record, Header]:
             f"their names back"
         )
     files = [file.with_name(f"{name[1]}-{i:05}-of-{name[3]}.gguf") for i in range(1, count + 1)]
-    about: Record = {}
-    found: Header = {}
+    about = {}
+    found = {}
     seen = set()
     for number, shard in enumerate(files):
         if not shard.is_file():

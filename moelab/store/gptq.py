@@ -36,7 +36,9 @@ def fit(
     full = moments.dim() > 1
     size = moments.diagonal() if full else moments
     moments = moments / size.mean().clamp_min(TINY)
-    scales, inverse, weight = naive, None, size
+    scales = naive
+    inverse = None
+    weight = size
     if full:
         damped = moments + DAMPING * torch.eye(len(size))
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
@@ -93,7 +95,8 @@ def _error(w: Tensor, values: Tensor, scales: Tensor, moments: Tensor) -> Tensor
 
 def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """The scale of each group that makes Σ weight · (w − ŵ)² least, of those that are tried."""
-    groups, weight = w.unflatten(1, (-1, GROUP)), weight.view(-1, GROUP)
+    groups = w.unflatten(1, (-1, GROUP))
+    weight = weight.view(-1, GROUP)
     best = fitted = naive  # least squares for the codes of the best
     least = torch.full_like(naive, torch.inf)
     for factor in (*FACTORS, None, None):
@@ -106,7 +109,8 @@ def _search(kind: str, w: Tensor, naive: Tensor, weight: Tensor, dtype: torch.dt
         better = error < least
         square = (values.square() * weight).sum(2).clamp_min(TINY)
         fitted = torch.where(better, (values * groups * weight).sum(2) / square, fitted)
-        least, best = torch.where(better, error, least), torch.where(better, scales, best)
+        least = torch.where(better, error, least)
+        best = torch.where(better, scales, best)
     return best
 
 
@@ -114,7 +118,8 @@ def _feed_back(kind: str, w: Tensor, scales: Tensor, size: Tensor, inverse: Tens
     """Values of columns that are rounded one by one, those of the largest inputs first; scales [R, n]."""
     order = size.argsort(descending=True, stable=True)
     factor = torch.linalg.cholesky(inverse[order][:, order], upper=True)
-    left, scales = w[:, order], scales[:, order]
+    left = w[:, order]
+    scales = scales[:, order]
     values = torch.empty_like(left)
     for begin in range(0, len(size), COLUMNS):
         end = min(begin + COLUMNS, len(size))

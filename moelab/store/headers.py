@@ -110,8 +110,7 @@ class Stored(NamedTuple):
 
 def on_meta(entry: Stored) -> torch.Tensor:
     """A tensor like the one that is stored, without memory; of a GGML type in bf16."""
-    dtype = DTYPES.get(entry.dtype, torch.bfloat16)
-    return torch.empty(entry.shape, dtype=dtype, device="meta")
+    return torch.empty(entry.shape, dtype=DTYPES.get(entry.dtype, torch.bfloat16), device="meta")
 
 
 #: the tensors of files by key
@@ -174,7 +173,7 @@ def read_folder(folder: Path) -> tuple[list[Path], Header]:
     is damaged; two have the same tensor; they are not what the index says."""
     index = folder / WEIGHT_MAP
     whole = folder / "model.safetensors"
-    named: dict[str, str] = {}
+    named = {}
     if whole.is_file():
         files = [whole]
     elif index.is_file():
@@ -184,7 +183,7 @@ def read_folder(folder: Path) -> tuple[list[Path], Header]:
         files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith("."))
     if not files:
         raise FileNotFoundError(f"{folder} has no .safetensors files{other_weights(folder)}")
-    tensors: Header = {}
+    tensors = {}
     for file in files:
         if not file.is_file():
             raise FileNotFoundError(f"{folder} lacks {file.name}; download the checkpoint again")
@@ -234,7 +233,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 def header_bytes(tensors: Record, about: dict[str, str] | None = None, least: int = 0) -> bytes:
     """The header, with its size before it, at least so many bytes, of tensors that follow each other:
     key → (dtype, shape, …)."""
-    entries: Record = {"__metadata__": about or {"format": "pt"}}
+    entries = {"__metadata__": about or {"format": "pt"}}
     at = 0
     for key, (dtype, shape, *_) in tensors.items():
         end = at + nbytes(dtype, shape)

@@ -145,20 +145,21 @@ Entries = dict[str, TensorEntry]
 def read_entries(fields: dict[str, list], tensors: dict[str, tuple]) -> Entries:
     """An expert's entries by name from their JSON, name → [checksum, [[codec, [[offset, length,
     checksum]]]]]."""
-    _need(list(fields) == list(tensors), "impossible entry: an expert has not the others' tensors")
+    _need([*fields] == [*tensors], "impossible entry: an expert has not the others' tensors")
     entries = {}
     for name, (check, planes) in fields.items():
-        dtype, shape = tensors[name]
+        dtype = tensors[name][0]
+        shape = tuple(tensors[name][1])
         possible = len(planes) in (1, DTYPES[dtype].itemsize)
         found = []
         for record, given in planes:
             codec = read_codec(record)
             chunks = tuple(Chunk(int(offset), int(length), of) for offset, length, of in given)
             lengths = [chunk.length for chunk in chunks]
-            possible = possible and codec.admits(dtype, tuple(shape), len(planes), lengths)
+            possible = possible and codec.admits(dtype, shape, len(planes), lengths)
             found.append((codec, chunks))
         _need(possible, "impossible entry: chunks that do not fit their tensor's type and shape")
-        entries[name] = TensorEntry(dtype, tuple(shape), check, tuple(found))
+        entries[name] = TensorEntry(dtype, shape, check, tuple(found))
     return entries
 
 
@@ -242,7 +243,7 @@ def layer_file(layer: int) -> str:
 def layer_header(layer: Layer) -> bytes:
     """The safetensors header of a layer's chunks and the padding between them."""
     about = {name: getattr(layer, name) for name in ("module", "stacked", "tensors")}
-    parts: Record = {}
+    parts = {}
     for expert, entries in enumerate(layer.experts):
         for name, chunk in in_file(entries):
             key = f"{layer.index}.{expert}.{name}"
@@ -460,7 +461,7 @@ class ExpertStore(ExpertFiles):
     def table(self) -> list[Record]:
         """A row for each tensor of an expert (all layers together) and one for all: counts, bytes
         and fractions."""
-        sizes: dict[tuple, Any] = defaultdict(int)
+        sizes = defaultdict(int)
         for entries in (entries for layer in self.layers for entries in layer.experts):
             for name, entry in entries.items():
                 codec = "+".join(codec.name for codec, _ in entry.planes)

@@ -25,15 +25,6 @@ from moelab.store.headers import NAMES, Shape
 _ALIASES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 
 
-def packed_tensor(
-    codec: Codec, blob: Tensor, shape: Shape, dtype: torch.dtype, origin: Tensor | None = None
-) -> Packed:
-    """The weight of a shape and dtype that a blob, uint8 on the CPU, holds; it keeps the blob.
-
-    origin : the weight that was packed, if it is kept."""
-    return Packed(codec, blob, tuple(shape), dtype, origin)
-
-
 def unpacked(weight: Tensor) -> Tensor:
     """What was packed, or what that decodes to; any other weight as it is."""
     if not isinstance(weight, Packed):
@@ -46,17 +37,25 @@ untouched = torch._C.DisableTorchFunctionSubclass
 
 
 class Packed(Tensor):
-    """A weight as a blob.
+    """The weight of a shape and dtype that a blob, uint8 on the CPU, holds; it keeps the blob.
 
+    origin : the weight that was packed, if it is kept.
     nbytes : of the blob, as those are what it takes in memory.
     """
 
     @staticmethod
     def __new__(
-        cls, codec: Codec, blob: Tensor, shape: Shape, dtype: torch.dtype, origin: Tensor | None
+        cls,
+        codec: Codec,
+        blob: Tensor,
+        shape: Shape,
+        dtype: torch.dtype,
+        origin: Tensor | None = None,
     ) -> Packed:
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
-        self.codec, self.blob, self.origin = codec, blob, origin
+        self.codec = codec
+        self.blob = blob
+        self.origin = origin
         return self
 
     def __init__(self, *_: Any) -> None:
@@ -127,7 +126,7 @@ class Packed(Tensor):
 
 
 def _made(parameter: bool, *of: Any) -> Tensor:
-    made = packed_tensor(*of)
+    made = Packed(*of)
     return torch.nn.Parameter(made, requires_grad=False) if parameter else made
 
 

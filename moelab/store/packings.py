@@ -172,7 +172,9 @@ class Packing(fewbit.FewBits):
     matrices, the second one of all … Where kernels can multiply them as they lie, each scale stands
     in the blob once for 32 inputs.
 
-    name : the kind.    bits : of a code.    matrices : how many.
+    name : the kind.
+    bits : of a code.
+    matrices : how many.
     tensors : (name, dtype as safetensors names it, shape) of those of one matrix.
     """
 
@@ -230,8 +232,7 @@ class Packing(fewbit.FewBits):
         return "int4" if self.tensors[0][0] == "weight_packed" else "int8"
 
     def row(self, address: int, length: int, shape: Shape) -> list[int]:
-        form = fewbit.find_format(self.kernel("BF16", shape))
-        return form.row(address, length, shape)
+        return fewbit.find_format(self.kernel("BF16", shape)).row(address, length, shape)
 
 
 @lru_cache(4096)
@@ -267,7 +268,7 @@ def gathered(
 
     sources : (key, 0, tensor) of each, as of `moelab.checkpoint.experts.CheckpointExperts.made`.
     """
-    layers: dict[str, Tensors] = {}
+    layers = {}
     for key, _, tensor in sources:
         layer, _, name = key.rpartition(".")
         layers.setdefault(layer, {})[name] = tensor

@@ -78,9 +78,12 @@ def unpack(codec: Codec, blob: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     shape = tuple(out.shape)
     transposed = codec.name.endswith(".T")
     name = codec.kernel(DTYPES[out.dtype], shape).removesuffix(".T")
-    M, N = prod(shape[:-1]), shape[-1]
+    M = prod(shape[:-1])
+    N = shape[-1]
     if codec.name == "bf12":  # of any shape: whole blocks, one after another
-        name, M, N = "bf12", out.numel() // BLOCK, BLOCK
+        name = "bf12"
+        M = out.numel() // BLOCK
+        N = BLOCK
     elif name not in NAMES.values():
         codec.decompress(blob, out)  # by torch, there
         return out

@@ -158,7 +158,8 @@ class StoreWriter:
         with suppress(Exception):  # a journal that makes no sense, a file that cannot be read
             for key, record in zip(self._keys, checked):
                 entries = read_entries(record["entries"], record["tensors"])
-                begin, end = record["begin"], record["end"]
+                begin = record["begin"]
+                end = record["end"]
                 with open(self.folder / layer_file(key[0]), "rb") as f:
                     f.seek(begin)
                     data = f.read(end - begin)
@@ -231,7 +232,7 @@ class StoreWriter:
 
     def _wait(self) -> None:
         """Wait until the expert before is written; raises what writing it raised."""
-        if self._writing is not None:
+        if self._writing:
             done = self._writing
             self._writing = None
             done.result()
@@ -240,7 +241,7 @@ class StoreWriter:
         self, record: Record, packed: dict[str, codecs.PackedTensor], begin: int
     ) -> None:
         with self._explained():
-            if self._file is None or not record["expert"]:
+            if not self._file or not record["expert"]:
                 self._open(record["layer"], begin)
             for exponents in (True, False):
                 for name, p in packed.items():
@@ -254,7 +255,7 @@ class StoreWriter:
     def _open(self, layer: int, begin: int) -> None:
         """Write to a layer's file from `begin` on."""
         self._commit()
-        if self._file is not None:
+        if self._file:
             self._file.close()
         path = self.folder / layer_file(layer)
         self._file = open(path, "r+b" if path.exists() else "x+b", buffering=0)

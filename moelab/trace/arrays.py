@@ -54,7 +54,7 @@ def as_numpy(tensor: Any) -> np.ndarray:
 
 def of_arrays(arrays: dict[str, np.ndarray]) -> Columns:
     """The columns of arrays by name. ValueError: two for one column."""
-    found: dict[str, Any] = {}
+    found = {}
     for name in NAMES.keys() & arrays.keys():
         if NAMES[name] in found:
             raise ValueError(f"it has {NAMES[name]} twice, also as {name}")

@@ -28,7 +28,8 @@ from moelab.trace.routing_trace import DECODE, RoutingTrace
 #: no checkpoint has as many; ids are int16, and the id E means that no expert ran
 MOST = 2**15 - 1
 #: bytes of a file that is read as a whole, unpacked; experts of all layers
-LARGE, ALL = 1 << 29, 1 << 22
+LARGE = 1 << 29
+ALL = 1 << 22
 
 
 @dataclass
@@ -152,7 +153,8 @@ def trace_of(found: Columns, name: str, spec: MoESpec | None, model_id: str) -> 
 
 def of_model(trace: RoutingTrace, spec: MoESpec, model_id: str) -> RoutingTrace:
     """A trace of ours as this model's. ValueError: it is not."""
-    layers, E = trace.spec.moe_layers, trace.spec.E
+    layers = trace.spec.moe_layers
+    E = trace.spec.E
     found = Columns(ids=trace.ids.numpy(), layers=layers, experts=E)
     return replace(trace, spec=trace_of(found, "", spec, model_id).spec, model_id=model_id)
 

@@ -34,7 +34,7 @@ class Record(TypedDict):
 
 def read(path: Path) -> Columns:
     """The routing of all steps. Raises ValueError."""
-    found: dict[tuple[int, int], np.ndarray] = {}  # (step, layer) → ids [tokens, K]
+    found = {}  # (step, layer) → ids [tokens, K]
     for number, line in enumerate(bounded(path).read_text(encoding="utf-8").splitlines(), 1):
         record = typed(parse_json(line), Record, f"line {number}") if line.strip() else None
         if not record or record.get("block", "decoder") != "decoder":

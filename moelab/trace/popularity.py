@@ -52,8 +52,7 @@ def read(path: Path, spec: MoESpec | None, model_id: str) -> tuple[np.ndarray, i
     spec = replace(spec, moe_layers=named)
     counts = np.zeros((spec.L, spec.E), np.int64)
     np.add.at(counts, (layer, expert), count)
-    least = -(-int(counts.sum(1).max()) // spec.K)
-    return counts, max(tokens, least), spec, model_id
+    return counts, max(tokens, -(-int(counts.sum(1).max()) // spec.K)), spec, model_id
 
 
 def _rows(path: Path) -> tuple[np.ndarray, int]:
@@ -65,7 +64,8 @@ def _rows(path: Path) -> tuple[np.ndarray, int]:
 
 def _imatrix(path: Path) -> tuple[np.ndarray, int]:
     """(layer, expert, count [n, 3]; tokens that a layer's router saw, 0 if it does not say)."""
-    counts, tokens = {}, 0
+    counts = {}
+    tokens = 0
     for name, stored in read_gguf(path)[1].items():
         if not name.endswith(".counts") or stored.dtype != "F32":
             continue

@@ -54,7 +54,9 @@ class RoutingTrace:
     residuals: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        T, L, K = len(self.ids), self.spec.L, self.spec.K
+        T = len(self.ids)
+        L = self.spec.L
+        K = self.spec.K
         for name in FIELDS:
             wanted = [T, L, K] if name in ("ids", "weights") else [T]
             if (found := list(getattr(self, name).shape)) != wanted:
@@ -68,7 +70,8 @@ class RoutingTrace:
     ) -> RoutingTrace:
         """A trace of ids [T, L, K] and the columns that are known. What is not: weights 1/K,
         phase decode, one sequence, positions in order, tokens 0."""
-        T, ran = len(ids), ids < spec.E
+        T = len(ids)
+        ran = ids < spec.E
         known = {name: column for name, column in columns.items() if column is not None}
         sequence = known.setdefault("sequence", torch.zeros(T, dtype=torch.int32))
         if "position" not in known:

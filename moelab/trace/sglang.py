@@ -22,7 +22,8 @@ import torch
 from moelab.trace.foreign import Columns, bounded, integers, require_bytes
 from moelab.trace.routing_trace import DECODE, PREFILL
 
-EXTEND, ONE_TOKEN = 1, 2
+EXTEND = 1
+ONE_TOKEN = 2
 
 
 def read(path: Path) -> Columns:
@@ -84,7 +85,7 @@ class _Sequences:
 
     def of(self, parts: list[tuple[int, int]], decode: bool) -> list[int]:
         """The sequence of each part of a pass: (its first position, its tokens)."""
-        found: list[int] = []
+        found = []
         for position, count in parts:
             fits = (
                 number

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 
 from moelab.kernels.compile import kernel
+from moelab.store.codecs import entropy
 from moelab.trace.routing_trace import RoutingTrace
 
 SHARES = (0.1, 0.25, 0.5, 0.75)
@@ -47,14 +49,8 @@ def statistics(trace: RoutingTrace, shares: Iterable[float] = SHARES) -> Statist
     """All of them. ValueError: a trace without routing."""
     shares = tuple(shares)
     hits = hit_rates(trace, shares)
-    return Statistics(
-        len(trace),
-        shares,
-        hits,
-        next_token_reuse(trace),
-        *popularity(trace),
-        next_layer(trace),
-    )
+    told = next_token_reuse(trace), *popularity(trace), next_layer(trace)
+    return Statistics(len(trace), shares, hits, *told)
 
 
 def accesses(trace: RoutingTrace) -> np.ndarray:
@@ -161,7 +157,8 @@ def next_token_reuse(trace: RoutingTrace) -> float:
     had = chosen(trace)
     sequence = np.sort(trace.sequence.numpy(), kind="stable")
     pairs = sequence[1:] == sequence[:-1]
-    before, now = had[:-1][pairs], had[1:][pairs]
+    before = had[:-1][pairs]
+    now = had[1:][pairs]
     asked = now[before.any(2)].sum()  # a layer that skipped the token before tells nothing
     return float((before & now).sum() / asked) if asked else float("nan")
 
@@ -170,10 +167,9 @@ def popularity(trace: RoutingTrace) -> tuple[float, float]:
     """(entropy in bits, share of the most popular quarter) of a layer's routings, mean over
     layers."""
     counts = trace.counts().numpy()
-    shares = np.sort(counts[counts.any(1)] / counts[counts.any(1)].sum(1, keepdims=True))[:, ::-1]
-    logs = np.log2(shares, where=shares > 0, out=np.zeros_like(shares))
-    quarter = shares[:, : max(trace.spec.E // 4, 1)].sum(1)
-    return float(-(shares * logs).sum(1).mean()), float(quarter.mean())
+    counts = np.sort(counts[counts.any(1)])
+    quarter = counts[:, -max(trace.spec.E // 4, 1) :].sum(1) / counts.sum(1)
+    return fmean(map(entropy, counts)), float(quarter.mean())
 
 
 def next_layer(trace: RoutingTrace) -> float:

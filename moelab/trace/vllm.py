@@ -37,14 +37,16 @@ class Response(TypedDict):
 def read(path: Path) -> Columns:
     """The routing of all choices. Raises ValueError."""
     found = parse_json(bounded(path).read_bytes())
-    sequences, phases = [], []
+    sequences = []
+    phases = []
     for response in typed(found if isinstance(found, list) else [found], list[Response]):
         before = _array(response.get("prompt_routed_experts"))
         for choice in response["choices"]:
             if (ids := _array(choice.get("routed_experts"))) is None:
                 continue
             if before is not None:
-                prompt, ids = len(before), np.concatenate([before, ids])
+                prompt = len(before)
+                ids = np.concatenate([before, ids])
             elif tokens := response.get("prompt_token_ids"):
                 prompt = len(tokens)
             else:

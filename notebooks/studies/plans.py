@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -254,7 +254,7 @@ class Bench:
         """(session, output of each batch) of prompts run within the pools' memory, from an empty
         cache."""
         model = self.open(pools, policy)
-        with model.moelab as session:
+        with closing(model.moelab) as session:
             return session, [self.text(model, one, **how) for one in ids]
 
     def identical(self, pools: Pools) -> bool:

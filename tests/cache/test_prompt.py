@@ -1,5 +1,6 @@
 """`cache="prompt"` (GPU-NDP §III-D): what the prompt used most is there before the answer, and stays."""
 
+from contextlib import closing
 from itertools import pairwise
 
 import pytest
@@ -84,7 +85,7 @@ def test_the_engine_loads_them_and_the_simulator_decides_the_same(codec, scope, 
     # a scheduler is free to read an expert in one request or two, by the seconds that were measured
     model = offload(store, 0.7, cache="prompt", scope=scope, scheduler=None)
     eager = open_model(folder)
-    with model.moelab as session:
+    with closing(model.moelab) as session:
         for seed in range(3):
             for got, wanted in zip(generate(model, seed), generate(eager, seed)):
                 assert got.equal(wanted)

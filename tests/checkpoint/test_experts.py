@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -72,7 +73,7 @@ def test_offloaded_it_is_exact_and_counts_its_bytes(name, pools, tmp_path):
     truth = open_model(folder)
     plan = Pools(F=2, C=2, S=1, E=1) if pools else None
     model = offload(folder, 0.9 if plan else 0.4, plan=plan, staging=1)
-    with model.moelab as offloading:
+    with closing(model.moelab) as offloading:
         assert torch.equal(truth(IDS).logits, model(IDS).logits)
         metrics, reads = (
             offloading.metrics(),
@@ -136,7 +137,10 @@ def test_a_file_that_changes_is_noticed(tmp_path):
     model = offload(folder, 0.4)
     file = next(folder.glob("*.safetensors"))
     os.utime(file, ns=(1, 1))
-    with model.moelab, pytest.raises(StoreError, match="was changed since the model was opened"):
+    with (
+        closing(model.moelab),
+        pytest.raises(StoreError, match="was changed since the model was opened"),
+    ):
         model(IDS)
 
 

@@ -1,6 +1,8 @@
 """Where all experts fit, opening reads them: what lies in the slots, what the first prompt finds,
 what can go wrong."""
 
+from contextlib import closing
+
 import pytest
 import torch
 
@@ -27,7 +29,7 @@ def test_the_first_prompt_finds_every_expert_and_reads_nothing(form, scope, tmp_
         how = {"quantize": name} if name == "int4" else {"codec": name}
         folder = convert(tmp_path / "m", tmp_path / "s", **how).folder
     truth, lm = open_model(folder), offload(folder, 1.0, scope=scope, compact="compact" in form)
-    with lm.moelab as session, torch.inference_mode():
+    with closing(lm.moelab) as session, torch.inference_mode():
         held = session.engine.loader.queue.held
         everyone = {(layer, expert) for layer in range(lm.spec.L) for expert in range(lm.spec.E)}
         assert set(held) == everyone

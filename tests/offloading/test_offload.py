@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import closing
 from functools import lru_cache
 
 import pytest
@@ -80,7 +81,7 @@ def test_every_architecture_equals_eager_at_every_budget(name, dtype, tmp_path):
     least = Sizes.of(store).in_flight
     for budget in depth((least, 0.5), (least, 0.5, 1.0)):
         offloaded = offload(store, budget)
-        with offloaded.moelab as offloading:
+        with closing(offloaded.moelab) as offloading:
             assert_equal(offloaded, reference)
             assert check(offloading.timeline) == []
             assert len(offloading.steps) == len(offloading.forwards)
@@ -102,7 +103,7 @@ def test_another_executor_computes_the_same_but_for_rounding(name, executor, bud
     store = ExpertStore(convert(tmp_path / "model", tmp_path / "store", "huffman").folder)
     computing = make("executor", executor)
     model = open_model(store, memory=budget, executor=computing)
-    with model.moelab:
+    with closing(model.moelab):
         for got, wanted in zip(generate(model), of_eager(reference)):
             torch.testing.assert_close(got, wanted, rtol=2e-4, atol=2e-4)
     assert computing.tally.dropped == 0 and computing.tally.executed > 0
@@ -122,7 +123,7 @@ def test_every_codec_and_every_split_into_pools(qwen, eager, codec, tmp_path):
 def test_no_scheduler_changes_a_bit_and_the_simulator_takes_the_runs(qwen, eager, scheduler):
     how = {"scheduler": scheduler, "delays": None if scheduler == "default" else DELAYS}
     offloaded = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 4), staging=3, workers=2, **how)
-    with offloaded.moelab as offloading:
+    with closing(offloaded.moelab) as offloading:
         assert_equal(offloaded, eager)
         run = offloading.run
     assert replay(run).events == replay(run, scheduler=scheduler).events
@@ -250,7 +251,7 @@ def test_close_and_forgetting_a_model_end_the_threads(qwen):
 
 
 def test_metrics_and_steps_of_a_run(qwen):
-    with (offloaded := offload(qwen[1], 0.4)).moelab as offloading:
+    with closing((offloaded := offload(qwen[1], 0.4)).moelab) as offloading:
         generate(offloaded, batch=2, prompt=9, new=5)
         found = offloading.metrics()
         assert found.prefill_tokens == 18 and found.decode_tokens == 2 * 4

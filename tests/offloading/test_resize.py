@@ -24,7 +24,7 @@ IDS = torch.randint(3, 96, (1, 12), generator=torch.Generator().manual_seed(0))
 
 def in_parts(model, memory, delays):
     """A plan of all four pools: a quarter of the memory for each."""
-    copies = memory.L if memory.how.scope == "layer" else 1
+    copies = memory.store.spec.L if memory.how.scope == "layer" else 1
     part, sizes = memory.kept // copies // 4, memory.sizes
     each = sizes.full, sizes.sm + sizes.e, sizes.sm, sizes.e
     return Pools(*(min(part // size, 4) for size in each))

@@ -8,6 +8,7 @@ the stacks of all threads if one generation takes too long."""
 
 import random
 from collections import Counter
+from contextlib import closing
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def stress(n, folder, seed=0):
         guess, distance = rng.choice(("router", "random", "previous")), rng.choice((1, 1, 2))
         with (
             watched(),
-            (model := offload(store, **options)).moelab as session,
+            closing((model := offload(store, **options)).moelab) as session,
             Speculation(model, make("predictor", guess, model, ahead=distance), "hint"),
         ):
             jitter(model, random.Random(i))

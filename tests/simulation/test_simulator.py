@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import closing
 from dataclasses import asdict
 
 import pytest
@@ -353,7 +354,7 @@ def test_reads_and_bytes_are_each_experts_own(tmp_path, codec, pools):
     )
     store = convert(checkpoint, tmp_path / "store", codec=codec)
     model = offload(store, "100MB", plan=pools, cache="lfu", staging=3)
-    with model.moelab as engine:
+    with closing(model.moelab) as engine:
         generate(model)
         found = simulate(
             engine.steps,
@@ -380,7 +381,7 @@ def test_a_run_is_replayed_as_it_was_and_otherwise(qwen):
     """The engine's decisions on its own run; the optimum hits at least as often; a card's clock is
     another clock."""
     model = offload(qwen[1], "10MB", plan=Pools(2, 3, 2, 1), cache="lfu", staging=3)
-    with model.moelab as offloading:
+    with closing(model.moelab) as offloading:
         generate(model)
         run, found = offloading.run, offloading.metrics()
     played = replay(run)

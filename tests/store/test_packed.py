@@ -15,7 +15,7 @@ pytest.importorskip("numba")
 from moelab.kernels.linear import product, widened
 from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store import bf12, fewbit
-from moelab.store.packed import packed_tensor
+from moelab.store.packed import Packed
 
 CODECS = {"bf12": bf12.CODEC, **{name: fewbit.find_format(name) for name in fewbit.FORMATS}}
 any_codec = pytest.mark.parametrize("name", CODECS)
@@ -27,7 +27,7 @@ def packed(name, R=70, n=128, dtype=torch.bfloat16, seed=0):
     w[::7, ::5] *= 2.0**-40  # escapes of bf12
     blob = torch.from_numpy(np.array(CODECS[name].compress(w) if name != "bf12" else bf12.pack(w)))
     CODECS[name].decompress(blob.numpy(), values := torch.empty(R, n, dtype=dtype))
-    return packed_tensor(CODECS[name], blob, (R, n), dtype), values
+    return Packed(CODECS[name], blob, (R, n), dtype), values
 
 
 def near(got, wanted, dtype):

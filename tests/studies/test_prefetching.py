@@ -1,5 +1,7 @@
 """What prefetching gains: the bound against simulated schedules and closed forms; all ways run."""
 
+from contextlib import closing
+
 import pytest
 import torch
 from hypothesis import given
@@ -68,7 +70,7 @@ def test_algorithm_1_gains_what_its_equation_says_and_no_more_than_the_bound(lay
 def test_a_study_of_all_ways(tmp_path):
     model = synthesize(tmp_path / "model", synthetic("mini", 3, 16, 2, 64, 64))
     off = prefetching.offloaded(convert(model, tmp_path / "raw", "raw"))
-    with off.moelab:
+    with closing(off.moelab):
         ids = torch.randint(3, 256, (1, 300))
         made = prefetching.PrefetchBenchmark(off, ids, lambda: make("predictor", "router", off))
         (ran,), (against,) = (found.values() for found in made.study([1.0], 1, 8, 1))
