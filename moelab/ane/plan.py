@@ -151,20 +151,18 @@ class ANEPlan:
             raise ValueError(
                 f"this is not a plan of format {FORMAT}, but {found!r}; make it again with make_plan"
             )
-        try:
-            plan = typed({name: value for name, value in fields.items() if name != "format"}, cls)
-            every = list(range(plan.spec.E))
-            if len(plan.layers) != plan.spec.L or any(
-                sorted(e for group in layer.groups for e in group.experts) != every
-                or len(layer.tiers.capacity) != plan.spec.E
-                or not {*layer.tiers.capacity} <= {*layer.tiers.levels}
-                for layer in plan.layers
-            ):
-                raise ValueError("its layers, groups or tiers are not those of its model")
-        except ValueError as error:
+        plan = typed({name: of for name, of in fields.items() if name != "format"}, cls, "the plan")
+        every = list(range(plan.spec.E))
+        if len(plan.layers) != plan.spec.L or any(
+            sorted(e for group in layer.groups for e in group.experts) != every
+            or len(layer.tiers.capacity) != plan.spec.E
+            or not {*layer.tiers.capacity} <= {*layer.tiers.levels}
+            for layer in plan.layers
+        ):
             raise ValueError(
-                f"this plan is damaged: {error}; make it again with make_plan"
-            ) from error
+                "the plan is damaged: its layers, groups or tiers are not those of its model; make it "
+                "again with make_plan"
+            )
         return plan
 
     def save(self, path: str | Path) -> Path:

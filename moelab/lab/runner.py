@@ -28,7 +28,7 @@ from moelab.base.arguments import described
 from moelab.base.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
 from moelab.base.records import Record
 from moelab.base.registry import near
-from moelab.base.schema import naming
+from moelab.base.schema import naming, typed
 from moelab.base.table import duration
 from moelab.comparison import resolved
 from moelab.lab.results import new_run_id, part_name
@@ -140,12 +140,7 @@ def convert(parameter: Parameter, value: Any) -> Any:
         value = read_literal(value)
     if base == "float" and type(value) is int or base == "bool" and value in (0, 1):
         value = KINDS[base](value)
-    if type(value) is not KINDS.get(base, type(value)):
-        raise ValueError(
-            f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
-            f"for example {parameter.name}={parameter.default!r}"
-        )
-    return value
+    return typed(value, KINDS.get(base, Any), f"parameter {parameter.name}")
 
 
 def read_literal(text: str) -> Any:

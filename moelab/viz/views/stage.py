@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from statistics import fmean, median
@@ -54,6 +54,7 @@ WINDOW = 96
 Predicted = list[dict[int, list[int]]]
 
 
+@dataclass(eq=False)
 class Stage:
     """One recorded generation and its predictions: plays every way of prefetching, once.
 
@@ -63,15 +64,13 @@ class Stage:
         without a tokenizer.
     """
 
-    def __init__(
-        self,
-        found: Recorded,
-        predictions: Mapping[tuple[str, int], tuple[Predicted, float]],
-        losses: Mapping[tuple[str, int], float],
-        machine: Machine,
-    ) -> None:
-        self.found, self.predictions, self.losses = found, predictions, losses
-        self.machine, self.settings, self.run = machine, found.run.settings, found.run
+    found: Recorded
+    predictions: Mapping[tuple[str, int], tuple[Predicted, float]]
+    losses: Mapping[tuple[str, int], float]
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        self.run, self.settings = self.found.run, self.found.run.settings
         phases = [forward.phase for forward in self.run.forwards]
         self.warm = phases.index("decode")
         self.last = phases.count("decode") - 1
