@@ -122,7 +122,7 @@ class Chat:
             return ""
         found = metrics([*session.timeline.since(events)], forwards)
         one, now = forwards[0], session.run.counters
-        said = f"{found.throughput or 0:.1f} tokens/s, the first after {one.end - one.start:.2f} s"
+        said = f"{found.throughput or 0:.1f} tokens/s, the first after {one.seconds:.2f} s"
         if asked := now.requests - requests:
             hits = 1 - (now.misses - misses) / asked
             read = size(found.read_bytes_per_token or 0)
@@ -197,7 +197,7 @@ class Chat:
             how["prefetching"] = Prefetching(told[name], run.settings.spec.K)
         for of in (run, moelab.simulate(run, **how)):
             self.tell(
-                f"{of.kind}: {duration(sum(one.end - one.start for one in of.forwards))} in all, "
+                f"{of.kind}: {duration(sum(one.seconds for one in of.forwards))} in all, "
                 f"{summary_line(of.metrics())}"
             )
 

@@ -128,7 +128,7 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way:
         residency.begin(*step)
     run(slice(gone, first))
     timed = run(slice(first, None))
-    found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
+    found, tpot = timed.metrics(), typical(one.seconds for one in timed.forwards)
     return replace(
         way,
         hit_rate=timed.counters.hit_rate(),

@@ -242,10 +242,12 @@ def make_plan(
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
-    if counts.shape != (spec.L, spec.E) or not 0 < bytes_per_weight < np.inf:
+    positive = group_size > 0 and 0 < bytes_per_weight < np.inf
+    if counts.shape != (spec.L, spec.E) or not positive:
         raise ValueError(
-            f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}; the counts must "
-            f"be of the {spec.L} MoE layers of {spec.E} experts of {spec.name}, the other positive"
+            f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}, group_size "
+            f"{group_size}; the counts must be of the {spec.L} MoE layers of {spec.E} experts of "
+            f"{spec.name}, the others positive"
         )
     tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)

@@ -25,7 +25,14 @@ from pathlib import Path
 from typing import Any
 
 from moelab.base.arguments import described
-from moelab.base.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
+from moelab.base.files import (
+    CHECKOUT,
+    absolute,
+    child_environment,
+    remove_leftovers,
+    results_root,
+    write_text,
+)
 from moelab.base.records import Record
 from moelab.base.registry import near
 from moelab.base.schema import naming, typed
@@ -187,7 +194,7 @@ def run_notebook(
         "MOELAB_HEADLESS": "1",
         "MOELAB_RUN_DIR": str(part),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        "PYTHONPATH": os.pathsep.join([str(path.parent), child_environment()["PYTHONPATH"]]),
+        "PYTHONPATH": child_environment(path.parent)["PYTHONPATH"],
     }
     error = execute(path, parameters, part, timeout, variables)
     failed = folder / "failed"
@@ -198,13 +205,6 @@ def run_notebook(
     write_text(part / "error.txt", error.strip() + "\n")
     os.replace(part, failed)
     raise NotebookFailed(path.stem, error, failed)
-
-
-def child_environment() -> dict[str, str]:
-    """Of a process that imports this moelab from the working folder of today, which paths in
-    parameters count from."""
-    path = os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "MOELAB_WARM": "0"}
 
 
 add_arguments = described(__file__, "one", "how")

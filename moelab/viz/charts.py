@@ -163,13 +163,13 @@ def _add_work(
             continue
         edge = "#bbbbbb" if name == "wait" else "white"
         # a white one would hide it
-        edges = [colour if e.end - e.start < brief else edge for e in of]
+        edges = [colour if e.seconds < brief else edge for e in of]
         shown = [e.layer if numbers == "layers" else e.expert for e in of]
         figure.add_bar(
             y=[e.resource for e in of],
             base=[1e3 * (e.start - start) for e in of],
             name=(called or [name])[0],
-            x=[1e3 * (e.end - e.start) for e in of],
+            x=[1e3 * e.seconds for e in of],
             text=["" if n < 0 else str(n) for n in shown],
             textfont_color=text,
             customdata=[(e.layer, e.expert) for e in of],

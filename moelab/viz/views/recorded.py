@@ -113,7 +113,7 @@ def replay(
 
 def seconds_of(run: Simulation) -> list[float]:
     """Of each decode step."""
-    return [of.end - of.start for of in decode_steps(run)]
+    return [of.seconds for of in decode_steps(run)]
 
 
 def decode_steps(run: Simulation) -> list[Forward]:

@@ -74,7 +74,7 @@ def scrub(found: Recorded) -> Scrub:
     words = [f"pass {i} " for i in range(len(run.forwards))]
     if found.ids:
         words = ["".join(found.words(found.ids)), *found.words(found.new)][: len(words)]
-    seconds = [] if found.trace else [end - start for start, end, *_ in run.forwards]
+    seconds = [] if found.trace else [one.seconds for one in run.forwards]
     return Scrub(found.name, states, words, seconds)
 
 

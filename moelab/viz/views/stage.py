@@ -119,6 +119,12 @@ class Stage:
             prefetching=prefetching,
         )
 
+    def scene(self, way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
+        """The theatre's data: `bandwidth` in MB/s, `token` counts decode steps from 0."""
+        of = predictor, distance
+        run, none = (self.play(name, *of, 1e6 * bandwidth) for name in (way, "none"))
+        return Scene(self, way, of, 1e6 * bandwidth, token, run, none)
+
 
 class Scene(NamedTuple):
     """What is seen: one way of prefetching, by a predictor at a distance, and one decode step of
@@ -150,18 +156,9 @@ class Scene(NamedTuple):
         """Seconds that each decode step waits."""
         waits = [event for event in self.simulation.events if event.kind == "wait"]
         return [
-            sum(event.end - event.start for event in waits if of.start <= event.start < of.end)
+            sum(event.seconds for event in waits if of.start <= event.start < of.end)
             for of in decode_steps(self.simulation)
         ]
-
-
-def scene(
-    stage: Stage, way: str, predictor: str, distance: int, bandwidth: float, token: int
-) -> Scene:
-    """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
-    of = predictor, distance
-    run, none = (stage.play(name, *of, bandwidth) for name in (way, "none"))
-    return Scene(stage, way, of, bandwidth, token, run, none)
 
 
 def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
@@ -275,9 +272,6 @@ def view_of(staged: Stage) -> View:
     rate = staged.bandwidth / 1e6
     predictors, distances = map(list, map(dict.fromkeys, zip(*staged.predictions)))
 
-    def compute(way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
-        return scene(staged, way, predictor, distance, 1e6 * bandwidth, token)
-
     controls = {
         "way": menu("prefetching", "hint", WAYS),
         "predictor": menu("predictor", predictors[0], predictors),
@@ -286,7 +280,7 @@ def view_of(staged: Stage) -> View:
         "token": slider("decode step", min(1, staged.last), 0, staged.last),
     }
     said = command("theatre", staged.found)
-    return Theatre("theatre", controls, compute, draw, rows, said, words, ("way", "token"))
+    return Theatre("theatre", controls, staged.scene, draw, rows, said, words, ("way", "token"))
 
 
 class Theatre(View):
