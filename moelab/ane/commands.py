@@ -64,7 +64,11 @@ def main(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what each system would take, and the plan of the fastest, or of the one asked for."""
-    spec, source = _source(args)
+    spec, identity = model_of(args.model)
+    calibration = None if args.calibration is None else Calibration.load(args.calibration)
+    if calibration is not None:  # a card has geometry, but no routers
+        calibration.require(calibration.model_id if cards.card_of(args.model) else identity, spec)
+    source = counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
     device = predict.DeviceModel.of(args.device)
     given = {name: of for name in PLANNING if (of := getattr(args, name)) is not None}
     plans = {of: make_plan(spec, **source | given | {"system": of}) for of in SYSTEMS}
@@ -144,16 +148,6 @@ def doctor(args: argparse.Namespace) -> int:
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
     status, _ = _compare(coreml_backend(converted, checkups), args, rounding)
     return max(status, int(any(checkup.complaints for checkup in checkups)))
-
-
-def _source(args: argparse.Namespace) -> tuple[MoESpec, Record]:
-    """(spec, what `make_plan` is told) of a card or, without reading its weights, of a
-    checkpoint."""
-    spec, identity = model_of(args.model)
-    calibration = None if args.calibration is None else Calibration.load(args.calibration)
-    if calibration is not None:  # a card has geometry, but no routers
-        calibration.require(calibration.model_id if cards.card_of(args.model) else identity, spec)
-    return spec, counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
 
 
 def counted(spec: MoESpec, calibration: Calibration | None = None) -> Record:

@@ -85,8 +85,8 @@ def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> lis
     return found
 
 
-def read_notebook(path: str | Path) -> Any:
-    """A notebook of nbformat; FileNotFoundError, or ValueError if it is none."""
+def tagged(path: str | Path, tag: str) -> list[Any]:
+    """The cells of a notebook that have a tag; FileNotFoundError, or ValueError if it is none."""
     # an optional package of jsonschema that takes seconds to import
     sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
@@ -97,7 +97,7 @@ def read_notebook(path: str | Path) -> Any:
             nbformat.validate(notebook, version=4)
         except nbformat.ValidationError as error:
             raise ValueError(error.message[:200]) from None
-        return notebook
+    return [of for of in notebook.cells if tag in of.metadata.get("tags", ())]
 
 
 def inspect(path: str | Path) -> dict[str, Parameter]:
@@ -114,11 +114,6 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
             kind = type(default).__name__ if kind == "None" else kind
             found[of.name] = Parameter(of.name, kind, default, of.help)
     return found
-
-
-def tagged(path: str | Path, tag: str) -> list[Any]:
-    """The cells of a notebook that have a tag."""
-    return [of for of in read_notebook(path).cells if tag in of.metadata.get("tags", ())]
 
 
 def check_parameters(path: str | Path, given: Record) -> Record:

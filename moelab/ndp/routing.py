@@ -58,12 +58,6 @@ class PromptRouting:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
         return counted(self.prefill, self.spec.E)
 
-    def by_popularity(self, ids: np.ndarray) -> np.ndarray:
-        """Choices [T, L, K] with each token's experts from most to least popular on other prompts,
-        "no expert" last."""
-        by = np.argsort(-looked_up(self.history, ids, -1), axis=-1, kind="stable")
-        return np.take_along_axis(ids, by, -1)
-
 
 def looked_up(table: np.ndarray, ids: np.ndarray, none: float) -> np.ndarray:
     """What a table [L, E] says of choices [T, L, K]: [T, L, K]; `none` of "no expert"."""

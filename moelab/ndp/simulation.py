@@ -201,7 +201,8 @@ class NDPRun:
         """[T, L] of tokens with experts ids [T, L, K] that are decoded one by one by a timeless system;
         each distinct situation is planned once. resident : bool [L, E], in GPU memory."""
         T, L, K = ids.shape
-        ids = self.routing.by_popularity(ids)
+        popular = looked_up(self.routing.history, ids, -1)  # on other prompts; "no expert" is last
+        ids = np.take_along_axis(ids, np.argsort(-popular, axis=-1, kind="stable"), -1)
         here, homes = looked_up(resident, ids, False), looked_up(self.home, ids, -1)
         rows = self.system.situations(homes.reshape(-1, K), here.reshape(-1, K), self.costs)
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)

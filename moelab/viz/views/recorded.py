@@ -64,11 +64,19 @@ class Recorded:
         tokens: int,
         generate: Callable[[list[int]], list[int]],
     ) -> Recorded:
-        """What an opened model does in `generate`, of a prompt's token ids to so many new ones."""
-        session = lm.moelab
-        ids = prompt_ids(lm, prompt)
+        """What an opened model does in `generate`, of a prompt's token ids to so many new ones.
+        ValueError: a text, and no tokenizer."""
+        session, ids = lm.moelab, prompt
+        if prompt is None:
+            ids = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer else [1, 2, 3, 4]
+        if isinstance(ids, str):
+            if lm.tokenizer is None:
+                raise ValueError(
+                    "the prompt is a text and the model has no tokenizer: give token ids"
+                )
+            ids = lm.tokenizer(ids)["input_ids"]
         before, first = deepcopy(session.residency), len(session.forwards)
-        new = generate(ids)
+        new = generate([*ids])
         run = session.run.since(first)
         policy = run.settings.policy
         flags = {"memory": session.budget, "cache": policy if isinstance(policy, str) else None}
@@ -79,7 +87,7 @@ class Recorded:
         usual = None, DEFAULT_POLICY, TOKENS
         flags = {name: value for name, value in flags.items() if value not in usual}
         opened = lm.name_or_path, flags, session.budget
-        return cls(run.settings.spec.name, run, before, ids, new, *opened, lm)
+        return cls(run.settings.spec.name, run, before, [*ids], new, *opened, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text, one by one; their numbers without a tokenizer."""
@@ -165,18 +173,6 @@ def recorded(
             "generate at least three tokens, or give a trace that has tokens in decode"
         )
     return found
-
-
-def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
-    """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no
-    tokenizer."""
-    if prompt is None:
-        prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer else [1, 2, 3, 4]
-    if not isinstance(prompt, str):
-        return [*prompt]
-    if lm.tokenizer is None:
-        raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
-    return lm.tokenizer(prompt)["input_ids"]
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:

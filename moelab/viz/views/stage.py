@@ -11,7 +11,7 @@ a prediction does to the routing of later layers, which is in the loss, but not 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,7 +26,6 @@ from moelab.base.progress import progress
 from moelab.base.records import Rows
 from moelab.base.specs import Event
 from moelab.base.table import ms
-from moelab.offloading.metrics import Forward
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import Prefetching, Simulation, machine_of
 from moelab.simulation.traced import GUESSES, guesses
@@ -145,11 +144,19 @@ class Scene(NamedTuple):
 
     @property
     def runs(self) -> dict[str, list[Event]]:
-        """The events of this step, without prefetching and so."""
-        return {
-            name: step_events(done.events, decode_steps(done)[self.token])
-            for name, done in {"none": self.none, self.title: self.simulation}.items()
-        }
+        """The events of this step, without prefetching and so; a read that began before is cut, one
+        that is read ahead is a "prefetch"."""
+        found = {}
+        for name, done in {"none": self.none, self.title: self.simulation}.items():
+            of = decode_steps(done)[self.token]
+            inside = [e for e in done.events if e.start < of.end and e.end > of.start]
+            found[name] = [
+                e._replace(
+                    start=max(e.start, of.start), end=min(e.end, of.end), kind=kind_of(e, inside)
+                )
+                for e in inside
+            ]
+        return found
 
     @property
     def stalls(self) -> list[float]:
@@ -159,20 +166,6 @@ class Scene(NamedTuple):
             sum(event.seconds for event in waits if of.start <= event.start < of.end)
             for of in decode_steps(self.simulation)
         ]
-
-
-def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
-    """What happens within a forward pass; a read that began before is cut, one that is read ahead
-    is a "prefetch"."""
-    inside = [event for event in events if event.start < forward.end and event.end > forward.start]
-    return [
-        event._replace(
-            start=max(event.start, forward.start),
-            end=min(event.end, forward.end),
-            kind=kind_of(event, inside),
-        )
-        for event in inside
-    ]
 
 
 def draw(found: Scene) -> Iterator[Figure]:
