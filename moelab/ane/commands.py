@@ -180,10 +180,6 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     from moelab.base.library import passages, token_count
 
     model = _model_of(backend.converted, args.checkpoint)
-    if model.tokenizer is None:
-        raise ValueError(
-            "this checkpoint has no tokenizer, so there are no prompts; put one beside its weights"
-        )
     each = -(-args.prompts // 2), args.tokens, token_count(model.tokenizer)
     texts = [*passages("prose", *each), *passages("code", *each)][: args.prompts]
     ids = [model.tokenizer(text)["input_ids"][: args.tokens] for text in texts]

@@ -20,6 +20,7 @@ from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun
+from moelab.recording import token_ids
 from moelab.simulation.costs import Machine
 from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Simulation, flat, simulate
@@ -66,17 +67,12 @@ class Recorded:
     ) -> Recorded:
         """What an opened model does in `generate`, of a prompt's token ids to so many new ones.
         ValueError: a text, and no tokenizer."""
-        session, ids = lm.moelab, prompt
+        session, given = lm.moelab, prompt
         if prompt is None:
-            ids = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer else [1, 2, 3, 4]
-        if isinstance(ids, str):
-            if lm.tokenizer is None:
-                raise ValueError(
-                    "the prompt is a text and the model has no tokenizer: give token ids"
-                )
-            ids = lm.tokenizer(ids)["input_ids"]
+            given = prompts("prose", 1, tokens=64)[0] if lm.tokenizer else [1, 2, 3, 4]
+        (ids,) = token_ids([given], lm.tokenizer)
         before, first = deepcopy(session.residency), len(session.forwards)
-        new = generate([*ids])
+        new = generate(ids)
         run = session.run.since(first)
         policy = run.settings.policy
         flags = {"memory": session.budget, "cache": policy if isinstance(policy, str) else None}
@@ -87,7 +83,7 @@ class Recorded:
         usual = None, DEFAULT_POLICY, TOKENS
         flags = {name: value for name, value in flags.items() if value not in usual}
         opened = lm.name_or_path, flags, session.budget
-        return cls(run.settings.spec.name, run, before, [*ids], new, *opened, lm)
+        return cls(run.settings.spec.name, run, before, ids, new, *opened, lm)
 
     def words(self, ids: Sequence[int]) -> list[str]:
         """Tokens as text, one by one; their numbers without a tokenizer."""
