@@ -20,9 +20,8 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.base.arguments import described
 from moelab.base.files import (
@@ -56,8 +55,7 @@ class NotebookFailed(RuntimeError):
         self.directory = directory
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One parameter of a notebook, as its parameters cell states it."""
 
     name: str
