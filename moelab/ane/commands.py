@@ -25,6 +25,8 @@ from typing import Any
 
 from moelab import cards
 from moelab.ane import predict
+from moelab.ane.backends import ConvertedBackend
+from moelab.ane.coreml.converted import MANIFEST, ConvertedModel
 from moelab.ane.coreml.ffn_graph import WEIGHTS
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.systems import SYSTEMS
@@ -109,7 +111,6 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def lint(args: argparse.Namespace) -> int:
-    from moelab.ane.coreml.converted import MANIFEST, ConvertedModel
     from moelab.ane.coreml.linter import lint as judge
 
     reports = []
@@ -126,15 +127,10 @@ def lint(args: argparse.Namespace) -> int:
 
 
 def parity(args: argparse.Namespace) -> int:
-    from moelab.ane.backends import ConvertedBackend
-    from moelab.ane.coreml.converted import ConvertedModel
-
     return _compare(ConvertedBackend(ConvertedModel(args.folder)), args)[0]
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from moelab.ane.backends import ConvertedBackend
-    from moelab.ane.coreml.converted import ConvertedModel
     from moelab.ane.device.mac import require_mac
     from moelab.ane.doctor import coreml_backend, diagnose, table
 
