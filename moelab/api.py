@@ -25,7 +25,7 @@ from moelab.base import registry
 from moelab.base.arguments import checked
 from moelab.base.files import beside
 from moelab.base.library import passages, token_count
-from moelab.base.records import Records
+from moelab.base.records import Record, Records
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
@@ -127,7 +127,7 @@ class OpenOptions(Offloading):
         return None if given is None else given.counts()
 
     @cached_property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Record:
         """What predictors are made of, files read, as far as it is given."""
         return parts_of(self.estimator, self.vectors, self.calibration)
 
@@ -257,7 +257,7 @@ def _check_predictors(prefetch: Any, speculate: Any, given: Collection[str]) -> 
         )
 
 
-def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> dict[str, Any]:
+def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> Record:
     """Of what is given, files or objects: the parts of predictors (`moelab.speculate.INGREDIENTS`).
     TypeError for what is neither."""
     estimator = _read("estimator", estimator, Estimator, Callable)

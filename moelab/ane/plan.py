@@ -25,6 +25,7 @@ import numpy as np
 
 from moelab.ane.systems import SYSTEMS, ANESystem, Unit, why_no_graph
 from moelab.base.files import absolute, write_text
+from moelab.base.records import Record
 from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.base.specs import MoESpec
@@ -138,12 +139,12 @@ class ANEPlan:
             "KV cache": kv_bytes(spec, context),
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """The plan as JSON has it, with its format."""
         return {"format": FORMAT} | asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> ANEPlan:
+    def from_dict(cls, fields: Record) -> ANEPlan:
         """The plan of `to_dict`, also after JSON; ValueError if it is incomplete, damaged or of
         another version."""
         found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
