@@ -280,12 +280,10 @@ class Reader(contextlib.AbstractContextManager):
             skip = offset % BLOCK
             ends = window[: BLOCK * (skip > 0)], window[BLOCK : 2 * BLOCK * (inner.stop < n)]
             views = [of for of in (ends[0], into[inner], ends[1]) if len(of)]
-            n = min(n, os.preadv(fd, views, offset - skip) - skip)
-            if n >= inner.start:
-                into[: inner.start] = ends[0][skip:]
-            if n > inner.stop:
-                into[inner.stop : n] = ends[1][: n - inner.stop]
-            return max(0, n)
+            read = os.preadv(fd, views, offset - skip) - skip
+            into[: inner.start] = ends[0][skip:]
+            into[inner.stop :] = ends[1][: n - inner.stop]
+            return min(n, max(0, read))
         end = min(skip + n, WINDOW)
         end = min(end, os.preadv(fd, [window[: aligned(end)]], offset - skip))
         n = max(0, end - skip)

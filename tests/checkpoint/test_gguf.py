@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 import moelab
 from moelab.checkpoint.checkpoint import Checkpoint
@@ -163,3 +164,21 @@ def test_a_store_of_it_is_the_same_model(tmp_path, kind):
     assert torch.equal(found, reference)
     with pytest.raises(StoreError, match="layout.json"):
         moelab.restore(store, tmp_path / "back")
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "BF16", "Q4_K"])
+def test_experts_lie_in_their_blocks_of_memory_as_in_those_of_the_file(tmp_path, monkeypatch, kind):
+    """And a token's sum does not depend on which of its experts are in memory, or come first."""
+    monkeypatch.setattr("moelab.checkpoint.experts.LARGE", 1)
+    path = tmp_path / "m.gguf"
+    qwen3moe(path, kind)
+    ids = torch.arange(12)[None]
+    for executor in ("exact", "fast"):
+        found = []
+        for memory in ("100%", "45%"):
+            with moelab.open_model(path, memory=memory, executor=executor, warm=False) as lm:
+                cache, logits = DynamicCache(config=lm.config), []
+                for token in ids.T if executor == "fast" else [ids[0]]:
+                    logits.append(lm(token[None], past_key_values=cache).logits)
+                found.append(torch.cat(logits, 1))
+        assert torch.equal(*found), executor

@@ -7,13 +7,17 @@ import errno
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
 
 from moelab.store import reader as reading
-from moelab.store.layout import ExpertStore, StoreError, run
+from moelab.store.codec import RAW
+from moelab.store.layout import Chunk, ExpertFiles, ExpertStore, StoreError, TensorEntry, run
 from moelab.store.reader import (
     Reader,
     StoreExperts,
@@ -95,6 +99,55 @@ def test_short_reads_are_continued(store, monkeypatch):
     with Reader(store, "buffered") as reader:
         chunks = reader.read(0, 2)
         equal(decode(chunks, chunks), 0, 2)
+
+
+class Plain(ExpertFiles):
+    """One expert of one tensor, which lies anywhere in a file, to be read anywhere."""
+
+    aligned, checksum = False, None
+
+    def __init__(self, file, offset, at, length):
+        planes = ((RAW, (Chunk(at, length, ""),)),)
+        entries = {"w": TensorEntry("U8", (length,), "", planes)}
+        self.layers = [SimpleNamespace(experts=[entries])]
+        self.folder, self._extent = file.parent, (file, offset, slice(at, at + length))
+
+    def stored_bytes(self, layer, expert, part):
+        return len(range(*self._extent[2].indices(1 << 40)))
+
+    def extents(self, parts):
+        file, offset, at = self._extent
+        yield file, offset, [memoryview(parts[0].data[at])]
+
+
+@pytest.fixture(scope="module")
+def noise(tmp_path_factory):
+    path = tmp_path_factory.mktemp("noise") / "noise.bin"
+    path.write_bytes(np.random.default_rng(0).bytes(4 << 20))
+    return path
+
+
+SIZES = st.sampled_from([0, 1, 2, 511, 512, 513, 4095, 4096, 4097]) | st.integers(0, 3 << 20)
+
+
+@pytest.mark.parametrize("mode", modes())
+@given(offset=SIZES, at=st.integers(0, 4095), length=SIZES)
+@example(offset=700, at=700, length=1 << 20)  # as it lies in its blocks
+@example(offset=512, at=0, length=512)
+@example(offset=1, at=513, length=511)
+def test_what_lies_unaligned_is_read_in_every_mode(noise, mode, offset, at, length):
+    whole = noise.read_bytes()
+    assume(length)
+    with Reader(Plain(noise, offset, at, length), mode) as reader:
+        memory = reader.buffer()
+        memory[:] = 7
+        if offset + length <= len(whole):
+            reader.read(0, 0, buffer=memory)
+            assert memory[at : at + length].tobytes() == whole[offset : offset + length]
+            assert (memory[:at] == 7).all() and (memory[at + length :] == 7).all()
+        else:
+            with pytest.raises(StoreError, match=f"cut off at byte {max(offset, len(whole)):,}"):
+                reader.read(0, 0, buffer=memory)
 
 
 @pytest.mark.parametrize("mode", modes())
