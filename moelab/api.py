@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,9 @@ from moelab.ane.coreml.converted import ConvertedModel
 from moelab.ane.opening import backend_for, open_beside, prompts_through
 from moelab.base import registry
 from moelab.base.arguments import checked
+from moelab.base.files import beside
 from moelab.base.library import passages, token_count
+from moelab.base.records import Record, Records
 from moelab.calibration import Calibration, calibrate
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
@@ -34,8 +36,7 @@ from moelab.fast.packing import DENSE
 from moelab.models import discover, eager, plugged
 from moelab.models.identity import identity
 from moelab.models.patches import Patches
-from moelab.offloading.budget import memory as budget
-from moelab.offloading.offload import Offloading, offload, option
+from moelab.offloading.offload import Offloading, offload
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.session import Session
 from moelab.speculate import (
@@ -58,105 +59,38 @@ from moelab.zipmoe.planner import auto_pools
 #: prompts by which default vectors are measured, if a predictor needs them and none are given
 PROMPTS = 4
 #: of an option in the docs, by what it needs
-MARKS = {"": "", "memory": "*", "ane": "**"}
+MARKS = {None: "", "memory": "*", "ane": "**"}
 #: what `prefetch` may be for loading on demand, and `speculate` for what the routers choose
 NONE = (None, "none")
 #: what `speculate` may be to run no router where the estimator has predicted (§6.4)
 ROUTER_FREE = "router-free"
+#: option → what it does, for the docs and the command line
+OPTIONS: Records = beside(__file__)
+#: reads a format on the command line
+rounding = checked(require_rounding)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenOptions(Offloading):
-    """How a model is opened: the one description of it, for `open_model`, the command line and the
-    docs. Making one checks it, before anything is opened.
+    """How a model is opened; api.toml is the one description of it, for `open_model`, the command line
+    and the docs. Making one checks it, before anything is opened.
 
     Raises ValueError: an unknown name, or options that exclude each other; TypeError: what is
     neither a name nor an object of the kind."""
 
-    memory: str | float | int | None = option(
-        None,
-        "for routed experts, the others stay on disk: bytes, 8GB, 50%% of them, or auto for what this "
-        "machine has left; by default all are in memory",
-        type=budget,
-        metavar="SIZE",
-    )
-    executor: Any = option(
-        "exact",
-        "what computes the experts, a name or a function: exact is transformers' own arithmetic, bit "
-        "for bit; fast is equal within the dtype's tolerance, and computes attention, norms, routers "
-        "and linear layers of single tokens by kernels of its own, too",
-        names="executor",
-    )
-    prefetch: Any = option(
-        "auto",
-        "what predicts which experts to load ahead: a name, a predictor, or what makes one of the "
-        "model; auto asks the next layer's router where it can be asked, none loads on demand; no bit "
-        "of the output changes, and it is on while it is faster",
-        "memory",
-        names="predictor",
-        also=("auto", "none"),
-    )
-    speculate: Any = option(
-        None,
-        "execute the experts that this predicts for the next layer, in decode steps, without waiting "
-        "for its router, so that what is loaded ahead is what runs; at a cost in accuracy that `moelab evaluate "
-        "--modes speculative:NAME` measures; router-free: the estimator's, and routers do not run",
-        names="predictor",
-        also=(ROUTER_FREE, "none"),
-    )
-    estimator: Any = option(
-        None,
-        "for the predictors estimator, hybrid and router-free, and with prefetch auto the one that is "
-        "asked: a file of `moelab train estimator`, or a `moelab.speculate.Estimator`",
-        metavar="FILE",
-    )
-    vectors: Any = option(
-        None,
-        "default vectors, for predictors that read the residual stream: a file of `moelab train "
-        "vectors`; by default the estimator's own, or measured on a few prompts",
-        metavar="FILE",
-    )
-    calibration: Any = option(
-        None,
-        "for executors with capacities, plan auto and the predictor static: counts of this very "
-        "model, a file of `moelab calibrate`; or a trace",
-        metavar="FILE",
-    )
-    dense: str | None = option(
-        None,
-        "with the executor fast: all other linear layers by copies of fewer bits, made when it is "
-        "opened and kept beside them; bf12 is lossless, the others round",
-        choices=DENSE,
-    )
-    quantize: str | None = option(
-        None,
-        "round the experts, once, to a store in the cache (data/cache, $MOELAB_CACHE), and open that: int8, fp8, "
-        "mxfp4, int4 or, each matrix to one of them within so many bits a weight, auto:4.5; a calibration "
-        "with inputs is looked at",
-        type=checked(require_rounding),
-        metavar="FORMAT",
-    )
-    experts: str = option(
-        "resident",
-        "external neither reads nor allocates the experts and supplies them one by one from the "
-        "checkpoint, slowly, until another source is plugged in (moelab.models.plug)",
-    )
-    ane: str | Path | None = option(
-        None,
-        "a folder of `moelab ane convert`: prompts run through its packages, by Core ML on a Mac and "
-        "elsewhere by an evaluator, and meanwhile the CPU computes the experts that the plan leaves to "
-        "it; it decodes, too, with experts read when they are needed, within --memory, by default what "
-        "the packages leave",
-        type=Path,
-        metavar="FOLDER",
-    )
-    overflow: str = option(
-        "prune",
-        "tokens beyond an expert's static capacity: prune drops them, pad launches the graph again",
-        "ane",
-        choices=OVERFLOW,
-    )
-    order: str = option("saliency", "which tokens prune drops first", "ane", choices=tuple(ORDERS))
+    memory: str | float | int | None = None
+    executor: Any = "exact"
+    prefetch: Any = "auto"
+    speculate: Any = None
+    estimator: Any = None
+    vectors: Any = None
+    calibration: Any = None
+    dense: str | None = None
+    quantize: str | None = None
+    experts: str = "resident"
+    ane: str | Path | None = None
+    overflow: str = "prune"
+    order: str = "saliency"
 
     def __post_init__(self) -> None:
         self._require_needed("memory", "for experts that are loaded when they are needed")
@@ -193,15 +127,15 @@ class OpenOptions(Offloading):
         return None if given is None else given.counts()
 
     @cached_property
-    def parts(self) -> dict[str, Any]:
+    def parts(self) -> Record:
         """What predictors are made of, files read, as far as it is given."""
         return parts_of(self.estimator, self.vectors, self.calibration)
 
     def _require_needed(self, needs: str, purpose: str) -> None:
         """ValueError for options without the one that they need; beside packages, experts are loaded
         when they are needed."""
-        of = [f for f in fields(self) if f.metadata["needs"] == needs]
-        given = [f.name for f in of if getattr(self, f.name) not in (f.default, None)]
+        of = [name for name, of in OPTIONS.items() if of.get("needs") == needs]
+        given = [n for n in of if getattr(self, n) not in (getattr(OpenOptions, n), None)]
         if given and self.ane is None and getattr(self, needs) is None:
             raise ValueError(f"{', '.join(given)}: {purpose}; give {needs}= (--{needs}), too")
 
@@ -274,8 +208,8 @@ def open_model(source: str | Path | ExpertStore | Checkpoint | None = None, **op
 open_model.__doc__ = "\n".join(
     [open_model.__doc__ or "", "", "    Options, those marked * with `memory` only, ** with `ane`:"]
     + [
-        f"    {f.name}{MARKS[f.metadata['needs']]} : {f.metadata['purpose']} [{f.default!r}]"
-        for f in fields(OpenOptions)
+        f"    {name}{MARKS[of.get('needs')]} : {of['purpose']} [{getattr(OpenOptions, name)!r}]"
+        for name, of in OPTIONS.items()
     ]
 )
 
@@ -323,7 +257,7 @@ def _check_predictors(prefetch: Any, speculate: Any, given: Collection[str]) -> 
         )
 
 
-def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> dict[str, Any]:
+def parts_of(estimator: Any = None, vectors: Any = None, calibration: Any = None) -> Record:
     """Of what is given, files or objects: the parts of predictors (`moelab.speculate.INGREDIENTS`).
     TypeError for what is neither."""
     estimator = _read("estimator", estimator, Estimator, Callable)

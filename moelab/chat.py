@@ -26,6 +26,7 @@ from moelab.advice.model import find_model
 from moelab.api import OpenOptions
 from moelab.base.errors import error_text
 from moelab.base.files import beside, writable
+from moelab.base.records import Record
 from moelab.base.registry import make, require
 from moelab.base.table import duration, size
 from moelab.conversation import Conversation
@@ -94,7 +95,7 @@ class Chat:
     tell = staticmethod(_tell)
     write = staticmethod(partial(print, end="", flush=True))
 
-    def __init__(self, lm: Any, max_new_tokens: int, options: dict[str, Any]) -> None:
+    def __init__(self, lm: Any, max_new_tokens: int, options: Record) -> None:
         self.lm, self.most, self.options = lm, max_new_tokens, options
         self.new()
         self.begin()
@@ -122,7 +123,7 @@ class Chat:
             return ""
         found = metrics([*session.timeline.since(events)], forwards)
         one, now = forwards[0], session.run.counters
-        said = f"{found.throughput or 0:.1f} tokens/s, the first after {one.end - one.start:.2f} s"
+        said = f"{found.throughput or 0:.1f} tokens/s, the first after {one.seconds:.2f} s"
         if asked := now.requests - requests:
             hits = 1 - (now.misses - misses) / asked
             read = size(found.read_bytes_per_token or 0)
@@ -182,7 +183,7 @@ class Chat:
         self.options["prefetch"] = name
 
     def replay(self, *changes: str) -> None:
-        how: dict[str, Any] = dict(change.partition("=")[::2] for change in changes)
+        how: Record = dict(change.partition("=")[::2] for change in changes)
         session = self.lm.moelab
         for name in how:
             require("setting", name, SETTINGS[session.divided is None :])
@@ -197,7 +198,7 @@ class Chat:
             how["prefetching"] = Prefetching(told[name], run.settings.spec.K)
         for of in (run, moelab.simulate(run, **how)):
             self.tell(
-                f"{of.kind}: {duration(sum(one.end - one.start for one in of.forwards))} in all, "
+                f"{of.kind}: {duration(sum(one.seconds for one in of.forwards))} in all, "
                 f"{summary_line(of.metrics())}"
             )
 

@@ -31,14 +31,14 @@ class KeptMetric(TypedDict):
 class MetricsFile(TypedDict):
     """metrics.json, or the baseline of a notebook."""
 
-    params: dict[str, Any]
+    params: Record
     seed: int
     metrics: dict[str, KeptMetric]
-    env: NotRequired[dict[str, Any]]
+    env: NotRequired[Record]
     seconds: NotRequired[Amount]
     peak_bytes: NotRequired[Count]
     figures: NotRequired[dict[str, dict[str, str]]]
-    takeaways: NotRequired[list[dict[str, Any]]]
+    takeaways: NotRequired[list[Record]]
     tables: NotRequired[dict[str, list[list[Any]]]]
 
 

@@ -24,15 +24,15 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moelab.api import OpenOptions, open_model
+from moelab.api import OPTIONS, OpenOptions, open_model
 from moelab.base import registry
-from moelab.base.arguments import described, whole
+from moelab.base.arguments import argument, described, whole
 from moelab.base.files import writable
 from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.opening import require_tokenizer
@@ -44,7 +44,7 @@ from moelab.parallel import VARIANTS, connect
 from moelab.parallel.opening import first_ranks, open_parallel, spread, variant_of
 
 #: options of `moelab.open_model` that the command has, those of them that several ranks take, too
-OPENING = {f.name: f for f in fields(OpenOptions) if f.metadata["flag"]}
+OPENING = {name: of for name, of in OPTIONS.items() if of.keys() - {"purpose", "needs"}}
 SHARED = ("executor", "dtype")
 #: further options of `generate` that the command has
 GENERATING = ("model", "prompt", "max_new_tokens", "drafts", "perfetto")
@@ -72,15 +72,13 @@ class Generation(Metrics):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    text = parser.add_mutually_exclusive_group().add_argument
-    text("--prompt", help="the text to go on from (default: a needle hidden in library text)")
-    text("--prompt-file", dest="prompt", type=_text, metavar="FILE", help="a file of this text")
+    described(__file__, "text")(parser.add_mutually_exclusive_group())
     described(__file__, "generate")(parser)
     add_opening(parser, 32)
     described(__file__, "ranks")(parser)
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -99,16 +97,17 @@ def add_opening(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.set_defaults(max_new_tokens=tokens)
     kinds = {}
     for name, of in OPENING.items():
-        flag, purpose = dict(of.metadata["flag"]), of.metadata["purpose"]
+        flag, default = dict(of), getattr(OpenOptions, name)
+        purpose, needs = flag.pop("purpose"), flag.pop("needs", "")
         if kind := flag.pop("names", None):
             offered = [known for known in registry.names(kind) if known not in NOT_OFFERED]
             flag |= {"choices": [*offered, *flag.pop("also", ())], "metavar": "NAME"}
             kinds[kind] = f"{kind}s:\n{registry.describe(kind, offered)}"
-        if needs := of.metadata["needs"]:
+        if needs:
             purpose = f"with --{needs}, {purpose}"
-        if of.default is not None:
-            purpose += f" (default: {of.default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **flag)
+        if default is not None:
+            purpose += f" (default: {default})"
+        parser.add_argument(f"--{name.replace('_', '-')}", help=purpose, **argument(flag))
     parser.epilog = "\n\n".join([parser.epilog or "", *kinds.values()])
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moelab.base.progress import progress
+from moelab.base.records import Record
 from moelab.checkpoint.opening import spec_of
 from moelab.models.forward import forward_info
 from moelab.models.greedy import greedy
@@ -112,9 +113,7 @@ def _pad(ids: list[list[int]], model: Any) -> tuple[Tensor, Tensor]:
     return padded(rows, pad), padded([torch.ones_like(row) for row in rows], 0)
 
 
-def run(
-    model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: dict[str, Any]
-) -> None:
+def run(model: Any, ids: Tensor, mask: Tensor, max_new_tokens: int, options: Record) -> None:
     """One batch through the model; ids, mask [B, S]."""
     if max_new_tokens == 0 and not model.config.is_encoder_decoder:
         # without the head: logits of all positions can be gigabytes
@@ -160,7 +159,7 @@ class _Recorder:
                     listen(layer.router, "router_inputs", layer.index)
                     listen(around[layer.index].entry, "residuals", layer.index)
 
-    def step(self, _: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def step(self, _: nn.Module, args: tuple, kwargs: Record) -> None:
         """A forward pass of a stack begins, with tokens [B, S]."""
         tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else args[0]
         tokens = tokens.cpu()

@@ -12,7 +12,6 @@ from moelab.experts.executor import Sorted
 from moelab.models import discover
 from moelab.offloading.prefetch_gate import ungated
 from moelab.speculate import Predictor
-from moelab.trace import DECODE
 from tests.models import tiny
 from tests.speculate.conftest import Oracle
 
@@ -199,7 +198,7 @@ def test_executing_the_truth_costs_nothing(folder, executor, memory):
     given = {"executor": executor, "memory": memory, "speculate": partial(Oracle, trace=trace)}
     with moelab.open_model(folder, **given) as lm:
         assert torch.equal(tokens(lm, 8), expected)
-        assert lm.moelab.speculation.recall(DECODE)[1:].min() == 1
+        assert lm.moelab.speculation.recall()[1:].min() == 1
 
 
 def test_experts_are_prefetched_unless_nobody_can_or_shall(folder, tmp_path):

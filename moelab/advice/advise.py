@@ -97,10 +97,10 @@ def advise(
             refused.append(error)
     if not answers:
         raise refused[0]
-    best, *others = sorted(answers, key=lambda one: one.best.tpot)
+    answers.sort(key=lambda one: one.best.tpot)
     ways = sorted((way for one in answers for way in one.ways), key=lambda way: way.tpot)
-    notes = [note for one in (best, *others) for note in one.notes] + [*map(str, refused)]
-    return replace(best, ways=tuple(ways), notes=tuple(dict.fromkeys(notes)))
+    notes = dict.fromkeys([*(note for one in answers for note in one.notes), *map(str, refused)])
+    return replace(answers[0], ways=tuple(ways), notes=tuple(notes))
 
 
 def _advise(
@@ -226,10 +226,8 @@ add_arguments = described(__file__)
 
 
 def main(args: argparse.Namespace) -> int:
-    given = vars(args)
-    found = advise(
-        **{name: of for name, of in given.items() if name not in ("main", "debug", "page")}
-    )
+    asked = {name: of for name, of in vars(args).items() if name not in ("main", "debug", "page")}
+    found = advise(**asked)
     print(found)
     if args.page:
         print(f"\nwritten to {write_text(args.page, calculator.page([found.asked]))}")

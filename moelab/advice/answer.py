@@ -54,9 +54,8 @@ class Advice:
     def steps(self) -> list[tuple[str, list[str], dict[str, Any]]]:
         """(command, what it takes, options) of what to run, in this order."""
         way, source = self.best, self.model.source
-        usual = {"cache": DEFAULT_POLICY, "prefetch": "router"}
-        given = way.options(self.model.stored)
-        options = {name: of for name, of in given.items() if of != usual.get(name)}
+        usual = ("cache", DEFAULT_POLICY), ("prefetch", "router")
+        options = dict(one for one in way.options(self.model.stored).items() if one not in usual)
         if way.form == "bf12":
             store = f"{Path(source).name}.bf12"
             return [
@@ -71,8 +70,7 @@ class Advice:
         """`steps` as a person types them."""
         return [
             " ".join(
-                ["moelab", command]
-                + [quote(name) for name in names]
+                ["moelab", command, *map(quote, names)]
                 + [f"--{name} {value}" for name, value in given.items()]
             )
             for command, names, given in self.steps
@@ -202,16 +200,20 @@ def conclude(
         the memory. What gives more than the best does so by 2 % at least."""
     ways = sorted(ways, key=lambda way: (way.tpot, not way.lossless))
     ways, short = (ways, []) if asked.on_card else fitting(asked.model, ways, asked.loss)
-    best = next((way for way in ways if way.within(asked.loss)), None)
-    if best is None:
+    allowed = [way for way in ways if way.within(asked.loss)]
+    if not allowed:
         raise asked.refusal()
-    few = [way for way in ways if not way.within(asked.loss)][:1]
-    forms = {way.form for way in ways if way.within(asked.loss)}
+    best, forms = allowed[0], {way.form for way in allowed}
+    few = [way for way in ways if way not in allowed][:1]
     richer = [way for way in elsewhere if way.form in forms and way.memory > asked.memory]
-    options = [(f"{size(way.memory)} of memory", way) for way in richer]
-    options = sorted(options, key=lambda one: one[1].tpot)[:1]
-    options += [(f"a {beyond(asked.device)[0]} twice as fast", faster(best))]
-    options += [(f"{way.form} experts, {way.loses}", way) for way in few]
+    options = [
+        *[
+            (f"{size(way.memory)} of memory", way)
+            for way in sorted(richer, key=lambda way: way.tpot)[:1]
+        ],
+        (f"a {beyond(asked.device)[0]} twice as fast", faster(best)),
+        *[(f"{way.form} experts, {way.loses}", way) for way in few],
+    ]
     gain = [(what, way) for what, way in options if way.tpot < 0.98 * best.tpot]
     notes = [*notes, *short]
     if 0 < asked.loss < math.inf and not any(way.loss for way in ways):

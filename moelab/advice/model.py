@@ -95,30 +95,21 @@ def find_model(model: str | Path | None) -> Model:
         home = from_hub(text, ["config.json", "hf_quant_config.json"])
     if (file := home / "config.json").is_file() and not any(path.glob("*.safetensors")):
         spec, config = _read_config(file, path.resolve().name if is_here else text)
-        found = Model(
-            text,
-            spec,
-            geometric_bytes(spec, config),
-            GUESSED,
-            most=_most(config),
-        )
+        found = Model(text, spec, geometric_bytes(spec, config), GUESSED, most=_most(config))
         return found if is_here else _to_download(found)
     from moelab.checkpoint.checkpoint import Checkpoint
 
     checkpoint = Checkpoint.at(model)
     folder, spec, store = checkpoint.folder, checkpoint.spec, checkpoint.store
+    stored, each = store and (store.quantized or store.codec), 0
     if checkpoint.gguf is not None:
         others, experts = checkpoint.gguf.divided(checkpoint.plan.expert_keys)
-        each = experts // (spec.L * spec.E)
-        most = _most(checkpoint.config)
-        return Model(str(folder), spec, others, "exact", folder, "gguf", most, expert=each)
-    others = sum(entry.nbytes for entry in checkpoint.tensors.values())
-    stored = None
-    if store is None:
-        others = max(others - spec.experts_bytes, 0)
+        stored, each = "gguf", experts // (spec.L * spec.E)
     else:
-        stored = store.quantized or store.codec
-    return Model(str(folder), spec, others, "exact", folder, stored, _most(checkpoint.config))
+        others = sum(entry.nbytes for entry in checkpoint.tensors.values())
+        others = others if store else max(others - spec.experts_bytes, 0)
+    most = _most(checkpoint.config)
+    return Model(str(folder), spec, others, "exact", folder, stored, most, expert=each)
 
 
 def _to_download(model: Model) -> Model:

@@ -10,20 +10,15 @@ import argparse
 
 from moelab.advice.neuron import KIND, SIZES, NeuronPlan, plan
 from moelab.base.arguments import described
-from moelab.base.files import write_json, write_text
+from moelab.base.files import beside, write_json, write_text
 from moelab.base.table import duration, filled, percent, size, text_table
 
 #: of the command line, what the plan does not depend on
-NOT_ASKED = ("main", "debug", "output", "python")
+NOT_ASKED = ("main", "debug", "command", "output", "python")
 
-HALVES = {"I": "I", "H": "H", "block": "the blocks"}
-#: router kind → NxD's class, and its arguments beyond the sizes; groups are the config's own
-ROUTERS = {
-    "softmax": ("RouterTopK", 'act_fn="softmax"'),
-    "topk-softmax": ("RouterTopK", 'act_fn="softmax", apply_act_fn_over_topk=True'),
-    "sigmoid": ("RouterTopK", 'act_fn="sigmoid"'),
-    "sigmoid-group": ("GroupLimitedRouter", "n_group=config.n_group, topk_group=config.topk_group"),
-}
+#: what a core's halves divide, in words; router kind → NxD's class, and its arguments beyond the
+#: sizes; groups are the config's own
+HALVES, ROUTERS, _ = beside(__file__).values()
 
 
 def python(made: NeuronPlan) -> str:
@@ -173,14 +168,7 @@ def table(made: NeuronPlan) -> str:
     return text_table(head, rows)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    command = commands.add_parser(
-        "plan",
-        help="degrees, blocks, memory and bounds of a model on NeuronCores",
-        description="Plan a model on NeuronCores; modelled, nothing runs on Neuron.",
-    )
-    described(__file__)(command)
+add_arguments = described(__file__, "arguments")
 
 
 def main(args: argparse.Namespace) -> int:

@@ -103,7 +103,7 @@ def resident_token(store: Path, beside: int) -> float:
         for one in torch.arange(TURNS * TOKENS)[:, None, None] % lm.config.vocab_size:
             others.sum()  # reads it; written lines would be in the token's way
             lm(input_ids=one, past_key_values=cache, use_cache=True)
-        seconds = np.array([end - start for start, end, *_ in lm.moelab.forwards])
+        seconds = np.array([one.seconds for one in lm.moelab.forwards])
     return float(np.median(seconds.reshape(TURNS, TOKENS)[1:], axis=1).min())
 
 

@@ -128,7 +128,7 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way:
         residency.begin(*step)
     run(slice(gone, first))
     timed = run(slice(first, None))
-    found, tpot = timed.metrics(), typical(end - start for start, end, *_ in timed.forwards)
+    found, tpot = timed.metrics(), typical(one.seconds for one in timed.forwards)
     return replace(
         way,
         hit_rate=timed.counters.hit_rate(),
@@ -138,6 +138,7 @@ def play(asked: Question, way: Way, costs: Costs, seen: Scene) -> Way:
     )
 
 
+@dataclass(eq=False)
 class Search:
     """Plays ways in the space: one of every form, then others until `SECONDS` are over.
 
@@ -147,29 +148,27 @@ class Search:
     kept : what was measured of the model.
     """
 
-    def __init__(
-        self,
-        asked: Question,
-        costs: Mapping[str, Costs],
-        seen: Scene,
-        kept: Kept,
-        seconds: float = SECONDS,
-    ) -> None:
-        self.asked, self.costs, self.seen, self.kept = asked, costs, seen, kept
+    asked: Question
+    costs: Mapping[str, Costs]
+    seen: Scene
+    kept: Kept
+    seconds: float = SECONDS
+
+    def __post_init__(self) -> None:
         self.found: list[Way] = []
         self.elsewhere: list[Way] = []
         self.left: list[str] = []
-        self.end = time.monotonic() + seconds
-        for form in progress(costs, "simulating", unit="forms"):
-            if way := self.within(asked.memory, form):
+        self.end = time.monotonic() + self.seconds
+        for form in progress(self.costs, "simulating", unit="forms"):
+            if way := self.within(self.asked.memory, form):
                 self.found.append(self.play(way))
         for way in progress(self.leaders(), "changing the fastest", unit="ways"):
             self.change(way)
         for way, part in progress(
             [*product(self.leaders(), PARTS)], "in other memory", unit="ways"
         ):
-            there = self.within(round(part * asked.memory), way.form)
-            if there and (way.lossless or asked.loss):
+            there = self.within(round(part * self.asked.memory), way.form)
+            if there and (way.lossless or self.asked.loss):
                 self.find(self.elsewhere, replace(there, cache=way.cache, prefetch=way.prefetch))
 
     def within(self, memory: int, form: str) -> Way | None:

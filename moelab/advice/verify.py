@@ -100,7 +100,7 @@ def run(
             ids = torch.tensor(own[: ids.numel()]).view(size)
         forwards(lm, ids)
         this = lm.moelab
-        seconds = [end - start for start, end, *_ in this.forwards]
+        seconds = [one.seconds for one in this.forwards]
         recall = [] if this.speculation is None else this.speculation.recall()
         known = [share for share in map(float, recall) if not math.isnan(share)]
         report = {
@@ -134,12 +134,12 @@ def _look(lm: Any, ids: Any, bandwidth: float) -> Record:
         first = len(this.forwards)
         forwards(lm, ids)
         found.append(this.run.since(first))
-    calm = min(found, key=lambda run: sum(end - begin for begin, end, *_ in run.forwards[1:]))
+    calm = min(found, key=lambda run: sum(one.seconds for one in run.forwards[1:]))
     itself = measured(lm, calm)
     often = replace(itself.machine, predict=fitted(this.run).predict)  # asked for in few tokens
-    late = [e.end - e.start - e.bytes / bandwidth for e in this.run.timeline if e.bytes]
+    late = [e.seconds - e.bytes / bandwidth for e in this.run.timeline if e.bytes]
     return {
-        "tpot": [end - begin for begin, end, *_ in calm.forwards[1:]],
+        "tpot": [one.seconds for one in calm.forwards[1:]],
         "profile": asdict(replace(itself, machine=often)),
         "late": max(median(late), 0.0) if late else 0.0,
     }

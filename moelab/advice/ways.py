@@ -78,9 +78,8 @@ class Way:
         it was published, which needs no memory of its own to be whole)."""
         options = {"executor": "fast"} | self._place
         if self.resident:
-            return (
-                options if self.form == AS_IS and stored is None else {"memory": "100%"} | options
-            )
+            whole = self.form == AS_IS and stored is None
+            return options if whole else {"memory": "100%"} | options
         unit, of = ("MB", 10**6) if self.budget >= 10**8 else ("kB", 10**3)
         options = {"memory": f"{self.budget // of}{unit}"} | options
         return options | {"cache": self.cache, "prefetch": self.prefetch or "none"}
@@ -90,10 +89,10 @@ class Way:
         """The options that say where to compute; none for the CPU."""
         if self.device == "cpu":
             return {}
-        shared = {"hybrid": self.hybrid} if self.hybrid else {}
-        return {"device": self.device} | (
-            {"host": f"{self.pinned // 10**6 + 1}MB"} | shared if self.pinned else {}
-        )
+        place = {"device": self.device}
+        if self.pinned:
+            place["host"] = f"{self.pinned // 10**6 + 1}MB"
+        return place | ({"hybrid": self.hybrid} if self.hybrid else {})
 
     @property
     def name(self) -> str:

@@ -25,6 +25,8 @@ from typing import Any
 
 from moelab import cards
 from moelab.ane import predict
+from moelab.ane.backends import ConvertedBackend
+from moelab.ane.coreml.converted import MANIFEST, ConvertedModel
 from moelab.ane.coreml.ffn_graph import WEIGHTS
 from moelab.ane.plan import ANEPlan, make_plan
 from moelab.ane.systems import SYSTEMS
@@ -64,7 +66,11 @@ def main(args: argparse.Namespace) -> int:
 
 def plan(args: argparse.Namespace) -> int:
     """Print what each system would take, and the plan of the fastest, or of the one asked for."""
-    spec, source = _source(args)
+    spec, identity = model_of(args.model)
+    calibration = None if args.calibration is None else Calibration.load(args.calibration)
+    if calibration is not None:  # a card has geometry, but no routers
+        calibration.require(calibration.model_id if cards.card_of(args.model) else identity, spec)
+    source = counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
     device = predict.DeviceModel.of(args.device)
     given = {name: of for name in PLANNING if (of := getattr(args, name)) is not None}
     plans = {of: make_plan(spec, **source | given | {"system": of}) for of in SYSTEMS}
@@ -105,7 +111,6 @@ def convert(args: argparse.Namespace) -> int:
 
 
 def lint(args: argparse.Namespace) -> int:
-    from moelab.ane.coreml.converted import MANIFEST, ConvertedModel
     from moelab.ane.coreml.linter import lint as judge
 
     reports = []
@@ -122,15 +127,10 @@ def lint(args: argparse.Namespace) -> int:
 
 
 def parity(args: argparse.Namespace) -> int:
-    from moelab.ane.backends import ConvertedBackend
-    from moelab.ane.coreml.converted import ConvertedModel
-
     return _compare(ConvertedBackend(ConvertedModel(args.folder)), args)[0]
 
 
 def doctor(args: argparse.Namespace) -> int:
-    from moelab.ane.backends import ConvertedBackend
-    from moelab.ane.coreml.converted import ConvertedModel
     from moelab.ane.device.mac import require_mac
     from moelab.ane.doctor import coreml_backend, diagnose, table
 
@@ -144,16 +144,6 @@ def doctor(args: argparse.Namespace) -> int:
     _, rounding = _compare(ConvertedBackend(converted, "fp16"), args)
     status, _ = _compare(coreml_backend(converted, checkups), args, rounding)
     return max(status, int(any(checkup.complaints for checkup in checkups)))
-
-
-def _source(args: argparse.Namespace) -> tuple[MoESpec, Record]:
-    """(spec, what `make_plan` is told) of a card or, without reading its weights, of a
-    checkpoint."""
-    spec, identity = model_of(args.model)
-    calibration = None if args.calibration is None else Calibration.load(args.calibration)
-    if calibration is not None:  # a card has geometry, but no routers
-        calibration.require(calibration.model_id if cards.card_of(args.model) else identity, spec)
-    return spec, counted(spec, calibration) | {"bytes_per_weight": WEIGHTS[args.weights] / 8}
 
 
 def counted(spec: MoESpec, calibration: Calibration | None = None) -> Record:
@@ -186,10 +176,6 @@ def _compare(backend: Any, args: argparse.Namespace, rounding: Any = None) -> tu
     from moelab.base.library import passages, token_count
 
     model = _model_of(backend.converted, args.checkpoint)
-    if model.tokenizer is None:
-        raise ValueError(
-            "this checkpoint has no tokenizer, so there are no prompts; put one beside its weights"
-        )
     each = -(-args.prompts // 2), args.tokens, token_count(model.tokenizer)
     texts = [*passages("prose", *each), *passages("code", *each)][: args.prompts]
     ids = [model.tokenizer(text)["input_ids"][: args.tokens] for text in texts]

@@ -10,8 +10,7 @@ judged by what the evaluator's fp16 makes of the same prompts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,8 +29,7 @@ SAME = 0.99
 ROUNDING = 3
 
 
-@dataclass(frozen=True, eq=False)
-class Parity:
+class Parity(NamedTuple):
     """What `parity` found, for n prompts."""
 
     backend: str

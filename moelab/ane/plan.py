@@ -25,6 +25,7 @@ import numpy as np
 
 from moelab.ane.systems import SYSTEMS, ANESystem, Unit, why_no_graph
 from moelab.base.files import absolute, write_text
+from moelab.base.records import Record
 from moelab.base.registry import require
 from moelab.base.schema import Amount, Count, Size, naming, parse_json, typed
 from moelab.base.specs import MoESpec
@@ -138,12 +139,12 @@ class ANEPlan:
             "KV cache": kv_bytes(spec, context),
         }
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """The plan as JSON has it, with its format."""
         return {"format": FORMAT} | asdict(self)
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> ANEPlan:
+    def from_dict(cls, fields: Record) -> ANEPlan:
         """The plan of `to_dict`, also after JSON; ValueError if it is incomplete, damaged or of
         another version."""
         found = fields.get("format") if isinstance(fields, dict) else type(fields).__name__
@@ -151,20 +152,18 @@ class ANEPlan:
             raise ValueError(
                 f"this is not a plan of format {FORMAT}, but {found!r}; make it again with make_plan"
             )
-        try:
-            plan = typed({name: value for name, value in fields.items() if name != "format"}, cls)
-            every = list(range(plan.spec.E))
-            if len(plan.layers) != plan.spec.L or any(
-                sorted(e for group in layer.groups for e in group.experts) != every
-                or len(layer.tiers.capacity) != plan.spec.E
-                or not {*layer.tiers.capacity} <= {*layer.tiers.levels}
-                for layer in plan.layers
-            ):
-                raise ValueError("its layers, groups or tiers are not those of its model")
-        except ValueError as error:
+        plan = typed({name: of for name, of in fields.items() if name != "format"}, cls, "the plan")
+        every = list(range(plan.spec.E))
+        if len(plan.layers) != plan.spec.L or any(
+            sorted(e for group in layer.groups for e in group.experts) != every
+            or len(layer.tiers.capacity) != plan.spec.E
+            or not {*layer.tiers.capacity} <= {*layer.tiers.levels}
+            for layer in plan.layers
+        ):
             raise ValueError(
-                f"this plan is damaged: {error}; make it again with make_plan"
-            ) from error
+                "the plan is damaged: its layers, groups or tiers are not those of its model; make it "
+                "again with make_plan"
+            )
         return plan
 
     def save(self, path: str | Path) -> Path:
@@ -244,10 +243,12 @@ def make_plan(
     """
     require("system", system, SYSTEMS)
     how, counts = SYSTEMS[system], np.asarray(counts, dtype=float)
-    if counts.shape != (spec.L, spec.E) or not 0 < bytes_per_weight < np.inf:
+    positive = group_size > 0 and 0 < bytes_per_weight < np.inf
+    if counts.shape != (spec.L, spec.E) or not positive:
         raise ValueError(
-            f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}; the counts must "
-            f"be of the {spec.L} MoE layers of {spec.E} experts of {spec.name}, the other positive"
+            f"counts are {list(counts.shape)}, bytes_per_weight {bytes_per_weight}, group_size "
+            f"{group_size}; the counts must be of the {spec.L} MoE layers of {spec.E} experts of "
+            f"{spec.name}, the others positive"
         )
     tiers = _tiers(how, chunk, capacity_tiers(counts, tokens, chunk, **tiering))
     expert_bytes = round(spec.expert_params * bytes_per_weight)

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,8 +111,7 @@ class Cost:
         return Cost(*(n * value for value in vars(self).values()))
 
 
-@dataclass(frozen=True)
-class Prefill:
+class Prefill(NamedTuple):
     """A modelled prefill: the whole prompt, all layers."""
 
     prompt: int

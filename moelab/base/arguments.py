@@ -75,7 +75,7 @@ def described(module: str, *sections: str) -> Callable[[Any], list[Action]]:
     def add(parser: Any) -> list[Action]:
         content = beside(module)
         return [
-            parser.add_argument(*flags.split(), **_options(of))
+            parser.add_argument(*flags.split(), **argument(of))
             for section in sections or content
             for flags, of in content[section].items()
         ]
@@ -83,7 +83,8 @@ def described(module: str, *sections: str) -> Callable[[Any], list[Action]]:
     return add
 
 
-def _options(told: Record) -> Record:
+def argument(told: Record) -> Record:
+    """What argparse takes, of a description as in `described`."""
     found = {
         key: resolve_name(of)
         if key in ("type", "choices", "default", "action") and ":" in str(of)

@@ -37,6 +37,12 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.expanduser(path)).absolute()
 
 
+def child_environment(*folders: Path) -> dict[str, str]:
+    """Of a Python process that is to import this moelab, from whatever folder, and from `folders`."""
+    found = (*map(str, folders), str(_ROOT), os.environ.get("PYTHONPATH"))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, found))}
+
+
 def shipped(name: str) -> Path:
     """A file or folder of the repository's data/, in a clone or where pip installed it."""
     data = _ROOT / "data"

@@ -69,6 +69,10 @@ class Event(NamedTuple):
     end: float
     bytes: int = 0
 
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
 
 @dataclass(frozen=True)
 class MoESpec:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moelab.base.files import child_environment
 from moelab.offloading.budget import ROOT, own_groups
 
 
@@ -78,8 +79,6 @@ def in_process(
     """The JSON object that a Python process prints as its last line, and "limit": whether the
     process and its page cache had so many bytes of memory, in words. RuntimeError with its last
     words if it fails or takes more than `timeout` seconds."""
-    here = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (here, os.environ.get("PYTHONPATH"))))
     with memory_limit(limit) as group:
         join = ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group.procs)]
         try:
@@ -88,7 +87,7 @@ def in_process(
                 capture_output=True,
                 text=True,
                 timeout=timeout,
-                env=os.environ | {"PYTHONPATH": path},
+                env=child_environment(),
             )
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"gave up after {timeout / 60:.0f} minutes") from None

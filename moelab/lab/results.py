@@ -223,11 +223,7 @@ def _plain(name: str, value: Any) -> float | int | str | bool:
     """`value` as JSON knows it: numpy and torch scalars become Python's."""
     if getattr(value, "size", 0) == 1 or getattr(value, "shape", None) == ():
         value = value.item()
-    if (
-        not isinstance(value, (bool, int, float, str))
-        or value in (math.inf, -math.inf)
-        or value != value
-    ):
+    if not isinstance(value, (int, float, str)) or value in (math.inf, -math.inf) or value != value:
         raise ValueError(
             f"{name!r} is {value!r}; it must be one finite number, text or truth value, so say in "
             "words what happened instead"

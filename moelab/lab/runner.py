@@ -20,15 +20,21 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moelab.base.arguments import described
-from moelab.base.files import CHECKOUT, absolute, remove_leftovers, results_root, write_text
+from moelab.base.files import (
+    CHECKOUT,
+    absolute,
+    child_environment,
+    remove_leftovers,
+    results_root,
+    write_text,
+)
 from moelab.base.records import Record
 from moelab.base.registry import near
-from moelab.base.schema import naming
+from moelab.base.schema import naming, typed
 from moelab.base.table import duration
 from moelab.comparison import resolved
 from moelab.lab.results import new_run_id, part_name
@@ -49,8 +55,7 @@ class NotebookFailed(RuntimeError):
         self.directory = directory
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """One parameter of a notebook, as its parameters cell states it."""
 
     name: str
@@ -78,8 +83,8 @@ def notebooks(names: list[str] | None = None, others: Iterable[str] = ()) -> lis
     return found
 
 
-def read_notebook(path: str | Path) -> Any:
-    """A notebook of nbformat; FileNotFoundError, or ValueError if it is none."""
+def tagged(path: str | Path, tag: str) -> list[Any]:
+    """The cells of a notebook that have a tag; FileNotFoundError, or ValueError if it is none."""
     # an optional package of jsonschema that takes seconds to import
     sys.modules.setdefault("rfc3987_syntax", None)
     import nbformat
@@ -90,7 +95,7 @@ def read_notebook(path: str | Path) -> Any:
             nbformat.validate(notebook, version=4)
         except nbformat.ValidationError as error:
             raise ValueError(error.message[:200]) from None
-        return notebook
+    return [of for of in notebook.cells if tag in of.metadata.get("tags", ())]
 
 
 def inspect(path: str | Path) -> dict[str, Parameter]:
@@ -107,11 +112,6 @@ def inspect(path: str | Path) -> dict[str, Parameter]:
             kind = type(default).__name__ if kind == "None" else kind
             found[of.name] = Parameter(of.name, kind, default, of.help)
     return found
-
-
-def tagged(path: str | Path, tag: str) -> list[Any]:
-    """The cells of a notebook that have a tag."""
-    return [of for of in read_notebook(path).cells if tag in of.metadata.get("tags", ())]
 
 
 def check_parameters(path: str | Path, given: Record) -> Record:
@@ -140,12 +140,7 @@ def convert(parameter: Parameter, value: Any) -> Any:
         value = read_literal(value)
     if base == "float" and type(value) is int or base == "bool" and value in (0, 1):
         value = KINDS[base](value)
-    if type(value) is not KINDS.get(base, type(value)):
-        raise ValueError(
-            f"parameter {parameter.name} is {value!r}; it must be of type {parameter.type}, "
-            f"for example {parameter.name}={parameter.default!r}"
-        )
-    return value
+    return typed(value, KINDS.get(base, Any), f"parameter {parameter.name}")
 
 
 def read_literal(text: str) -> Any:
@@ -192,7 +187,7 @@ def run_notebook(
         "MOELAB_HEADLESS": "1",
         "MOELAB_RUN_DIR": str(part),
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",
-        "PYTHONPATH": os.pathsep.join([str(path.parent), child_environment()["PYTHONPATH"]]),
+        "PYTHONPATH": child_environment(path.parent)["PYTHONPATH"],
     }
     error = execute(path, parameters, part, timeout, variables)
     failed = folder / "failed"
@@ -203,13 +198,6 @@ def run_notebook(
     write_text(part / "error.txt", error.strip() + "\n")
     os.replace(part, failed)
     raise NotebookFailed(path.stem, error, failed)
-
-
-def child_environment() -> dict[str, str]:
-    """Of a process that imports this moelab from the working folder of today, which paths in
-    parameters count from."""
-    path = os.pathsep.join(filter(None, [str(CHECKOUT or ""), os.environ.get("PYTHONPATH")]))
-    return os.environ | {"PYTHONPATH": path, "MOELAB_WARM": "0"}
 
 
 add_arguments = described(__file__, "one", "how")

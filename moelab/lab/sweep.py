@@ -59,7 +59,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from moelab.base.arguments import described
-from moelab.base.files import CHECKOUT, absolute, atomic, read_json, results_root, writable
+from moelab.base.files import (
+    CHECKOUT,
+    absolute,
+    atomic,
+    child_environment,
+    read_json,
+    results_root,
+    writable,
+)
 from moelab.base.journal import Journal
 from moelab.base.progress import progress
 from moelab.base.records import Record
@@ -72,7 +80,6 @@ from moelab.comparison import MetricsFile
 from moelab.lab import runner
 from moelab.lab.runner import (
     check_parameters,
-    child_environment,
     notebooks,
     read_literal,
     run_notebook,
@@ -115,7 +122,8 @@ def bench_point(name: str, point: Point) -> Record:
         path = Path(folder) / "found.json"
         given = [f"--output={path}", "--busy", *words(point)]  # a row says what disturbed it
         command = [sys.executable, "-m", "moelab", "bench", name, *given]
-        done = subprocess.run(command, env=child_environment(), capture_output=True, text=True)
+        how = {"env": child_environment() | {"MOELAB_WARM": "0"}, "capture_output": True}
+        done = subprocess.run(command, text=True, **how)
         if done.returncode:
             raise RuntimeError(f"bench {name} failed: {done.stderr.strip().rpartition(chr(10))[2]}")
         return {"metrics": {n: of for n, of in metrics_of(path).items() if of["value"] is not None}}

@@ -23,13 +23,8 @@ from __future__ import annotations
 def balance(T_w: float, T_g: float, T_n: float, T_a: float, K: int, N: int, S: int = 1) -> float:
     """E_g of Eq. 2, which is Eq. 1 at S = 1: experts to send to the GPU, a real number in [0, K].
 
-    0 where the GPU's side is the longer one without any expert, K where it is the shorter one with
+    The numbers are at least 1, the times above 0. 0 where the GPU's side is the longer one without any expert, K where it is the shorter one with
     all of them."""
-    if min(K, N, S) < 1 or min(T_w, T_g, T_n) <= 0:
-        raise ValueError(
-            f"no layer has K = {K}, N = {N}, S = {S}, T_w = {T_w}, T_g = {T_g}, T_n = {T_n} s: the "
-            "numbers are at least 1, the times above 0"
-        )
     right = (N + 1) * T_a + T_n * K - (S - 1) * T_a * N  # with all of E_g on the left
     if right <= 0:
         return 0.0

@@ -15,6 +15,7 @@ not divide (below 1 %)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -29,12 +30,12 @@ class NotSupported(ValueError):
     """This model does not fit this machine: the N.S. of the paper's Figs. 9 to 11."""
 
 
+@dataclass(eq=False)
 class Costs:
     """Times of one model on one machine."""
 
-    def __init__(self, spec: MoESpec, hardware: Hardware) -> None:
-        self.spec = spec
-        self.hardware = hardware
+    spec: MoESpec
+    hardware: Hardware
 
     def transfer(self, pieces: int = 1) -> float:
         """Seconds of sending an expert to the GPU over the link, in so many messages."""

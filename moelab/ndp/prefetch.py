@@ -6,7 +6,7 @@ as fit, in the paper's own ablation at most TopK (§IV-D); ours are those of the
 (`simulation.NDPRun.pays`). Not modelled: the "remaining critical experts" (§III-D, 2), of which
 nothing more is said.
 
-    counts [L, E] → resident, bool [L, E]       decode ids [D, L, K]
+    counts [L, E] → resident, bool [L, E]
 """
 
 from __future__ import annotations
@@ -27,9 +27,3 @@ def most_used(counts: np.ndarray, x: int) -> np.ndarray:
     mask = np.zeros(counts.shape, bool)
     np.put_along_axis(mask, np.argsort(-counts, axis=1, kind="stable")[:, :x], True, axis=1)
     return mask
-
-
-def hits(resident: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Which choices [D, L, K] are resident experts: bool [D, L, K]; "no expert" is not."""
-    padded = np.pad(resident, ((0, 0), (0, 1)))
-    return padded[np.arange(len(resident))[:, None], ids]

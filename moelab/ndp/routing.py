@@ -58,14 +58,11 @@ class PromptRouting:
         """Tokens of the prompt that chose each expert: int64 [L, E]."""
         return counted(self.prefill, self.spec.E)
 
-    def by_popularity(self, ids: np.ndarray) -> np.ndarray:
-        """Choices [T, L, K] with each token's experts from most to least popular on other prompts,
-        "no expert" last."""
-        popular = np.pad(self.history, ((0, 0), (0, 1)), constant_values=-1.0)
-        by = np.argsort(
-            -popular[np.arange(len(self.history))[:, None], ids], axis=-1, kind="stable"
-        )
-        return np.take_along_axis(ids, by, -1)
+
+def looked_up(table: np.ndarray, ids: np.ndarray, none: float) -> np.ndarray:
+    """What a table [L, E] says of choices [T, L, K]: [T, L, K]; `none` of "no expert"."""
+    padded = np.pad(table, ((0, 0), (0, 1)), constant_values=none)
+    return padded[np.arange(len(table))[:, None], ids]
 
 
 def counted(ids: np.ndarray, E: int) -> np.ndarray:

@@ -20,8 +20,8 @@ from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs
 from moelab.ndp.hardware import Hardware
 from moelab.ndp.plans import LayerStep, Plan, problem
-from moelab.ndp.prefetch import experts_that_fit, hits
-from moelab.ndp.routing import PromptRouting
+from moelab.ndp.prefetch import experts_that_fit
+from moelab.ndp.routing import PromptRouting, looked_up
 from moelab.ndp.systems import System
 
 
@@ -138,7 +138,7 @@ class NDPRun:
 
         resident : bool [K], which are on the GPU; None: those that it has now.
         """
-        held = hits(self.resident, ids[None, None])[0, layer] if resident is None else resident
+        held = np.append(self.resident[layer], False)[ids] if resident is None else resident
         there = np.flatnonzero(ids < self.costs.spec.E)
         by = there[np.argsort(-self.routing.history[layer, ids[there]], kind="stable")]
         return self._step(layer, ids[by].astype(int), np.ones(len(by), int), held[by], 1, True)
@@ -201,9 +201,9 @@ class NDPRun:
         """[T, L] of tokens with experts ids [T, L, K] that are decoded one by one by a timeless system;
         each distinct situation is planned once. resident : bool [L, E], in GPU memory."""
         T, L, K = ids.shape
-        ids = self.routing.by_popularity(ids)
-        here = hits(resident, ids)
-        homes = np.pad(self.home, ((0, 0), (0, 1)), constant_values=-1)[np.arange(L)[:, None], ids]
+        popular = looked_up(self.routing.history, ids, -1)  # on other prompts; "no expert" is last
+        ids = np.take_along_axis(ids, np.argsort(-popular, axis=-1, kind="stable"), -1)
+        here, homes = looked_up(resident, ids, False), looked_up(self.home, ids, -1)
         rows = self.system.situations(homes.reshape(-1, K), here.reshape(-1, K), self.costs)
         _, first, which = np.unique(rows, axis=0, return_index=True, return_inverse=True)
         steps = (self.decode_step(at[1], ids[at], here[at]) for at in zip(*divmod(first, L)))
@@ -242,7 +242,7 @@ def simulate(
     loading = run.begin_decode()
     if run.timeless:
         decode = float(run.decode_seconds(routing.decode, run.resident, seconds).sum())
-        run.hits = int(hits(run.resident, routing.decode).sum())
+        run.hits = int(looked_up(run.resident, routing.decode, False).sum())
     else:
         decode = sum(run.forward(number, seconds) for number in forwards)
     asked = int((routing.decode < routing.spec.E).sum())

@@ -41,6 +41,10 @@ class Forward(NamedTuple):
     python: float | None = None
 
     @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
     def kept(self) -> int:
         """Tokens without the drafts that were wrong."""
         return self.tokens - self.drafts + self.right

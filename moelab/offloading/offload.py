@@ -9,19 +9,17 @@ the experts' modules hand each call to the engine.
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moelab.base.arguments import whole
 from moelab.base.specs import ExpertKey
 from moelab.cache.policies import DEFAULT_POLICY
 from moelab.cache.pools import Pools
@@ -32,7 +30,6 @@ from moelab.checkpoint.experts import CheckpointStore
 from moelab.experts import AS_THEY_LIE
 from moelab.models import plug
 from moelab.offloading.budget import available, available_on, parse_budget
-from moelab.offloading.budget import memory as size
 from moelab.offloading.engine import Engine, EngineSource
 from moelab.offloading.heat import Heat
 from moelab.offloading.host import Host
@@ -49,101 +46,27 @@ from moelab.store.layout import ExpertStore
 from moelab.store.reader import Reader
 
 
-def option(default: Any, purpose: str, needs: str = "", **flag: Any) -> Any:
-    """A field of options.
-
-    purpose : what it does, for --help and the docs.
-    needs : the option without which it does nothing.
-    flag : what argparse takes, if `moelab generate` has it; `names` is a kind of the registry, and
-        `also` what may be said besides."""
-    return field(default=default, metadata={"purpose": purpose, "needs": needs, "flag": flag})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Offloading:
-    """How a model is offloaded."""
+    """How a model is offloaded; `moelab/api.toml` says what each option does."""
 
-    cache: Any = option(
-        DEFAULT_POLICY, "who is evicted: a name or a policy", "memory", names="cache"
-    )
-    scope: str = option("model", "one cache for the model, or one for each layer", "memory")
-    plan: Any = option(
-        None,
-        "what of a compressed store is kept in which state: pools, a plan of `zipmoe.planning`, a "
-        "function that finds one, or auto, by simulation with a calibration; by default whole experts",
-        "memory",
-        choices=["auto"],
-    )
-    workers: int = option(1, "threads that decompress", "memory", type=whole(1), metavar="N")
-    staging: int | None = option(
-        None,
-        "loads in flight; by default workers + 2, with speculate K + 2, on a GPU 2K, fewer if memory is "
-        "short",
-        "memory",
-    )
-    ahead: int | None = option(
-        0,
-        "experts that may be prefetched: in prefill all of the next layer's, in decode those that are "
-        "predicted; they are staged. None: up to K, as many as the staging has room for",
-        "memory",
-    )
-    compact: bool | str | None = option(
-        None,
-        "keep experts of few bits as they are, for kernels that multiply them so, where they are "
-        "otherwise unpacked once a load; kernels: only if kernels multiply all of them",
-        "memory",
-    )
-    scheduler: Any = option("default", "orders reads and decoding: a name or a function", "memory")
-    delays: Any = option(
-        None,
-        "seconds of an expert's parts on this machine, for plans and schedulers that ask for them, or a "
-        "function that measures them (by default `zipmoe.measure.quick_delays`)",
-        "memory",
-    )
-    mode: str = option(
-        "auto",
-        "how experts are read: auto, direct, buffered",
-        "memory",
-        metavar="NAME",
-    )
-    warm: bool = option(
-        True,
-        "read what was hot in earlier sessions with this model (counts of them are in the cache, "
-        "data/cache, $MOELAB_CACHE) as soon as it is open, behind all that is asked for",
-        "memory",
-        action=argparse.BooleanOptionalAction,
-    )
-    host: str | float | int = option(
-        "auto",
-        "beside a GPU, pinned memory of the CPU for experts that are not on it, as they are stored: "
-        "bytes, 48GB, 50%% of them, or auto for what this machine has left; others are read when they "
-        "are needed",
-        "memory",
-        type=size,
-        metavar="SIZE",
-    )
-    bandwidth: float | None = option(None, "bytes a second to which the disk is slowed", "memory")
-    verify: bool = option(True, "compare checksums of what is read for the first time", "memory")
-    hybrid: int = option(
-        0,
-        "threads that compute missing experts where they lie, in the CPU's memory, while others are sent: "
-        "of each layer, as many as ends soonest by what has been measured; beside a GPU those of one "
-        "token, without one (memory then holds all, and sends at bandwidth, if given) of prompts, too; "
-        "not with exact, as last bits differ",
-        "memory",
-        type=whole(1),
-        metavar="N",
-    )
-    device: str | torch.device | None = option(
-        None,
-        "where to compute: cpu (by default), or cuda, a GPU, whose memory --memory then is for",
-        metavar="NAME",
-    )
-    dtype: torch.dtype | str = option(
-        "auto",
-        "of the weights; auto: config.json's, or else the checkpoint's",
-        choices=("auto", "float32", "bfloat16", "float16"),
-    )
+    cache: Any = DEFAULT_POLICY
+    scope: str = "model"
+    plan: Any = None
+    workers: int = 1
+    staging: int | None = None
+    ahead: int | None = 0
+    compact: bool | str | None = None
+    scheduler: Any = "default"
+    delays: Any = None
+    mode: str = "auto"
+    warm: bool = True
+    host: str | float | int = "auto"
+    bandwidth: float | None = None
+    verify: bool = True
+    hybrid: int = 0
+    device: str | torch.device | None = None
+    dtype: torch.dtype | str = "auto"
 
     #: what will compute; whether predictions are executed; tokens that went to each expert, [L, E], if that is known
     executor = "exact"

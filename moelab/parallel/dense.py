@@ -41,7 +41,7 @@ def cut_dense(model: nn.Module, ranks: Exchange) -> None:
             part = sum(sizes[: ranks.rank]), sizes[ranks.rank], I
             _keep(module.gate_proj, *part)
             _keep(module.up_proj, *part)
-            _add_up(module.down_proj, *part, ranks, "feed-forward")
+            _add_up(module.down_proj, ranks, "feed-forward", *part)
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -77,24 +77,24 @@ def _cut_heads(name: str, module: Any, ranks: Exchange) -> None:
         _keep(getattr(module, own), ranks.rank * keys // W, max(keys // W, 1), keys)
     if keys:
         module.num_key_value_groups = n // max(keys // W, 1)
-    _add_up(module.o_proj, ranks.rank * n, n, heads, ranks, "attention")
+    _add_up(module.o_proj, ranks, "attention", ranks.rank * n, n, heads)
 
 
-def _keep(part: Any, first: int, n: int, of: int) -> None:
-    """Of a layer's outputs, or of a parameter, n of so many equal parts."""
+def _keep(part: Any, *which: int) -> None:
+    """Of a layer's outputs, or of a parameter, `which` as of `_narrow`."""
     for p in part.parameters() if isinstance(part, nn.Module) else [part]:
-        p.data = _narrow(p.data, 0, first, n, of)
+        p.data = _narrow(p.data, 0, *which)
 
 
 def _narrow(tensor: Tensor, dim: int, first: int, n: int, of: int) -> Tensor:
+    """n of so many equal parts, from the first on."""
     size = tensor.shape[dim] // of
     return tensor.narrow(dim, first * size, n * size).clone(memory_format=torch.contiguous_format)
 
 
-def _add_up(linear: Any, first: int, n: int, of: int, ranks: Exchange, label: str) -> None:
-    """Of a layer's inputs n of so many parts; its outputs are summed over ranks, of which one has
-    the bias."""
-    linear.weight.data = _narrow(linear.weight.data, 1, first, n, of)
+def _add_up(linear: Any, ranks: Exchange, label: str, *which: int) -> None:
+    """Of a layer's inputs `which`; its outputs are summed over ranks, of which one has the bias."""
+    linear.weight.data = _narrow(linear.weight.data, 1, *which)
     if linear.bias is not None and ranks.rank:
         linear.bias.data.zero_()
     linear.register_forward_hook(lambda _m, _args, y: ranks.all_reduce(y, label))

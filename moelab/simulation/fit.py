@@ -86,7 +86,7 @@ class _Compute:
         loaded = self._beside(events, routed)
         compute = [event for event in events if event.resource == "compute"]
         for before, event, after in zip([None, *compute], compute, [*compute[1:], None]):
-            seconds = event.end - event.start
+            seconds = event.seconds
             if event.kind == "wait" and event.expert >= 0:
                 since = max(loaded.get(event[2:4], event.end), event.start)
                 self.handover.append(max(event.end - since, 0.0))
@@ -115,7 +115,7 @@ class _Compute:
         for event in events:
             if event.resource == "host":
                 tokens = routed[event.layer][event.expert]
-                self.far[tokens].append(event.end - event.start)
+                self.far[tokens].append(event.seconds)
             elif event.resource != "compute":
                 loaded[event[2:4]] = max(event.end, loaded.get(event[2:4], 0.0))
         return loaded
@@ -139,10 +139,10 @@ def _delays(run: EngineRun, compute: _Compute, reads: bool) -> Delays:
     nbytes = 0
     for event in run.timeline:
         if event.bytes:
-            rates[event.kind].append((event.end - event.start) / event.bytes)
+            rates[event.kind].append(event.seconds / event.bytes)
             nbytes += event.bytes
         elif event.kind in DECODES:
-            decoding[event.kind] += event.end - event.start
+            decoding[event.kind] += event.seconds
             operations += event.kind != "decompress"
     if reads and not nbytes:
         raise ValueError(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.base.registry import require
 from moelab.models import MoELayer, discover, plugged
 from moelab.models.dialects import ROUTING
 from moelab.models.experts import named
@@ -62,8 +63,7 @@ class Speculation(Patches):
         self, model: nn.Module, predictor: Predictor, mode: str = "hint", prefill: bool = False
     ) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(MODES)}")
+        require("mode", mode, MODES)
         if mode == "router-free" and not isinstance(predictor, EstimatorPredictor):
             raise ValueError(
                 f"router-free needs the predictor 'estimator', which replaces routers; "
@@ -99,11 +99,9 @@ class Speculation(Patches):
             self._listen(True)
             self.push(patches.pop_all())
 
-    def recall(self, phase: int | None = None) -> Tensor:
-        """Share of the true experts that had been predicted, in one phase or both, [L]; NaN without
-        predictions."""
-        counts = self._counts.sum(1) if phase is None else self._counts[:, phase]
-        return counts[1].double() / counts[0]
+    def recall(self) -> Tensor:
+        """Share of the true experts that had been predicted, [L]; NaN without predictions."""
+        return self.hits.sum(0).double() / self.requests.sum(0)
 
     # ---------------------------------------------------------------------------------------------
     # hooks on the layers

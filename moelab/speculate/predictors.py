@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moelab.base.files import beside
 from moelab.base.registry import Entry, find
 from moelab.checkpoint.opening import spec_of
 from moelab.models import MoELayer
@@ -31,13 +32,7 @@ from moelab.trace import RoutingTrace
 #: (ids [T, K], weights [T, K])
 Prediction = tuple[Tensor, Tensor]
 #: what predictors are made of, as keyword arguments, and where it comes from
-INGREDIENTS = {
-    "vectors": "vectors= (--vectors FILE); `moelab train vectors MODEL FILE` measures them",
-    "estimator": "estimator= (--estimator FILE); `moelab train estimator MODEL FILE` trains one",
-    "choice": "choice=, which an estimator= of `moelab train estimator MODEL FILE` has",
-    "trace": "calibration= (--calibration FILE); `moelab calibrate MODEL FILE` counts one; or trace=",
-    "seed": "seed=, a whole number",
-}
+INGREDIENTS = beside(__file__)
 
 
 def takes(name: str) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,8 +45,7 @@ class Point(NamedTuple):
     loss: float  # mean KL divergence on the validation trace, nats
 
 
-@dataclass(frozen=True, eq=False)
-class Training:
+class Training(NamedTuple):
     """A trained estimator, with the weights of the point of lowest loss; `history` is Fig. 9's loss."""
 
     estimator: Estimator

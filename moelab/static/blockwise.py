@@ -19,11 +19,10 @@ other, and form every partial sum; what they would exchange is counted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +37,7 @@ SHARDINGS = ("H", "I", "block")
 CORES = 2  # physical ones of a logical NeuronCore
 
 
-@dataclass(frozen=True, eq=False)
-class BlockMap:
+class BlockMap(NamedTuple):
     block_to_expert: (
         Tensor  # int64 [N]; blocks that no token needs are the last expert's, as in the SDK
     )

@@ -183,8 +183,9 @@ class StaticExecutor(Executor):
         launched again, else at most `room` [E] of each expert, the most important ones."""
         if self.overflow == "pad":
             return routed
-        saliency = self.saliency[layer] if self.order in NEED_SALIENCY else room
-        if self.order in NEED_SALIENCY and len(saliency) != len(weights):
+        needed = self.order in NEED_SALIENCY
+        saliency = self.saliency[layer] if needed else room
+        if needed and len(saliency) != len(weights):
             raise ValueError(
                 f"layer {layer} runs {len(weights)} tokens, but the saliency kept for them is of "
                 f"{len(saliency)}: it must be recorded in the same forward pass, from all tokens of "

@@ -17,7 +17,7 @@ padding of NPUMoE's Table 3 (10–22 %, 32–37 %); the shipped small model drop
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ def capacity_tiers(
 
 
 def form_groups(
-    tiers: Tiers, counts: Any, size: int, experts: Iterable[int] | None = None
+    tiers: Tiers, counts: Any, size: int, experts: Collection[int] | None = None
 ) -> list[Group]:
     """Groups from the largest tier to the smallest, within a tier from hot to cold (NPUMoE §4.2,
     §4.3).
@@ -96,14 +96,9 @@ def form_groups(
     counts : [E], routings to each expert; equal ones in order of their ids.
     size : G, experts a group at most. experts : which experts to group; None for all.
     """
-    counts, E = np.asarray(counts, dtype=float), len(tiers.capacity)
-    if counts.shape != (E,) or size < 1:
-        raise ValueError(
-            f"counts must be [{E}], one number an expert, not {list(counts.shape)}, and a group "
-            f"holds at least one expert, not size={size}"
-        )
-    chosen = set(range(E) if experts is None else experts)
-    hot_first = [e for e in np.argsort(-counts, kind="stable").tolist() if e in chosen]
+    hot_first = np.argsort(-np.asarray(counts, dtype=float), kind="stable").tolist()
+    if experts is not None:
+        hot_first = [e for e in hot_first if e in experts]
     groups = []
     for level in tiers.levels:
         of_tier = [e for e in hot_first if tiers.capacity[e] == level]

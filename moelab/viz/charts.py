@@ -18,7 +18,7 @@ from moelab.base.specs import Event
 from moelab.viz import theme
 
 LOOKS = beside(__file__)
-GREY, EDGE, DASHED, NOTE = (LOOKS[name] for name in ("grey", "edge", "dashed", "note"))
+EDGE, DASHED, NOTE = (LOOKS[name] for name in ("edge", "dashed", "note"))
 #: ticks of a logarithmic axis
 ROUND = [digit * 10.0**power for power in range(-6, 7) for digit in (1, 2, 5)]
 Points = Sequence[tuple[float, float]]
@@ -42,16 +42,6 @@ def line_look(i: int) -> Record:
 def bar_look(i: int) -> Record:
     """The marker of the i-th series of bars: colour and pattern differ."""
     return {"color": theme.PALETTE[i % 8], "pattern": pattern(theme.PATTERNS[i % 8], size=6)}
-
-
-def point_look(i: int, size: int = 11) -> Record:
-    """The marker of the i-th series of points: colour and symbol differ."""
-    return {
-        "symbol": theme.MARKERS[i % 8],
-        "size": size,
-        "color": theme.PALETTE[i % 8],
-        "line": EDGE,
-    }
 
 
 def pattern(shape: str, colour: str = "white", **look: Any) -> Record:
@@ -87,9 +77,10 @@ def panels(
 def add_points(
     figure: Figure, points: Points, name: str, i: int, template: str, **how: Any
 ) -> None:
-    """Add points (x, y) in the look of the i-th series."""
+    """Add points (x, y) in the look of the i-th series: colour and symbol differ."""
     x, y = zip(*points) if points else ((), ())
-    look = {"mode": "markers", "marker": point_look(i), "hovertemplate": hover(template, name)}
+    marker = line_look(i)["marker"] | {"size": 11, "color": theme.PALETTE[i % 8], "line": EDGE}
+    look = {"mode": "markers", "marker": marker, "hovertemplate": hover(template, name)}
     figure.add_scatter(**{"x": x, "y": y, "name": name} | look | how)
 
 
@@ -172,13 +163,13 @@ def _add_work(
             continue
         edge = "#bbbbbb" if name == "wait" else "white"
         # a white one would hide it
-        edges = [colour if e.end - e.start < brief else edge for e in of]
+        edges = [colour if e.seconds < brief else edge for e in of]
         shown = [e.layer if numbers == "layers" else e.expert for e in of]
         figure.add_bar(
             y=[e.resource for e in of],
             base=[1e3 * (e.start - start) for e in of],
             name=(called or [name])[0],
-            x=[1e3 * (e.end - e.start) for e in of],
+            x=[1e3 * e.seconds for e in of],
             text=["" if n < 0 else str(n) for n in shown],
             textfont_color=text,
             customdata=[(e.layer, e.expert) for e in of],

@@ -9,25 +9,18 @@ the upper 16 bits are counted."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from moelab.base.files import beside
+from moelab.base.registry import require
 from moelab.store.bits import as_bytes, count
 from moelab.store.codecs import entropy
 
-
-class Format(NamedTuple):
-    """A float type in bits: its width, its exponent, and how much of its mantissa is counted."""
-
-    bits: int
-    exponent: int
-    mantissa: int
-
-
-#: float types by the names that safetensors gives them
-FORMATS = {name: Format(*bits) for name, bits in beside(__file__).items()}
+#: float type, by the name that safetensors gives it → bits: its width, its exponent, and how much of its
+#: mantissa is counted
+FORMATS = beside(__file__)
 
 
 def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:
@@ -35,12 +28,9 @@ def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:
 
     weights : contiguous CPU tensor, array or bytes-like object.
     dtype : what its bytes are, a key of `FORMATS`."""
-    if dtype not in FORMATS:
-        raise ValueError(
-            f"no float type {dtype!r}; the entropy analysis knows {', '.join(FORMATS)}"
-        )
+    require("float type", dtype, FORMATS)
     data = as_bytes(weights)
-    bits = FORMATS[dtype].bits
+    bits, *_ = FORMATS[dtype]
     words = (
         data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
     )

@@ -144,7 +144,7 @@ def best_pools(
             staging=staging,
             scheduler="default",
         )
-        return CachePlan(one, fmean(end - start for start, end, *_ in run.forwards))
+        return CachePlan(one, fmean(one.seconds for one in run.forwards))
 
     shown = progress(pools, "choosing pools") if len(pools) > 1 else pools
     return sorted(map(tried, shown), key=lambda one: one.seconds)

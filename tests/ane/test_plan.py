@@ -163,12 +163,13 @@ def test_what_does_not_fit_goes_to_the_cpu_and_says_why():
         (lambda: assumed_loads(SMALL, 16, skew="wild"), "no skew 'wild'"),
         (
             lambda: make_plan(SMALL, np.ones((2, 6)), 6, bytes_per_weight=0),
-            "bytes_per_weight 0; .* positive",
+            "bytes_per_weight 0, .* positive",
         ),
+        (lambda: make_plan(SMALL, np.ones((2, 6)), 6, group_size=0), "group_size 0; .* positive"),
         (lambda: make_plan(SMALL, np.ones((2, 6)), 6, slack=-1), "slack=-1"),
         (lambda: make_plan(SMALL, np.ones((2, 6)), 0), "tokens=0"),
         (lambda: ANEPlan.from_dict([]), "'list'; make it again"),
-        (lambda: ANEPlan.from_dict({"format": FORMAT}), "damaged: it lacks chunk, layers"),
+        (lambda: ANEPlan.from_dict({"format": FORMAT}), "the plan lacks chunk, layers"),
     ],
 )
 def test_bad_input_is_told(call, told):

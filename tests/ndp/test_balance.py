@@ -56,10 +56,3 @@ def test_equation_1_by_hand():
     assert residual(2 + 0.3 / 4.5, 3.0, 1.0, 1.0, 0.1, 8, 2) == pytest.approx(
         0
     )  # just above 2 balances, too
-
-
-@pytest.mark.parametrize("arguments", [{"N": 0}, {"K": 0}, {"S": 0}, {"T_w": 0.0}])
-def test_what_is_no_layer(arguments):
-    usual = {"T_w": 1.0, "T_g": 1.0, "T_n": 1.0, "T_a": 0.0, "K": 2, "N": 2, "S": 1}
-    with pytest.raises(ValueError, match="no layer has"):
-        balance(**(usual | arguments))

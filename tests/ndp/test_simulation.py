@@ -15,8 +15,8 @@ from moelab.ndp.assumptions import Assumptions
 from moelab.ndp.closed_form import layer_seconds
 from moelab.ndp.costs import Costs, NotSupported
 from moelab.ndp.plans import make_plan, problem
-from moelab.ndp.prefetch import experts_that_fit, hits, most_used
-from moelab.ndp.routing import PromptRouting, simulated_routing
+from moelab.ndp.prefetch import experts_that_fit, most_used
+from moelab.ndp.routing import PromptRouting, looked_up, simulated_routing
 from moelab.ndp.simulation import NDPRun, simulate
 from moelab.ndp.systems import PAPER, SYSTEMS, System
 from moelab.offloading.metrics import metrics
@@ -108,7 +108,7 @@ def test_prefetching_by_hand():
     for counts, chosen, found in ((routing.counts(), [0, 1], 3), (routing.history, [3, 4], 1)):
         mask = most_used(counts, 2)
         assert np.flatnonzero(mask[0]).tolist() == chosen
-        assert hits(mask, routing.decode).sum() == found
+        assert looked_up(mask, routing.decode, False).sum() == found
 
 
 def test_what_is_prefetched_pays():

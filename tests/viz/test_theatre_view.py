@@ -49,17 +49,17 @@ def test_right_predictions_hide_reads_and_wrong_ones_change_what_is_executed():
         assert new[0] == step[0] and [(layer, list(experts)) for layer, experts in new[1:]] == list(
             true.items()
         )
-    hint = theatre.scene(right, "hint", "mine", 1, 250e3, 2)
+    hint = right.scene("hint", "mine", 1, 0.25, 2)
     assert took(hint.simulation) < took(hint.none)
-    seen = theatre.scene(right, "speculative", "mine", 1, 250e3, 2)
+    seen = right.scene("speculative", "mine", 1, 0.25, 2)
     assert "the loss changes by +5.00 %" in theatre.words(seen)[0]
     assert right.bandwidth == pytest.approx(250e3)
-    slow = theatre.scene(right, "none", "mine", 1, 125e3, 2)
+    slow = right.scene("none", "mine", 1, 0.125, 2)
     assert took(slow.simulation) == took(slow.none) > took(hint.none)
 
 
 def test_stalls_and_events_are_those_of_each_step():
-    seen = theatre.scene(stage(TRUE), "hint", "mine", 1, 250e3, 4)
+    seen = stage(TRUE).scene("hint", "mine", 1, 0.25, 4)
     times = seconds_of(seen.simulation)
     assert len(seen.stalls) == len(times) == 5
     forwards = [forward for forward in seen.simulation.forwards if forward.phase == "decode"]

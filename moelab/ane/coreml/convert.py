@@ -22,7 +22,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,16 +140,19 @@ def possible(plan: ANEPlan, config: Any, context: int) -> tuple[ANEPlan, Attenti
 Task = tuple[Record, str, Callable[[Path], None], Callable[[Path], float] | None]
 
 
+@dataclass(eq=False)
 class _Source:
     """A checkpoint and what the plan wants of it."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, plan: ANEPlan, shape: AttentionShape | None, weights: str
-    ) -> None:
-        self.checkpoint, self.plan, self.shape, self.weights = checkpoint, plan, shape, weights
-        self.tensors = CheckpointExperts(checkpoint)
-        self.modules = [layer.seam for layer in plug(compat.meta_twin(checkpoint.config))]
-        self.activation = activation_of(self.modules[0]) if plan.graphs else None
+    checkpoint: Checkpoint
+    plan: ANEPlan
+    shape: AttentionShape | None
+    weights: str
+
+    def __post_init__(self) -> None:
+        self.tensors = CheckpointExperts(self.checkpoint)
+        self.modules = [layer.seam for layer in plug(compat.meta_twin(self.checkpoint.config))]
+        self.activation = activation_of(self.modules[0]) if self.plan.graphs else None
 
     def layer(self, layer: int) -> tuple[Record, list[Task]]:
         """A decoder layer's entry of the manifest, and the tasks that complete it."""

@@ -120,8 +120,12 @@ class Evaluator:
         def found(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return list(map(found, value))
-            # weights are widened for one operation: all would be four times the file
-            return self._constant(value) if fixed(value) else values[value.name]
+            if not fixed(value):
+                return values[value.name]
+            kept = constant(value)
+            # floats are widened for one operation: all would be four times the file
+            is_float = dtype(value) in FLOATS
+            return torch.from_numpy(np.array(kept)).to(self.dtype) if is_float else kept
 
         for op in self.package.ops:
             try:
@@ -145,10 +149,3 @@ class Evaluator:
             )
         tensor = tensor.to(self.dtype)
         return tensor.half().float() if self.mode == "fp16" and dtype(value) == "fp16" else tensor
-
-    def _constant(self, value: Any) -> Any:
-        """Floats as tensors in the working precision, all else as it is."""
-        found = constant(value)
-        if dtype(value) not in FLOATS:
-            return found
-        return torch.from_numpy(np.array(found)).to(self.dtype)

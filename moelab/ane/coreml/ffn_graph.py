@@ -12,9 +12,8 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +36,7 @@ ACTIVATIONS = {
 _SCRATCH = threading.RLock()
 
 
-@dataclass(frozen=True, eq=False)
-class Expert:
+class Expert(NamedTuple):
     """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [H], [I]; None
     where it has none."""
 

@@ -76,7 +76,11 @@ def lint(path: str | Path) -> Report:
     """Judge a saved package by all rules; raises what `read_package` raises."""
     package = read_package(path)
     values = [*package.function.inputs.values()]
-    found, size = [*_of_kinds(package.function)], package.weight_bytes
+    found, size = [], package.weight_bytes
+    for kind in {op.op_type: None for op in package.function.operations if op.op_type != "const"}:
+        rule, why = KNOWN.get(kind, ("unknown-op", f"nothing is known about {kind} on the ANE"))
+        if rule != "supported":
+            found.append((rule, kind, why))
     if size > MAX_GRAPH_MB * 1.01e6:  # the file aligns its entries
         limit = f"above {MAX_GRAPH_MB / 1e3:.2f} GB it fell back to the CPU on an M2 Ultra"
         found.append(("weight-size", "weights", f"{size / 1e9:.2f} GB in one graph; {limit}"))
@@ -99,14 +103,6 @@ def lint(path: str | Path) -> Report:
 
 #: (rule, where, what)
 Found = Iterator[tuple[str, str, str]]
-
-
-def _of_kinds(function: Any) -> Found:
-    for kind in {op.op_type: None for op in function.operations if op.op_type != "const"}:
-        unknown = "unknown-op", f"nothing is known about {kind} on the ANE"
-        rule, why = KNOWN.get(kind, unknown)
-        if rule != "supported":
-            yield rule, kind, why
 
 
 def _shape(value: Any) -> list[int | None]:

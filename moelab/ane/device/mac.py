@@ -9,7 +9,6 @@ own with a time limit."""
 from __future__ import annotations
 
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from moelab.ane.coreml.evaluator import Evaluator
 from moelab.ane.coreml.package import coremltools
-from moelab.base.files import atomic
+from moelab.base.files import atomic, child_environment
 from moelab.base.records import Record
 
 #: operation, "ane", "cpu" or "gpu", or "unknown" where the compute plan does not say, and how many
@@ -135,8 +134,6 @@ def probe(
 ) -> Record:
     """`examine` in a process of its own, which may crash or be ended after `timeout` seconds: then
     {"error": what went wrong, in words}."""
-    # Where this process imports moelab from, the other must, too.
-    paths = [str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH")]
     try:
         done = subprocess.run(
             [*command, str(package.resolve()), checksum],
@@ -144,7 +141,7 @@ def probe(
             text=True,
             timeout=timeout,
             check=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+            env=child_environment(),
         )
     except subprocess.TimeoutExpired:
         return {"error": f"did not load and predict within {timeout:g} s"}

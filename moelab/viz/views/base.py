@@ -18,6 +18,7 @@ import os
 import traceback
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property, partial
 from html import escape
 from typing import Any, NamedTuple
@@ -114,15 +115,16 @@ def several(label: str, values: Sequence[str], options: Sequence[str]) -> Contro
     )
 
 
+@dataclass(eq=False, repr=False)
 class View:
     """A picture that one plays with.
 
     name : of files that are saved.
     controls : argument of `compute` → its `Control`.
     compute : values → data.   draw : data → plotly figures, one below the other.
-    rows : data → dictionaries, one a row of the CSV.
+    rows_of : data → dictionaries, one a row of the CSV.
     command : values → the line for a shell that gives the same data.
-    words : data → (caption, the picture in words).
+    words_of : data → (caption, the picture in words).
     plays : controls that a page has, too: all that their values show is computed for it.
 
     Raises what `compute` and `draw` raise at the first values: an error must not hide in a widget.
@@ -131,23 +133,19 @@ class View:
     #: whether its controls are widgets; else the picture has its own
     controls_shown = True
 
-    def __init__(
-        self,
-        name: str,
-        controls: Mapping[str, Control],
-        compute: Callable[..., Any],
-        draw: Callable[[Any], Iterable[Figure]],
-        rows: Callable[[Any], list[Mapping[str, Any]]],
-        command: Callable[..., str],
-        words: Callable[[Any], tuple[str, str]],
-        plays: Sequence[str] = (),
-    ) -> None:
-        self.name, self.controls, self.plays = name, dict(controls), plays
-        self.compute, self.draw, self.command, self.words_of = compute, draw, command, words
-        self._rows = rows
+    name: str
+    controls: Mapping[str, Control]
+    compute: Callable[..., Any]
+    draw: Callable[[Any], Iterable[Figure]]
+    rows_of: Callable[[Any], list[Mapping[str, Any]]]
+    command: Callable[..., str]
+    words_of: Callable[[Any], tuple[str, str]]
+    plays: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self._quiet = False
         self.values: dict[str, Any] = {}
-        self.set(**{name: control.value for name, control in controls.items()})
+        self.set(**{name: control.value for name, control in self.controls.items()})
 
     def set(self, **values: Any) -> View:
         """Turn controls; ValueError for one that there is not, or a value that it cannot have. What
@@ -184,7 +182,7 @@ class View:
 
     def rows(self) -> list[Mapping[str, Any]]:
         """The numbers of the picture."""
-        return self._rows(self.data)
+        return self.rows_of(self.data)
 
     def csv(self) -> str:
         """The numbers of the picture as text with commas."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -51,25 +51,23 @@ ON_DISK = "experts on disk"
 class Point(NamedTuple):
     """A budget in bytes, mean seconds of a decode step, share of experts found in memory."""
 
-    memory: int
-    tpot: float
+    memory_bytes: int
+    tpot_s: float
     hit_rate: float
 
 
+@dataclass(eq=False)
 class Explorer:
     """A recorded run on one machine: simulates it within any budget, once."""
 
-    def __init__(self, found: Recorded, machine: Machine) -> None:
-        run = found.run
-        self.found, self.machine, self.spec, self.settings = (
-            found,
-            machine,
-            run.settings.spec,
-            run.settings,
-        )
-        pairs = [pair for layer in machine.delays.experts_bytes for pair in layer]
-        pairs = pairs or [(machine.delays.e_bytes, machine.delays.sm_bytes)]
-        e, sm = map(max, zip(*pairs))
+    found: Recorded
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        run, delays = self.found.run, self.machine.delays
+        self.settings, self.spec = run.settings, run.settings.spec
+        pairs = [pair for layer in delays.experts_bytes for pair in layer]
+        e, sm = map(max, zip(*(pairs or [(delays.e_bytes, delays.sm_bytes)])))
         full = aligned(self.spec.expert_bytes)
         self.sizes = (
             Sizes(full, aligned(e), aligned(sm)) if sm else Sizes(aligned(e or full), 0, 0, True)
@@ -92,8 +90,8 @@ class Explorer:
 
     def divide(self, memory: int) -> tuple[Any, int]:
         """Pools and staging, as `moelab.open_model` divides so much."""
-        settings = self.settings.workers, None
-        return divide(memory, self.sizes, self.spec.L, self.spec.E, None, "model", *settings)
+        spec, workers = self.spec, self.settings.workers
+        return divide(memory, self.sizes, spec.L, spec.E, None, "model", workers, None)
 
     def play(self, policy: str, memory: int) -> Point:
         """The run within a budget under a policy, from a cache as it is opened."""
@@ -157,14 +155,7 @@ def draw(found: Budgets) -> Iterator[Figure]:
 def rows(found: Budgets) -> Rows:
     """Every point of the picture."""
     return [
-        {
-            "policy": policy,
-            "memory_bytes": point.memory,
-            "tpot_s": point.tpot,
-            "hit_rate": point.hit_rate,
-            "kind": "simulated",
-            "machine": found.device,
-        }
+        {"policy": policy} | point._asdict() | {"kind": "simulated", "machine": found.device}
         for policy, points in found.curves.items()
         for point in points
     ]
@@ -172,10 +163,10 @@ def rows(found: Budgets) -> Rows:
 
 def words(found: Budgets) -> tuple[str, str]:
     source = found.explorer.found
-    best = min(found.at, key=lambda policy: (policy == BELADY, found.at[policy].tpot))
+    best = min(found.at, key=lambda policy: (policy == BELADY, found.at[policy].tpot_s))
     return (
         f"{source.name} on {found.device}, {size(found.memory)} for experts: with {best}, "
-        f"{duration(found.at[best].tpot)} a token and {found.at[best].hit_rate:.0%} of the experts "
+        f"{duration(found.at[best].tpot_s)} a token and {found.at[best].hit_rate:.0%} of the experts "
         f"found in memory. TPOT is the mean of decode steps (simulated; routing {source.how}).",
         "Above, TPOT falls as memory for experts grows, a line a policy; in the middle their hit "
         "rates rise; below, a bar of what takes the memory, hatched what stays on disk.",

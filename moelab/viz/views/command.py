@@ -27,6 +27,10 @@ from moelab.trace.reading import READERS
 from moelab.viz import theme, views
 from moelab.viz.views.recorded import TOKENS, TRACED, Recorded
 
+#: those that the command shows, and what predicts without being given anything
+VIEWS = [name for name in views.__all__ if name != "arena"]
+PREDICTORS = [name for name in registry.names("predictor") if not lacking(name)]
+
 
 def command(name: str, found: Recorded) -> Callable[..., str]:
     """What reproduces a view of a recorded run: values → a line for a shell."""
@@ -46,13 +50,7 @@ def _word(value: Any) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("view", choices=[name for name in views.__all__ if name != "arena"])
     described(__file__)(parser)
-    parser.add_argument(
-        "--prefetch",
-        choices=[name for name in registry.names("predictor") if not lacking(name)],
-        help="what predicts which experts to load ahead",
-    )
     parser.add_argument(
         "--tokens",
         type=whole(3),

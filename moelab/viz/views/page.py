@@ -19,6 +19,7 @@ from typing import Any
 
 import pandas
 
+from moelab.base.records import Record
 from moelab.base.table import format_value
 from moelab.bench.results import environment
 from moelab.viz import theme
@@ -43,7 +44,7 @@ def of_charts(view: Any) -> str:
     for every in THINNER:
         parts: dict[str, int] = {}
 
-        def places(of: dict[str, Any]) -> dict[str, int]:
+        def places(of: Record) -> dict[str, int]:
             return {name: parts.setdefault(json.dumps(of[name]), len(parts)) for name in of}
 
         steps = [_steps(view.controls[name], view.values[name], every) for name in view.plays]
@@ -76,7 +77,7 @@ def _steps(control: Any, value: Any, every: int) -> list[Any]:
     return [step for i, step in steps if step == value or i % every == 0]
 
 
-def whole(view: Any, content: dict[str, Any]) -> str:
+def whole(view: Any, content: Record) -> str:
     """A page: its heading, what it says, the command, who made it when, and what its script plays."""
     on = environment()
     words = {

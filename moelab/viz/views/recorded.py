@@ -20,6 +20,7 @@ from moelab.models.greedy import greedy
 from moelab.offloading.metrics import Forward
 from moelab.offloading.prefetch_gate import ungated
 from moelab.offloading.run import EngineRun
+from moelab.recording import token_ids
 from moelab.simulation.costs import Machine
 from moelab.simulation.routing import routing_of
 from moelab.simulation.simulator import Simulation, flat, simulate
@@ -64,9 +65,12 @@ class Recorded:
         tokens: int,
         generate: Callable[[list[int]], list[int]],
     ) -> Recorded:
-        """What an opened model does in `generate`, of a prompt's token ids to so many new ones."""
-        session = lm.moelab
-        ids = prompt_ids(lm, prompt)
+        """What an opened model does in `generate`, of a prompt's token ids to so many new ones.
+        ValueError: a text, and no tokenizer."""
+        session, given = lm.moelab, prompt
+        if prompt is None:
+            given = prompts("prose", 1, tokens=64)[0] if lm.tokenizer else [1, 2, 3, 4]
+        (ids,) = token_ids([given], lm.tokenizer)
         before, first = deepcopy(session.residency), len(session.forwards)
         new = generate(ids)
         run = session.run.since(first)
@@ -113,7 +117,7 @@ def replay(
 
 def seconds_of(run: Simulation) -> list[float]:
     """Of each decode step."""
-    return [of.end - of.start for of in decode_steps(run)]
+    return [of.seconds for of in decode_steps(run)]
 
 
 def decode_steps(run: Simulation) -> list[Forward]:
@@ -165,18 +169,6 @@ def recorded(
             "generate at least three tokens, or give a trace that has tokens in decode"
         )
     return found
-
-
-def prompt_ids(lm: Any, prompt: str | Sequence[int] | None) -> list[int]:
-    """The token ids of a prompt; of the default one, if it is None. ValueError: a text, and no
-    tokenizer."""
-    if prompt is None:
-        prompt = prompts("prose", 1, tokens=64)[0].text if lm.tokenizer else [1, 2, 3, 4]
-    if not isinstance(prompt, str):
-        return [*prompt]
-    if lm.tokenizer is None:
-        raise ValueError("the prompt is a text and the model has no tokenizer: give token ids")
-    return lm.tokenizer(prompt)["input_ids"]
 
 
 def _generate(lm: Any, prompt: str | Sequence[int] | None, tokens: int) -> Recorded:

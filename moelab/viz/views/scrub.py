@@ -7,6 +7,7 @@ player moves through them in the browser, so it needs no kernel, and a saved pag
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Sequence
 from copy import deepcopy
 from itertools import zip_longest
@@ -59,7 +60,7 @@ def scrub(found: Recorded) -> Scrub:
         for layer in range(spec.L):
             residency.begin(layer, dict.fromkeys(range(spec.E), 1))
     for forward, (here, steps) in enumerate(zip(states, run.steps)):
-        at = ahead.get(forward, set())
+        at = ahead[forward]
         residency.begin_forward(run.forwards[forward].phase)
         for state in (State.FULL, State.COMPRESSED, State.SM, State.E):
             for key in residency.resident(state):
@@ -73,7 +74,7 @@ def scrub(found: Recorded) -> Scrub:
     words = [f"pass {i} " for i in range(len(run.forwards))]
     if found.ids:
         words = ["".join(found.words(found.ids)), *found.words(found.new)][: len(words)]
-    seconds = [] if found.trace else [end - start for start, end, *_ in run.forwards]
+    seconds = [] if found.trace else [one.seconds for one in run.forwards]
     return Scrub(found.name, states, words, seconds)
 
 
@@ -86,25 +87,23 @@ def read_ahead(
     A layer is routed when its "other" ends. What is read after its experts have run is for the next
     pass."""
     begins = [forward.start for forward in forwards]
-    routed: dict[int, tuple[list[float], list[int]]] = {}  # layer → when, in which pass
+    routed: dict[int, list[tuple[float, int]]] = defaultdict(list)  # layer → when, in which pass
     computed: dict[tuple[int, int], float] = {}  # pass, layer → when its experts had run
     for event in sorted(events, key=lambda event: event.start):
         forward = bisect_right(begins, event.start) - 1
         if event.kind == "other" and event.layer >= 0 <= forward:
-            whens, passes = routed.setdefault(event.layer, ([], []))
-            whens.append(event.end)
-            passes.append(forward)
+            routed[event.layer].append((event.end, forward))
         elif event.kind == "expert":
             computed[forward, event.layer] = event.end
-    found: dict[int, set[tuple[int, int]]] = {}
+    found: dict[int, set[tuple[int, int]]] = defaultdict(set)
     for event in events:
-        if not event.kind.startswith("read") or event.layer not in routed:
+        if not event.kind.startswith("read"):
             continue
-        whens, passes = routed[event.layer]
-        after = bisect_right(whens, event.start)
-        demanded = after and event.start < computed.get((passes[after - 1], event.layer), 0.0)
+        passes = routed[event.layer]
+        after = bisect_right(passes, (event.start, len(forwards)))
+        demanded = after and event.start < computed.get((passes[after - 1][1], event.layer), 0.0)
         if not demanded and after < len(passes):
-            found.setdefault(passes[after], set()).add((event.layer, event.expert))
+            found[passes[after][1]].add((event.layer, event.expert))
     return found
 
 

@@ -11,9 +11,9 @@ a prediction does to the routing of later layers, which is in the loss, but not 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from statistics import fmean, median
@@ -26,7 +26,6 @@ from moelab.base.progress import progress
 from moelab.base.records import Rows
 from moelab.base.specs import Event
 from moelab.base.table import ms
-from moelab.offloading.metrics import Forward
 from moelab.simulation.costs import Machine
 from moelab.simulation.simulator import Prefetching, Simulation, machine_of
 from moelab.simulation.traced import GUESSES, guesses
@@ -54,6 +53,7 @@ WINDOW = 96
 Predicted = list[dict[int, list[int]]]
 
 
+@dataclass(eq=False)
 class Stage:
     """One recorded generation and its predictions: plays every way of prefetching, once.
 
@@ -63,15 +63,13 @@ class Stage:
         without a tokenizer.
     """
 
-    def __init__(
-        self,
-        found: Recorded,
-        predictions: Mapping[tuple[str, int], tuple[Predicted, float]],
-        losses: Mapping[tuple[str, int], float],
-        machine: Machine,
-    ) -> None:
-        self.found, self.predictions, self.losses = found, predictions, losses
-        self.machine, self.settings, self.run = machine, found.run.settings, found.run
+    found: Recorded
+    predictions: Mapping[tuple[str, int], tuple[Predicted, float]]
+    losses: Mapping[tuple[str, int], float]
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        self.run, self.settings = self.found.run, self.found.run.settings
         phases = [forward.phase for forward in self.run.forwards]
         self.warm = phases.index("decode")
         self.last = phases.count("decode") - 1
@@ -120,6 +118,12 @@ class Stage:
             prefetching=prefetching,
         )
 
+    def scene(self, way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
+        """The theatre's data: `bandwidth` in MB/s, `token` counts decode steps from 0."""
+        of = predictor, distance
+        run, none = (self.play(name, *of, 1e6 * bandwidth) for name in (way, "none"))
+        return Scene(self, way, of, 1e6 * bandwidth, token, run, none)
+
 
 class Scene(NamedTuple):
     """What is seen: one way of prefetching, by a predictor at a distance, and one decode step of
@@ -140,43 +144,28 @@ class Scene(NamedTuple):
 
     @property
     def runs(self) -> dict[str, list[Event]]:
-        """The events of this step, without prefetching and so."""
-        return {
-            name: step_events(done.events, decode_steps(done)[self.token])
-            for name, done in {"none": self.none, self.title: self.simulation}.items()
-        }
+        """The events of this step, without prefetching and so; a read that began before is cut, one
+        that is read ahead is a "prefetch"."""
+        found = {}
+        for name, done in {"none": self.none, self.title: self.simulation}.items():
+            of = decode_steps(done)[self.token]
+            inside = [e for e in done.events if e.start < of.end and e.end > of.start]
+            found[name] = [
+                e._replace(
+                    start=max(e.start, of.start), end=min(e.end, of.end), kind=kind_of(e, inside)
+                )
+                for e in inside
+            ]
+        return found
 
     @property
     def stalls(self) -> list[float]:
         """Seconds that each decode step waits."""
         waits = [event for event in self.simulation.events if event.kind == "wait"]
         return [
-            sum(event.end - event.start for event in waits if of.start <= event.start < of.end)
+            sum(event.seconds for event in waits if of.start <= event.start < of.end)
             for of in decode_steps(self.simulation)
         ]
-
-
-def scene(
-    stage: Stage, way: str, predictor: str, distance: int, bandwidth: float, token: int
-) -> Scene:
-    """The theatre's data: `bandwidth` in bytes/s, `token` counts decode steps from 0."""
-    of = predictor, distance
-    run, none = (stage.play(name, *of, bandwidth) for name in (way, "none"))
-    return Scene(stage, way, of, bandwidth, token, run, none)
-
-
-def step_events(events: Sequence[Event], forward: Forward) -> list[Event]:
-    """What happens within a forward pass; a read that began before is cut, one that is read ahead
-    is a "prefetch"."""
-    inside = [event for event in events if event.start < forward.end and event.end > forward.start]
-    return [
-        event._replace(
-            start=max(event.start, forward.start),
-            end=min(event.end, forward.end),
-            kind=kind_of(event, inside),
-        )
-        for event in inside
-    ]
 
 
 def draw(found: Scene) -> Iterator[Figure]:
@@ -276,9 +265,6 @@ def view_of(staged: Stage) -> View:
     rate = staged.bandwidth / 1e6
     predictors, distances = map(list, map(dict.fromkeys, zip(*staged.predictions)))
 
-    def compute(way: str, predictor: str, distance: int, bandwidth: float, token: int) -> Scene:
-        return scene(staged, way, predictor, distance, 1e6 * bandwidth, token)
-
     controls = {
         "way": menu("prefetching", "hint", WAYS),
         "predictor": menu("predictor", predictors[0], predictors),
@@ -287,7 +273,7 @@ def view_of(staged: Stage) -> View:
         "token": slider("decode step", min(1, staged.last), 0, staged.last),
     }
     said = command("theatre", staged.found)
-    return Theatre("theatre", controls, compute, draw, rows, said, words, ("way", "token"))
+    return Theatre("theatre", controls, staged.scene, draw, rows, said, words, ("way", "token"))
 
 
 class Theatre(View):
