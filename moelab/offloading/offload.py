@@ -343,7 +343,7 @@ class Memory:
         """As `divided`, when the model is there, by which a plan may be found."""
         how, others = self.how, self.store.weights_bytes
         other = Memory.divided(self.store, budget, how, own + others)
-        if callable(how.plan) and other.sizes.sm:
+        if callable(how.plan) and other.sizes.e:
             other = replace(other, pools=how.plan(model, other, delays))
         return other
 
