@@ -179,13 +179,15 @@ def words(found: Record) -> tuple[str, str]:
         said += f"reading {next_best['MB a token']:.3g} MB. "
     others = [name for name in rows if not is_ours(name)]
     beside = [*others[:1], *[name for name in others[1:] if name.startswith("llama.cpp")][:1]]
+    if beside and found["as it is"] not in found["asked"]:
+        said += f"Others, on {found['as it is']}: "
     for name in beside:
         ratio = one["TPOT s"] / rows[name]["TPOT s"]
-        said += f"{name}, {found['as it is']}: {1e3 * rows[name]['TPOT s']:.3g} ms; ours takes {ratio:.2f} × that. "
+        said += f"{name}: {1e3 * rows[name]['TPOT s']:.3g} ms; ours takes {ratio:.2f} × that. "
     if not beside:
         said += "Other engines: not measured so. "
     if found["missing"]:
-        said += f"Not measured in so little memory: {', '.join(found['missing'])}. "
+        said += f"Not measured in so little memory: {'; '.join(found['missing'])}. "
     return f"{said}Measured; medians, whiskers p10 to p90.", ALT
 
 
