@@ -14,7 +14,7 @@ Experts of a GGUF file stay in the bits of the file, where a parameter is rows o
 
 A checkpoint has no checksums, so what is read is not verified, but of GGUF (`gguf.Sums`); its
 headers and that it is complete were checked before. A file that changes while it is open is noticed.
-A store adds compression and reads past the page cache."""
+A store adds compression."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -38,10 +39,15 @@ from moelab.store.bits import as_bytes
 from moelab.store.codec import RAW, Codec
 from moelab.store.headers import NAMES, Shape, Stored, Tensors
 from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
-from moelab.store.reader import Chunks, StoreExperts
+from moelab.store.reader import BLOCK, Chunks, StoreExperts
 
+LARGE = (
+    1 << 18
+)  # bytes from which on a parameter lies in its blocks of memory as in those of the file
 #: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
 Piece = tuple[str, int, torch.Tensor]
+#: how an expert is read: its files, what is read to which bytes as it is, what is converted
+Plan = tuple[list[Path], list[tuple[Stored, slice]], list["ParameterSource"]]
 
 
 @dataclass(frozen=True)
@@ -202,19 +208,25 @@ class CheckpointStore(ExpertFiles):
         self.spec = checkpoint.spec
         self.folder = checkpoint.folder
         plan = checkpoint.plan
+        self._plans: dict[tuple[int, int], Plan] = {}  # of experts that were read
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
             few = packed if checkpoint.gguf else plan.quantizer is not None
             forms = self._few_bits(index) if few else {}
+            first = {source.name: source for source in expert_sources(checkpoint, index, 0)}
             entries = {}
             at = 0
             for name, shape in shapes(layer.experts).items():
                 codec = forms.get(name, RAW)
                 length = codec.nbytes(shape, NAMES[dtype])
+                if length >= LARGE and self._straight(first[name], codec):
+                    (part, *_), *_ = (of.parts for of in first[name].stored.values())
+                    skip = part.begin % BLOCK
+                    at += skip if codec.few_bits or skip % 64 == 0 else 0
                 planes = ((codec, (Chunk(at, length, ""),)),)
                 entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
-                at += aligned(length)
+                at = aligned(at + length)
             tensors = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
             self.layers.append(CheckpointLayer(tensors, [entries] * layer.E))
         decoded = 6 if checkpoint.gguf else 2  # fp32 before and after it is put together
@@ -268,40 +280,53 @@ class CheckpointStore(ExpertFiles):
 
     def extents(self, parts: list[Chunks]) -> Iterator[Extent]:
         """As of `ExpertStore`: of each tensor; what is not as it is kept is converted after the last
-        of it has been read."""
+        of it has been read. What is read for the first time is checked."""
         chunks = parts[0]
-        for source in expert_sources(self.checkpoint, chunks.layer, chunks.expert):
+        key = chunks.layer, chunks.expert
+        files, straight, others = plan = self._plans.get(key) or self._plan(*key)
+        check = self.verify and key not in self._plans
+
+        def extent(stored: Stored, memory: np.ndarray) -> Iterator[Extent]:
+            yield stored.file, stored.begin, [memoryview(memory)]
+            if check:
+                self.checkpoint.check(stored, memory)
+
+        self.checkpoint.require_unchanged(*files)
+        for stored, at in straight:
+            yield from extent(stored, chunks.data[at])
+        for source in others:
             codec, (target,) = chunks.plane(source.name, 0)
-            straight = self._straight(source, codec)
-            at = 0
-            read: dict[str, list[torch.Tensor]] = {}
+            read = {of: [part.empty() for part in it.parts] for of, it in source.stored.items()}
             for pattern, entry in source.stored.items():
-                read[pattern] = []
-                for stored in entry.parts:
-                    self.checkpoint.require_unchanged(stored.file)
-                    end = at + stored.nbytes
-                    into = torch.from_numpy(target[at:end]) if straight else stored.empty()
-                    memory = as_bytes(into, writable=True)
-                    yield stored.file, stored.begin, [memoryview(memory)]
-                    if self.verify:
-                        self.checkpoint.check(stored, memory)
-                    read[pattern].append(into)
-                    at = end
-            if straight:
-                continue
+                for stored, into in zip(entry.parts, read[pattern]):
+                    yield from extent(stored, as_bytes(into, writable=True))
             if codec.few_bits and self.checkpoint.gguf is not None:
                 rows = [entry.join(read[pattern]) for pattern, entry in source.stored.items()]
                 target[:] = fewbit.joined(*rows)
                 continue
-            plan = self.checkpoint.plan
             found = {of: weights_of(entry, read[of]) for of, entry in source.stored.items()}
             if codec.few_bits:
-                blobs = _blobs(plan, source.pieces(found))
+                blobs = _blobs(self.checkpoint.plan, source.pieces(found))
                 target[:] = next(blob for kind, blob in blobs if isinstance(kind, type(codec)))
             else:
                 shape = chunks.entries[source.name].shape
                 into = torch.from_numpy(target).view(self.dtype).view(shape)
-                into.copy_(source.make(plan, found))
+                into.copy_(source.make(self.checkpoint.plan, found))
+        self._plans[key] = plan
+
+    def _plan(self, layer: int, expert: int) -> Plan:
+        """How an expert is read."""
+        files, straight, others = {}, [], []
+        for source in expert_sources(self.checkpoint, layer, expert):
+            (codec, (chunk,)), *_ = self.entries(layer, expert)[source.name].planes
+            at = chunk.offset if self._straight(source, codec) else None
+            for part in (part for entry in source.stored.values() for part in entry.parts):
+                files[part.file] = None
+                if at is not None:
+                    straight.append((part, slice(at, at := at + part.nbytes)))
+            if at is None:
+                others.append(source)
+        return [*files], straight, others
 
     @property
     def identity(self) -> str:

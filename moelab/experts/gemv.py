@@ -9,9 +9,9 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import numpy as np
@@ -28,16 +28,6 @@ from moelab.models import compat
 from moelab.models.experts import SeamExperts
 
 GPUS = ("cuda",)
-
-
-class Choices(NamedTuple):
-    """Of a step, sorted by expert, as `moelab.kernels.feed_forward.arrange` makes them."""
-
-    bounds: np.ndarray  # [M + 1], where those of each expert that is hit begin
-    x: Tensor  # [T, H]
-    tokens: np.ndarray  # [n]
-    rows: np.ndarray  # [T, K], −1 for none
-    weights: Tensor  # [T, K]
 
 
 class GEMV(Sorted):
@@ -66,15 +56,33 @@ class GEMV(Sorted):
         hit, bounds, tokens, rows = arrange(ids.numpy(), experts.num_experts)
         if not len(hit) or (found := locate(experts, hit, x.dtype)) is None:
             return None
-        self.count(len(tokens), len(tokens), len(tokens))
-        return self.compute(*found, Choices(bounds, x, tokens, rows, weights), experts)
+        y = self.compute(*found, bounds, x, tokens, experts)
+        return combine(y, rows, weights, x.dtype)
 
-    def compute(self, up: Matrices, down: Matrices, of: Choices, experts: Any) -> Tensor:
-        """What matrices of the experts that are hit make of a step's choices, [T, H]."""
-        if gate := gate_of(experts):
-            return feed_forward(up, down, *of, gate)
-        y = multiply(down, of.bounds, experts.activate(multiply(up, *of[:3])))
-        return combine(y, of.rows, of.weights, of.x.dtype)
+    def parts(self, x: Tensor, chosen: Sequence[int], experts: Any) -> Tensor | None:
+        """What experts in memory make of one token x [1, H], fp32 [len(chosen), H], which is still to be
+        weighted; None where numba's products cannot."""
+        found = None
+        if self.multiplies(x, experts):
+            found = locate(experts, np.array(chosen), x.dtype)
+        one = np.arange(len(chosen) + 1), x, np.zeros(len(chosen), np.int64)
+        return found and self.compute(*found, *one, experts)
+
+    def compute(
+        self,
+        up: Matrices,
+        down: Matrices,
+        bounds: np.ndarray,
+        x: Tensor,
+        tokens: np.ndarray,
+        of: Any,
+    ) -> Tensor:
+        """What experts make of a step's choices, fp32 [n, H], of these matrices; where those of each begin,
+        [M + 1], and whose they are, [n], is sorted by expert."""
+        self.count(len(tokens), len(tokens), len(tokens))
+        if gate := gate_of(of):
+            return feed_forward(up, down, bounds, x, tokens, gate)
+        return multiply(down, bounds, of.activate(multiply(up, bounds, x, tokens)))
 
     def _on_gpu(self, x: Tensor, ids: Tensor, weights: Tensor, experts: Any) -> Tensor | None:
         """A few launches; None where weights do not lie as kernels read them. Where the module holds

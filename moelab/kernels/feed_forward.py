@@ -1,8 +1,8 @@
 """What surrounds the products of a step's experts, compiled: dispatch by expert, the gate, the
 weighted sum.
 
-As calls of torch these are overhead-dominated for a single token; where the gate is a `Gate`, a whole
-expert is one call.
+As calls of torch these are overhead-dominated for a single token; where the gate is a `Gate`, whole
+experts are one call.
 
     ids [T, K] → experts hit [M], rows [N]    x [T, H] → h fp32 [N, 2I] → silu(gate) · up [N, I] → y [N, H] → [T, H]
 """
@@ -65,7 +65,7 @@ def combine(y: Tensor, rows: np.ndarray, w: Tensor, dtype: torch.dtype) -> Tenso
     out = torch.empty(len(rows), y.shape[1], dtype=dtype)
     w = _readable(w)
     kinds = KINDS[w.dtype].tag, KINDS[dtype].tag
-    _combine(*kinds, y.numpy(), rows, w.data_ptr(), out.data_ptr())
+    weigh(*kinds, y.numpy(), rows, w.data_ptr(), out.data_ptr())
     return out
 
 
@@ -75,21 +75,14 @@ def feed_forward(
     bounds: np.ndarray,
     x: Tensor,
     tokens: np.ndarray,
-    rows: np.ndarray,
-    w: Tensor,
     gate: Gate = SILU,
 ) -> Tensor:
-    """Weighted experts down(gate(up)), [T, H], in one call."""
+    """Experts down(gate(up)) of x [T, H], fp32 [n, H], in one call; bounds and tokens of `arrange`."""
     x = x.contiguous()
-    w = _readable(w)
-    kind = KINDS[x.dtype]
-    out = torch.empty(len(x), down.R, dtype=x.dtype)
-    inputs = (x.data_ptr(), *x.shape)
-    weights = (KINDS[w.dtype].tag, w.data_ptr())
-    both = plans(up, down, kind, gate, bounds[-1] / len(up.rows)), up.rows, down.rows
-    outputs = kind.tag, out.data_ptr()
-    gated(*both, bounds, *inputs, tokens, rows, *weights, *outputs, team())
-    return out
+    y = torch.empty(len(tokens), down.R)
+    both = plans(up, down, KINDS[x.dtype], gate, len(tokens) / len(up.rows)), up.rows, down.rows
+    gated(*both, bounds, x.data_ptr(), *x.shape, tokens, y.data_ptr(), team())
+    return y
 
 
 def plans(up: Matrices, down: Matrices, x: Kind, gate: Gate = SILU, each: float = 1) -> tuple:
@@ -104,7 +97,8 @@ def _readable(w: Tensor) -> Tensor:
 
 
 @kernel
-def _combine(w_kind, kind, y, rows, w, out):
+def weigh(w_kind, kind, y, rows, w, out):
+    """`combine`, of weights and to outputs at addresses."""
     T, K = rows.shape
     total = np.empty(y.shape[1], np.float32)
     for t in range(T):
@@ -128,15 +122,14 @@ def _between(g, u, alpha, limit, plus):
 
 # A division that may raise an error keeps a loop from becoming vectors.
 @kernel(error_model="numpy")
-def gated(plans, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out_kind, out, team):
-    """`feed_forward`, of matrices [M, 4] each."""
+def gated(plans, up, down, bounds, x, T, n, tokens, y, team):
+    """`feed_forward`, of matrices [M, 4] each, to fp32 at the address y."""
     both, two_I, H, (interleaved, alpha, limit, plus) = plans
     N = bounds[-1]
     I = two_I // 2
     shape = np.float32(alpha), np.float32(limit), np.float32(plus)
     h = np.empty((N, two_I), np.float32)
     a = np.empty((N, I), np.float32)
-    y = np.empty((N, H), np.float32)
     multiply_into(both[0], up, bounds, x, T, n, tokens, two_I, address(h), team)
     for j in range(N):
         if interleaved:
@@ -145,6 +138,5 @@ def gated(plans, up, down, bounds, x, T, n, tokens, rows, w_kind, w, out_kind, o
         else:
             for i in range(I):
                 a[j, i] = _between(h[j, i], h[j, I + i], *shape)
-    multiply_into(both[1], down, bounds, address(a), N, I, tokens[:0], H, address(y), team)
+    multiply_into(both[1], down, bounds, address(a), N, I, tokens[:0], H, y, team)
     kept(a)
-    _combine(w_kind, out_kind, y, rows, w, out)

@@ -18,7 +18,7 @@ import numpy as np
 from moelab.kernels.attention import attend
 from moelab.kernels.compile import c_library, kernel
 from moelab.kernels.emit import address, kept, now
-from moelab.kernels.feed_forward import gated
+from moelab.kernels.feed_forward import gated, weigh
 from moelab.kernels.norm import rms_norm
 from moelab.kernels.products import F32, multiply_one, widen
 from moelab.kernels.tiles import span, weight, write
@@ -101,6 +101,7 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
     bounds = np.arange(K + 1)
     tokens = np.zeros(K, np.int64)
     rows = np.arange(K).reshape(1, K)
+    parts = np.empty((K, H), np.float32)
     y = address(memory[0])
     normed = address(memory[1])
     out = address(memory[2])
@@ -127,13 +128,10 @@ def decode_layers(plan, weights, routers, experts, token, rooms, x, chosen, cloc
             1,
             H,
             tokens,
-            rows,
-            score_kind,
-            at,
-            kind,
-            out,
+            address(parts),
             team,
         )
+        weigh(score_kind, kind, parts, rows, at, out)
         times[i, 1] = now(*clock)
         for h in range(H):
             write(kind, x, h, weight(kind, y, h) + weight(kind, out, h))

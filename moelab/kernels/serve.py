@@ -10,8 +10,8 @@ import numpy as np
 from numba import carray
 
 from moelab.kernels.compile import c_library, kernel
-from moelab.kernels.emit import acquired, now, pause, pointer, released, sleep
-from moelab.kernels.feed_forward import gated
+from moelab.kernels.emit import acquired, address, now, pause, pointer, released, sleep
+from moelab.kernels.feed_forward import gated, weigh
 from moelab.kernels.layers import CLOCK
 from moelab.kernels.products import F32
 
@@ -51,7 +51,9 @@ def compute_there(plan, experts, layer, x, chosen, w, y, team):
     bounds = np.arange(n + 1)
     tokens = np.zeros(n, np.int64)
     plans = kinds[layer], two_I, H, gate
-    gated(plans, up, down, bounds, x, 1, H, tokens, places, F32, w, F32, y, team)
+    parts = np.empty((n, H), np.float32)
+    gated(plans, up, down, bounds, x, 1, H, tokens, address(parts), team)
+    weigh(F32, F32, parts, places, w, y)
     return True
 
 

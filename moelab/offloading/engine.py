@@ -221,8 +221,8 @@ class Engine:
     def _with_executor(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: SeamExperts, step: Step
     ) -> Tensor:
-        """The layer by an executor: experts in memory together, then each as it is loaded; [T, H]. No
-        bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
+        """The layer by an executor: experts in memory together, then others as they are loaded; [T, H].
+        No bit is promised. On a GPU a call takes longer to launch than to compute, so there a token's
         experts are all computed together, and those of several tokens in `_batches`."""
 
         def run(requests: list[Request], compute: Callable[[list[int]], Any]) -> Any:
@@ -244,7 +244,9 @@ class Engine:
             out, there = run(there, together), []
         if there or loads:
             choices = choices_of(x, ids, weights, step)
-            for batch in chain([there] if there else [], self._batches(loads)):
+            # how many tokens a prompt's experts have decides how they are multiplied: each is a call
+            most = self.run.settings.staging // 2 if self._far else len(loads) if one else 1
+            for batch in chain([there] if there else [], self._batches(loads, most)):
                 run(batch, partial(choices.compute, experts))
             out = choices.sum() if out is None else out + choices.sum()
         out = torch.zeros_like(x) if out is None else out
@@ -257,10 +259,8 @@ class Engine:
             self.timeline.add(Event("compute", "wait", experts.layer, -1, start, end))
         return out
 
-    def _batches(self, loads: dict[ExpertKey, Request]) -> Iterator[list[Request]]:
-        """As each is loaded; on a GPU as many as are loaded by then, of half of the staging at most: the
-        link fills one half while the other is computed."""
-        most = self.run.settings.staging // 2 if self._far else 1
+    def _batches(self, loads: dict[ExpertKey, Request], most: int = 1) -> Iterator[list[Request]]:
+        """As each is loaded, with those that are loaded by then, so many at most."""
         while loads:
             batch = [loads.pop(self.loader.wait())]
             while not self.loader.ready.empty() and len(batch) < most:

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import accumulate
-from operator import itemgetter
+from itertools import accumulate, count
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from moelab.base.specs import Event, MoESpec
 from moelab.cache.residency import Step
+from moelab.experts.gemv import GEMV
+from moelab.kernels.feed_forward import combine
 from moelab.models.experts import SeamExperts, execute
 from moelab.models.forward import ForwardInfo
 
@@ -64,22 +66,30 @@ class OneToken:
     expert."""
 
     def __init__(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        self.x, self._ids, self._weights = x, ids.tolist(), weights
-        self._parts: list[tuple[Sequence[int], Tensor]] = []
+        self.x, self._ids, self._weights = x, ids.tolist()[0], weights
+        self._y: list[Tensor] = []  # of experts that are still to be weighted, fp32
+        self._rows: dict[int, int] = {}  # expert → its row of that
+        self._weighted: dict[int, Tensor] = {}  # of others
 
     def compute(self, experts: SeamExperts, chosen: Sequence[int]) -> None:
         """What these experts contribute, by the layer's executor."""
-        E = experts.num_experts
-        ids = torch.tensor([[e if e in chosen else E for e in self._ids[0]]])
-        y = execute(experts.executor, self.x, ids, self._weights, experts)
-        self._parts.append((chosen, y))
+        executor, E = experts.executor, experts.num_experts
+        y = executor.parts(self.x, chosen, experts) if isinstance(executor, GEMV) else None
+        if y is not None:
+            self._rows |= zip(chosen, count(len(self._rows)))
+            self._y.append(y)
+            return
+        for expert in chosen:
+            ids = torch.tensor([[e if e == expert else E for e in self._ids]])
+            self._weighted[expert] = execute(executor, self.x, ids, self._weights, experts)
 
     def sum(self) -> Tensor:
-        """[1, H]; in the order of experts, whichever came first."""
-        (_, out), *others = sorted(self._parts, key=itemgetter(0))
-        for _, y in others:
-            out += y
-        return out
+        """[1, H]; in the order of choices or of experts, whichever came first."""
+        parts = [y for _, y in sorted(self._weighted.items())]
+        if self._y:
+            rows = np.array([[self._rows.get(expert, -1) for expert in self._ids]])
+            parts.append(combine(torch.cat(self._y), rows, self._weights, self.x.dtype))
+        return sum(parts[1:], parts[0])
 
 
 def choices_of(x: Tensor, ids: Tensor, weights: Tensor, step: Step) -> Choices | OneToken:

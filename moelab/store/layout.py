@@ -170,7 +170,7 @@ def run(entries: Entries, part: str) -> tuple[int, int]:
     ]
     if not chunks:
         return 0, 0
-    begin = min(chunk.offset for chunk in chunks)
+    begin = min(chunk.offset for chunk in chunks) // ALIGN * ALIGN
     return begin, aligned(max(chunk.offset + chunk.length for chunk in chunks)) - begin
 
 

@@ -5,7 +5,9 @@ Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preal
 O_DIRECT (Linux, "direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold
 what the expert cache keeps anyway: in 3 GB, a 5 GB model read 425 MB a token buffered instead of
 230. So "auto" is the first of them that the system has; a file system that refuses it is read
-"buffered".
+"buffered". What lies unaligned, as in a checkpoint, is read directly by whole blocks: if it lies in its
+blocks of memory as in those of the file, only the first and the last of them are copied, otherwise
+all of it is, from a window of the thread's own.
 
 A tensor of 16-bit weights is decoded at once or in two stages (ZipMoE §3.2 and Fig. 6: decompression
 needs the E-chunks only, recovery needs its result and the SM-chunks). The exponents of N weights, N
@@ -53,12 +55,15 @@ from moelab.store.layout import (
     Entries,
     ExpertFiles,
     StoreError,
+    aligned,
     in_file,
     run,
 )
 
 KEPT = 64  # files that stay open; macOS allows a process 256
 HUGE = 2 << 20  # bytes of a huge page
+WINDOW = 1 << 20  # bytes, of each thread that reads what is not aligned
+BLOCK = 512  # bytes: what disks are read by at least
 NORESERVE = 0x4000  # of Linux: more addresses than there is memory
 
 
@@ -138,10 +143,9 @@ class Reader(contextlib.AbstractContextManager):
     """Reads parts of experts into buffers; each read is one blocking call, from any number of
     threads.
 
-    store : what to read; a `moelab.checkpoint.experts.CheckpointStore` has no checksums and cannot be
-        read "direct".
-    mode : one of `modes()`, or "auto" for the first of them, "buffered" for a checkpoint; where a file
-        system refuses direct reads, the attribute becomes "buffered".
+    store : what to read; a `moelab.checkpoint.experts.CheckpointStore` has no checksums.
+    mode : one of `modes()`, or "auto" for the first of them; where a file system refuses direct reads,
+        the attribute becomes "buffered".
     bandwidth : bytes a second that reads of all threads together are throttled to, to stand for a
         slower disk (a token bucket without a burst); None for no limit.
     verify : whether `read` checks the chunks' checksums, at about 10 GB/s.
@@ -157,11 +161,6 @@ class Reader(contextlib.AbstractContextManager):
         require("mode", mode, ["auto", *modes()])
         if bandwidth is not None and not bandwidth > 0:
             raise ValueError(f"bandwidth is {bandwidth} bytes a second; it must be above 0")
-        if mode == "direct" and not store.aligned:
-            raise ValueError(
-                f"{store.folder} is no expert store, whose tensors are aligned to be read past the page "
-                f"cache: convert it, or use another mode"
-            )
         self.store = store
         self.bandwidth = bandwidth
         self.verify = verify and store.checksum is not None
@@ -174,7 +173,8 @@ class Reader(contextlib.AbstractContextManager):
         self._free_at = 0.0
         self.forked()
         renew_in_children(self)
-        self.mode = mode if mode != "auto" else modes()[0] if store.aligned else "buffered"
+        self.mode = modes()[0] if mode == "auto" else mode
+        self._own = threading.local()  # a thread's window
 
     def forked(self) -> None:
         """In a child process a thread that is not there may have taken the lock."""
@@ -254,18 +254,43 @@ class Reader(contextlib.AbstractContextManager):
             if self.bandwidth:
                 self._free_at = max(self._free_at, start) + total / self.bandwidth
             wait = self._free_at - time.perf_counter()
-        time.sleep(max(0.0, wait))
+        if wait > 0:
+            time.sleep(wait)
 
     def _request(self, path: Path, views: list[memoryview], offset: int) -> int:
         """One positioned read; buffered from now on if the file system refuses direct ones."""
         try:
             with self._open(path) as fd:
+                if self.mode == "direct" and not self.store.aligned:
+                    return self._blocks(fd, np.frombuffer(views[0], np.uint8), offset)
                 return os.preadv(fd, views, offset)
         except OSError as error:
             if self.mode != "direct" or error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
         self.mode = "buffered"
         return self._request(path, views, offset)
+
+    def _blocks(self, fd: int, into: np.ndarray, offset: int) -> int:
+        """One direct read of bytes that lie anywhere, into memory anywhere; returns how many."""
+        if not hasattr(self._own, "window"):
+            self._own.window = aligned_buffer(WINDOW)
+        window, skip, n = self._own.window, offset % ALIGN, len(into)
+        inner = slice(-offset % BLOCK, n - (offset + n) % BLOCK)
+        if (into.ctypes.data - offset) % BLOCK == 0 and inner.start < inner.stop:
+            skip = offset % BLOCK
+            ends = window[: BLOCK * (skip > 0)], window[BLOCK : 2 * BLOCK * (inner.stop < n)]
+            views = [of for of in (ends[0], into[inner], ends[1]) if len(of)]
+            n = min(n, os.preadv(fd, views, offset - skip) - skip)
+            if n >= inner.start:
+                into[: inner.start] = ends[0][skip:]
+            if n > inner.stop:
+                into[inner.stop : n] = ends[1][: n - inner.stop]
+            return max(0, n)
+        end = min(skip + n, WINDOW)
+        end = min(end, os.preadv(fd, [window[: aligned(end)]], offset - skip))
+        n = max(0, end - skip)
+        into[:n] = window[skip : skip + n]  # without the GIL
+        return n
 
     @contextlib.contextmanager
     def _open(self, path: Path) -> Iterator[int]:
