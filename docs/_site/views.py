@@ -11,11 +11,9 @@ from moelab.advice import calculator
 from moelab.advice.assumed import assumed
 from moelab.advice.model import find_model
 from moelab.advice.question import Question
-from moelab.base.files import results_root
-from moelab.bench.results import sections_of
 from moelab.cards import load_device
 from moelab.viz import views
-from notebooks.studies import end_to_end, picker
+from notebooks.studies import picker
 
 #: view → what it shows
 SHOWN = {
@@ -24,7 +22,7 @@ SHOWN = {
     "theatre": "prefetching: timelines, waiting, and what executing predictions would cost",
     "model_map": "what fills the checkpoint",
     "claims": "what the five sources claim, what was found, and the verdict on each",
-    "picker": "which configuration, for so much memory, such a disk and such a loss, as measured here",
+    "picker": "which configuration, for so much memory, such a disk and such a loss, llama.cpp beside it, as measured here",
 }
 
 
@@ -35,8 +33,7 @@ def made() -> Iterator[tuple[str, Any]]:
             yield name, getattr(views, name)(lm)
     yield "model_map", views.model_map()
     yield "claims", views.claims()
-    kept = sections_of(results_root() / "bench" / "end_to_end.json")
-    yield "picker", picker.view(end_to_end.titled(kept))
+    yield "picker", picker.view(picker.recorded())
 
 
 def _list(_app) -> None:

@@ -54,7 +54,7 @@ def export(
     kind : of matrices, one of `KINDS`.
     calibration : a `Calibration` with inputs, or its file, at which rounding of experts looks.
 
-    A tokenizer that llama.cpp has no name for is left out, with a warning. Raises FileExistsError:
+    A tokenizer that llama.cpp has no name for is left to moelab, with a warning. Raises FileExistsError:
     the destination exists. ValueError: a model that is not written; a calibration of another model, or
     for BF16; what `Checkpoint.at` and its plan raise."""
     from gguf import GGUFWriter, quants
@@ -185,27 +185,31 @@ def _metadata(checkpoint: Checkpoint) -> tuple[str, Record]:
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
-    """Write a byte-level tokenizer; of another one, a warning."""
+    """Write a byte-level tokenizer; of another one tokenizer.json, which moelab reads, and a warning."""
     split = compat.pre_tokenizer(tokenizer)
     writer.add_tokenizer_model("gpt2" if split else "no_vocab")
-    if not split:
+    fast = tokenizer is not None and tokenizer.is_fast
+    whole = tokenizer.backend_tokenizer.to_str() if fast else None
+    if split:
+        state = json.loads(whole)
+        names = {number: token for token, number in tokenizer.get_vocab().items()}
+        types = {of["id"]: 3 if of["special"] else 4 for of in state["added_tokens"]}
+        writer.add_tokenizer_pre(split)
+        writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
+        writer.add_token_types([types.get(i, 1 if i in names else 5) for i in range(size)])
+        writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
+    else:
         warnings.warn(
-            "the file has no tokenizer: llama.cpp has no name for the way in which the model's splits "
-            "text",
+            "llama.cpp takes token ids only from this file: it has no name for the way in which the "
+            "model's tokenizer splits text",
             stacklevel=3,
         )
-        return
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    names = {number: token for token, number in tokenizer.get_vocab().items()}
-    types = {of["id"]: 3 if of["special"] else 4 for of in state["added_tokens"]}
-    writer.add_tokenizer_pre(split)
-    writer.add_token_list([names.get(i, f"[PAD{i}]") for i in range(size)])
-    writer.add_token_types([types.get(i, 1 if i in names else 5) for i in range(size)])
-    writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
-    for token, name in TOKENS.items():
+        if whole:
+            writer.add_string("tokenizer.huggingface.json", whole)
+    for token, name in TOKENS.items() if tokenizer else ():
         if (number := getattr(tokenizer, f"{token}_token_id")) is not None:
             writer.add_uint32(f"tokenizer.ggml.{name}_token_id", number)
-    if tokenizer.chat_template:
+    if tokenizer and tokenizer.chat_template:
         writer.add_chat_template(tokenizer.chat_template)
 
 

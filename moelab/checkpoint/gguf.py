@@ -61,9 +61,10 @@ class GGUF:
 
     def tokenizer(self) -> Any:
         """Its tokenizer; None for none."""
-        if self.fields.get("tokenizer.ggml.model", "no_vocab") == "no_vocab":
-            return None
-        return compat.gguf_tokenizer(self.fields)
+        known = self.fields.get("tokenizer.ggml.model", "no_vocab") != "no_vocab"
+        if known or "tokenizer.huggingface.json" in self.fields:
+            return compat.gguf_tokenizer(self.fields)
+        return None
 
     def divided(self, experts: Collection[str]) -> tuple[int, int]:
         """Bytes of all other tensors, and of those with the keys of experts."""

@@ -29,6 +29,8 @@ from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import moelab
 from moelab.api import make_executor, parts_of
 from moelab.base import registry
@@ -36,6 +38,7 @@ from moelab.base.arguments import described, one_of
 from moelab.base.files import results_root, write_json
 from moelab.base.records import Record
 from moelab.calibration import Calibration, calibrate
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.evaluation import accuracy, questions
 from moelab.evaluation.calibrate import SOURCES, prompts
 from moelab.models.identity import identity
@@ -69,6 +72,9 @@ def main(args: argparse.Namespace) -> int:
         modes = {BASELINE: nullcontext} | {
             name: partial(make, model, parts) for name, make, _ in makes
         }
+        for entered in modes.values():  # what cannot run is told before the baseline is scored
+            with entered():
+                pass
         batch = args.batch if all(lossless for *_, lossless in makes) else 1
         # first: a task that cannot be loaded fails before hours of work
         samples, ran = _lm_eval(model, modes, others, args, batch) if others else ({}, {})
@@ -195,10 +201,11 @@ def _through_plan(mode: str, args: argparse.Namespace) -> Make:
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"{mode}: {name}: {error}") from None
     how = {name: given.pop(name) for name in ("overflow", "order") if name in given}
+    spec = Checkpoint.at(args.model).spec
+    make_plan(spec, np.ones((spec.L, spec.E)), 1, **given)  # what there cannot be is told now
 
     @cache
     def plan(parts: Ingredients) -> Any:
-        spec = parts.model.spec
         return make_plan(spec, **counted(spec, parts.calibration), **given)
 
     return lambda model, parts: prefill_through(model, plan(parts), seed=args.seed, **how)

@@ -244,28 +244,31 @@ def describe(model: nn.Module, folder: Path) -> None:
 
 
 def gguf_tokenizer(fields: dict[str, Any]) -> Any:
-    """The tokenizer that the fields of a GGUF file describe. Raises ValueError for one that splits
-    text in a way that is not known."""
+    """The tokenizer that the fields of a GGUF file describe, tokenizer.json itself if that is among
+    them. Raises ValueError for one that splits text in a way that is not known."""
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
     from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING, convert_gguf_tokenizer
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
     of = GGUF_TOKENIZER_MAPPING["tokenizer"].items()
     said = {ours: fields[f"tokenizer.{key}"] for key, ours in of if f"tokenizer.{key}" in fields}
-    kind = said["tokenizer_type"]
+    kind = said.get("tokenizer_type")
     split = said.get("pre_tokenizer_type", "default")
     split = SPLITS.get(split, split)
-    if kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
+    if whole := fields.get("tokenizer.huggingface.json"):
+        backend = Tokenizer.from_str(whole)
+    elif kind == "gpt2" and split not in {*GGUF_PRE_TOKENIZER_SPLITS, "gpt-2"}:
         raise ValueError(f"it splits text as {split!r} does, which is not known here")
-    backend, _ = convert_gguf_tokenizer(
-        fields["general.architecture"], said | {"pre_tokenizer_type": split}
-    )
-    tokens = said["tokens"]
+    else:
+        said["pre_tokenizer_type"] = split
+        backend, _ = convert_gguf_tokenizer(fields["general.architecture"], said)
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {
-        f"{ours}_token": tokens[i]
+        f"{ours}_token": token
         for ours, name in names.items()
-        if (i := fields.get(f"tokenizer.ggml.{name}_token_id", len(tokens))) < len(tokens)
+        if (i := fields.get(f"tokenizer.ggml.{name}_token_id")) is not None
+        and (token := backend.id_to_token(i))
     }
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -266,7 +266,7 @@ class Memory:
         """As `divided`, when the model is there, by which a plan may be found."""
         store, how = self.store, self.how
         other = Memory.divided(store, budget, how, own + store.weights_bytes)
-        if callable(how.plan) and other.sizes.sm:
+        if callable(how.plan) and other.sizes.e:
             other = replace(other, pools=how.plan(model, other, delays))
         return other
 

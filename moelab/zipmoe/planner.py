@@ -126,8 +126,8 @@ def best_pools(
     shares : [L, E].    steps : tokens one by one, of which the first `warm` only fill the cache.
     room : bytes for the pools.    policy, scope : of the `Residency`.
 
-    Where chunks are not kept apart (raw, bf12, few bits), or beside a GPU, in memory of the CPU that
-    nothing FULL could have, there is only one: all FULL.
+    Few bits that are decoded once a load are kept FULL or COMPRESSED, as they lie. What is read in place,
+    or beside a GPU into memory of the CPU that nothing FULL could have, is all FULL.
     """
     L, E = shares.shape
     pools = _candidates(shares, room, sizes, machine, scope, most)
@@ -158,10 +158,9 @@ def _candidates(
     copies, layers = (L, 1) if scope == "layer" else (1, L)
     each = room // copies
     full, sm, e = sizes.full, sizes.sm, sizes.e
-    if not (sm and e) or sizes.far:
-        return [Pools(F=min(E * layers, each // full))]
     of = {"F": full, "C": sm + e, "S": sm, "E": e}
-    pools = [Pools(**{state: min(E * layers, each // size)}) for state, size in of.items()]
+    states = "F" if sizes.far or not e else "FCSE" if sm else "FC"
+    pools = [Pools(**{state: min(E * layers, each // of[state])}) for state in states]
     f = np.sort(shares, 1)[:, ::-1].mean(0)
-    found = plans(f, each, (full, sm, e), machine.delays, machine.workers, layers=layers)
+    found = plans(f, each, (full, sm, e), machine.delays, machine.workers, states, layers)
     return list(dict.fromkeys([*pools, *(one.pools for one in found[:most])]))

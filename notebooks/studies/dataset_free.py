@@ -98,7 +98,7 @@ class Prefetcher:
             raise ValueError(
                 f"x is {x}; 1 to {self.spec.E} experts of each layer can be prefetched"
             )
-        sizes, staging = Sizes.of(store), self.spec.K + 2
+        sizes, staging = Sizes.of(store, False if store.few_bits else None), self.spec.K + 2
         room = self.spec.L * x * sizes.full + staging * sizes.in_flight + store.scratch
         self.model = offload(
             checkpoint, room, cache=self.policy, plan=Pools(F=x), scope="layer", staging=staging

@@ -241,9 +241,13 @@ def tables_of(
 
 def _use_model(place: Path, source: Path, folder: str | Path | None) -> None:
     """Link a given checkpoint into the working folder; ValueError if another one is there."""
-    if not (place / "model").exists():
-        (place / "model").symlink_to(source.resolve(), target_is_directory=True)
-    if not (place / "model").samefile(source):
+    link = place / "model"
+    if source.is_file():  # GGUF: a folder of its own
+        link.mkdir(exist_ok=True)
+        link /= "model.gguf"
+    if not link.exists():
+        link.symlink_to(source.resolve())
+    if not link.samefile(source):
         raise ValueError(f"{folder} has another model's forms; give another folder")
 
 

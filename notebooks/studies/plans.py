@@ -35,11 +35,12 @@ from moelab.bench.profile import profile
 from moelab.cache.policies import POLICIES, Belady
 from moelab.cache.pools import HIERARCHY, Pools
 from moelab.cache.residency import Residency
+from moelab.checkpoint.checkpoint import Checkpoint
 from moelab.checkpoint.convert import kept_store
 from moelab.evaluation.intervals import Interval
 from moelab.evaluation.questions import prompts
 from moelab.offloading.budget import parse_budget
-from moelab.offloading.offload import offload
+from moelab.offloading.offload import Offloading, offload
 from moelab.offloading.slots import Sizes
 from moelab.recording import record
 from moelab.simulation.costs import Machine
@@ -107,6 +108,7 @@ class Bench:
     memory : of the experts, "700MB" or "50%"; empty: all of them at once. Budgets are shares of the
         smaller of both.
     disk : bytes a second to which reading is limited, or None. length : new tokens after a prompt.
+    pools : that there can be, as letters: experts in few bits are whole (C, as they lie, or F, decoded).
     smallest : of the budgets, of which half at most is for loads in flight. sequences : of the
         largest batch. rounds : identical runs, of which a step's least time counts. One thread
         decodes."""
@@ -124,16 +126,14 @@ class Bench:
         seconds: float,
         seed: int,
     ) -> None:
-        self.store, self.disk, self.rounds = (
-            kept_store(model or None, codec="huffman"),
-            disk,
-            rounds,
-        )
-        if self.store.few_bits:
-            raise ValueError(
-                f"experts of {model} are in few bits, with no parts to keep apart: give a model in bf16"
-            )
-        self.spec, self.sizes = self.store.spec, Sizes.of(self.store)
+        self.disk, self.rounds = disk, rounds
+        checkpoint = Checkpoint.at(model or None)
+        store = checkpoint.store or Offloading().experts_of(checkpoint)
+        self.pools = "FC" if store.few_bits else STATES
+        self.source = checkpoint if store.few_bits else kept_store(checkpoint, codec="huffman")
+        if not store.few_bits:
+            store = self.source
+        self.spec, self.sizes = store.spec, Sizes.of(store, in_place=False)
         self.L, self.E, self.K = self.spec.L, self.spec.E, self.spec.K
         every = self.L * self.E * self.sizes.full
         self.everything = min(every, parse_budget(memory, every, 0)) if memory else every
@@ -141,7 +141,7 @@ class Bench:
         self.length = {"max_new_tokens": length, "min_new_tokens": length}
         # Algorithm 1 reads and decodes an expert in parts, so that each is known.
         how = {"workers": 1, "bandwidth": disk, "scheduler": "affinity"}
-        measured = profile(self.store, seconds, seed=seed, **how).machine
+        measured = profile(self.source, seconds, seed=seed, **how).machine
         with open_model(model or None, memory=memory or None) as lm:
 
             def cut(split: str) -> list[list[int]]:
@@ -188,7 +188,7 @@ class Bench:
                 "decode": delays.decode * (state != "F"),
                 "saved": (reads["M"] - reads[state]) / max(held[state], 1),
             }
-            for state in held
+            for state in ("M", *self.pools)
         }
 
     # ---- plans, simulated
@@ -213,12 +213,13 @@ class Bench:
         """Bytes that the pools may take, of a share of the memory."""
         return int(share * self.everything) - self.staging * self.sizes.in_flight
 
-    def plan(self, share: float, pools: str = STATES, batch: int = 1) -> CachePlan:
-        """The planner's division (Algorithms 2–4), of the pools given, for a batch of sequences."""
+    def plan(self, share: float, pools: str = "", batch: int = 1) -> CachePlan:
+        """The planner's division (Algorithms 2–4), of the pools given or all, for a batch of sequences."""
         f = self.f
         if batch > 1:
             f = inclusion_probabilities(self.train, batch).numpy().mean(0)
         sizes = (self.sizes.full, self.sizes.sm, self.sizes.e)
+        pools = pools or self.pools
         return plans(f, self.room(share), sizes, self.delays, 1, pools, layers=self.L)[0]
 
     def expected(self, found: CachePlan) -> float:
@@ -246,7 +247,7 @@ class Bench:
         memory = pools.nbytes(sizes.full, sizes.sm, sizes.e) + self.staging * sizes.in_flight
         how = {"delays": self.delays, "staging": self.staging, "workers": 1}
         how |= {"plan": pools, "cache": policy, "scheduler": order, "bandwidth": self.disk}
-        return offload(self.store, memory, **how)
+        return offload(self.source, memory, **how)
 
     def generate(
         self, pools: Pools, policy: str, ids: Sequence[torch.Tensor], **how: Any
@@ -392,7 +393,7 @@ class Warm(NamedTuple):
 def arms_of(bench: Bench, share: float, ablation: bool) -> dict[str, Arm]:
     """The plan of a budget, and what it is compared with."""
     planned = bench.plan(share).pools
-    alone = {state: bench.plan(share, state).pools for state in STATES}
+    alone = {state: bench.plan(share, state).pools for state in bench.pools}
     if ablation:
         return {
             "plan": Arm(planned),

@@ -253,7 +253,7 @@ def offloaded(store: ExpertStore) -> Any:
     """A model that keeps no expert: slots for those of one layer and the next, all read from the
     store."""
     K = store.spec.K
-    sizes = Sizes.of(store)
+    sizes = Sizes.of(store, False if store.few_bits else None)
     return offload(
         store,
         (2 * K + 2) * sizes.in_flight,

@@ -83,6 +83,7 @@ def random_weights(model: Any, seed: int) -> Any:
     """A model of the same shape with random weights and the same tokenizer."""
     torch.manual_seed(seed)
     made = type(model)(copy.deepcopy(model.config)).to(model.dtype).eval()
+    made.set_experts_implementation("eager")  # a model in few bits has its own
     made.spec, made.tokenizer = model.spec, model.tokenizer
     Session(made)
     return made

@@ -2,7 +2,8 @@
 
 Loss and KL divergence are measured in one forward pass over windows of the test split, the model's own
 experts against rounded ones; inputs of experts come from windows of the training split. Intervals,
-95 %, are of a paired bootstrap over windows.
+95 %, are of a paired bootstrap over windows. Right answers are to moelab's own tasks (`moelab
+evaluate`), all together, with the interval of the paired difference.
 
 Who gets more bits: all experts are int4, and of each layer a quarter is int8, chosen by how often they
 are used (popularity), by how much of the layer's error that takes away (sensitivity, measured on the
@@ -33,7 +34,8 @@ from moelab.checkpoint.quantize import (
     plan_bits,
     quantize_expert,
 )
-from moelab.evaluation.scores import text_windows
+from moelab.evaluation.accuracy import TASKS, paired, task_prompts
+from moelab.evaluation.scores import right_answers, text_windows
 from moelab.models import discover, plugged
 from moelab.recording import record
 from moelab.store import fewbit
@@ -50,6 +52,7 @@ def run(
     windows: int = 48,
     tokens: int = 256,
     calibration: int = 64,
+    questions: int = 25,
     ggml: str | None = None,
     seed: int = 0,
 ) -> dict[str, Records]:
@@ -60,7 +63,7 @@ def run(
     inputs = calibrate(trace, inputs=len(trace)).inputs
     test = text_windows(live.tokenizer, "test", windows, tokens, seed)
     with torch.no_grad(), plugged(live):
-        compared = Compared(live, test, seed)
+        compared = Compared(live, test, seed, questions)
         name = live.spec.name
         return {
             f"{name}: formats (measured)": formats(compared, inputs, ggml),
@@ -69,12 +72,16 @@ def run(
 
 
 class Compared:
-    """A plugged model's own experts against others, on windows [n, S]."""
+    """A plugged model's own experts against others, on windows [n, S], and on so many questions a task."""
 
-    def __init__(self, model: Any, windows: Tensor, seed: int) -> None:
+    def __init__(self, model: Any, windows: Tensor, seed: int, questions: int = 0) -> None:
         self.model, self.windows = model, windows
+        asked = (windows.shape[1], seed)
+        tasks = [task for task in TASKS if task != "loss" and questions]
+        of = (task_prompts(model.tokenizer, task, questions, *asked) for task in tasks)
+        self.prompts = [prompt for some in of for prompt in some]
         self.layers = discover(model)
-        self.exact = self._read(None)
+        self.exact, self.right = self._read(None), self._answers(None)
         self.kept: dict[tuple, dict[str, Tensor]] = {}  # experts in one format, rounded once
         self.draws = np.random.default_rng(seed).integers(0, len(windows), (DRAWS, len(windows)))
 
@@ -85,12 +92,17 @@ class Compared:
                 for ids in self.windows.split(BATCH)
             ]
 
+    def _answers(self, source: Any) -> np.ndarray:
+        """Of each question, whether the answer is right."""
+        with plugged(self.model, source=source):
+            return np.array(right_answers(self.model, self.prompts, BATCH, False, "tasks"), bool)
+
     def weights(self, layer: int, e: int) -> dict[str, Tensor]:
         return self.layers[layer].seam.weights(e)
 
     def rounded(
-        self, form_of: Callable[[int, int], Any], inputs: Inputs | None
-    ) -> tuple[np.ndarray, np.ndarray]:
+        self, form_of: Callable[[int, int], Any], inputs: Inputs | None, ask: bool = True
+    ) -> tuple[np.ndarray, ...]:
         """`changed` by rounding each expert to its format, or each of its matrices to its own."""
 
         def change(layer: Any, e: int, tensors: dict[str, Tensor]) -> None:
@@ -102,11 +114,11 @@ class Compared:
                 self.kept[key] = tensors
             tensors |= self.kept[key]
 
-        return self.changed(change)
+        return self.changed(change, ask)
 
-    def changed(self, change: Callable[..., None]) -> tuple[np.ndarray, np.ndarray]:
+    def changed(self, change: Callable[..., None], ask: bool = True) -> tuple[np.ndarray, ...]:
         """(increase of the loss, KL) of each window, in nats a token, with experts whose tensors
-        change(layer, expert, tensors) has changed."""
+        change(layer, expert, tensors) has changed; and whether answers are right, if asked."""
         kept = {}
         for layer in self.layers:
             for e in range(layer.E):
@@ -118,7 +130,10 @@ class Compared:
         for p, q, ids in zip(self.exact, other, self.windows.split(BATCH)):
             losses.append((p - q).gather(2, ids[:, 1:, None])[..., 0].mean(1))
             divergences.append((p.exp() * (p - q)).sum(-1).mean(1))
-        return torch.cat(losses).numpy(), torch.cat(divergences).numpy()
+        right = (
+            self._answers(lambda layer, e: kept[layer, e]) if ask and self.prompts else self.right
+        )
+        return torch.cat(losses).numpy(), torch.cat(divergences).numpy(), right
 
     def mean(self, name: str, values: np.ndarray) -> Numbers:
         low, high = np.quantile(values[self.draws].mean(1), [0.025, 0.975])
@@ -156,11 +171,17 @@ def formats(compared: Compared, inputs: Inputs, ggml: str | None) -> Records:
             found[f"{name}, imatrix"] = 8 * size / n, compared.changed(Ggml(ggml, name, inputs))
     rows: Records = {}
     base = found["int4, to nearest"][1]
-    for row, (bits, (loss, kl)) in found.items():
+    for row, (bits, (loss, kl, right)) in found.items():
         rows[row] = {"bits a weight": float(bits)}
         rows[row] |= compared.mean("KL", kl) | compared.mean("loss increase", loss)
         rows[row] |= compared.ratio("loss increase / int4's", loss, base[0])
         rows[row] |= compared.ratio("KL / int4's", kl, base[1])
+        if compared.prompts:
+            off = paired(compared.right, right)
+            points = off["difference"], *off["interval"]
+            names = ("points", "points, low", "points, high")
+            rows[row] |= {"right answers %": 100 * float(right.mean())}
+            rows[row] |= {name: 100 * float(of) for name, of in zip(names, points)}
     return rows
 
 
@@ -227,12 +248,13 @@ def by_expert(compared: Compared, inputs: Inputs, seed: int) -> Records:
         "fragility": saved / popular.clamp_min(1),
         "random": random,
     }
-    floor = compared.rounded(lambda *_: "int8", inputs)[1]
-    ceiling = compared.rounded(lambda *_: "int4", inputs)[1]
+    floor = compared.rounded(lambda *_: "int8", inputs, ask=False)[1]
+    ceiling = compared.rounded(lambda *_: "int4", inputs, ask=False)[1]
     rows, found = {}, {}
     for name, score in ways.items():
         chosen = torch.zeros(L, E).scatter(1, score.topk(E // 4, 1).indices, 1.0).bool()
-        found[name] = compared.rounded(lambda l, e: "int8" if chosen[l, e] else "int4", inputs)[1]
+        form_of = lambda l, e: "int8" if chosen[l, e] else "int4"  # noqa: E731
+        found[name] = compared.rounded(form_of, inputs, ask=False)[1]
         rows[name] = compared.mean("KL", found[name])
         closed = compared.ratio("share of the gap", ceiling - found[name], ceiling - floor)
         rows[name] |= {key.replace("share", "per cent"): 100 * of for key, of in closed.items()}
@@ -246,6 +268,7 @@ OPTIONS = {
     "windows": (whole(2), "of the test split"),
     "tokens": (whole(2), "a window"),
     "calibration": (whole(1), "windows of the training split, from which inputs come"),
+    "questions": (whole(0), "of each of moelab's own tasks; 0: none"),
     "ggml": (None, "libggml-base.so of a package of llama.cpp, for its kinds beside ours"),
     "seed": (whole(), "picks the windows"),
 }

@@ -6,10 +6,12 @@ import shutil
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 import moelab
+from moelab.base.files import small_model
 from moelab.checkpoint.checkpoint import Checkpoint
+from moelab.checkpoint.export import export
 from moelab.store.layout import StoreError
 from tests.gguf_files import in_transformers, qwen3moe
 
@@ -102,6 +104,16 @@ def test_the_tokenizer_is_the_files(tmp_path):
         assert model.generation_config.eos_token_id == model.tokenizer.eos_token_id
         chat = [{"role": "user", "content": "to"}]
         assert model.tokenizer.apply_chat_template(chat, tokenize=False) == "to"
+
+
+@pytest.mark.filterwarnings("ignore:llama.cpp takes token ids only")
+def test_a_tokenizer_that_llama_has_no_name_for_comes_back_whole(tmp_path):
+    text = "def close(self):\n    return 12345  # ünïcode<|endoftext|>"
+    own = AutoTokenizer.from_pretrained(small_model())
+    with moelab.open_model(export(None, tmp_path / "m.gguf", "Q8_0")) as model:
+        assert model.tokenizer(text)["input_ids"] == own(text)["input_ids"]
+        assert model.tokenizer.decode(own(text)["input_ids"]) == text
+        assert model.tokenizer.eos_token_id == model.config.eos_token_id == own.eos_token_id
 
 
 def test_a_way_to_split_text_that_is_not_known_is_no_tokenizer(tmp_path):

@@ -60,7 +60,7 @@ def test_a_store_rounded_by_data_keeps_products_and_says_by_what(source, calibra
     assert sizes[0] == sizes[1] and kept_store(source, quantize="int4").folder != again.folder
 
 
-@pytest.mark.filterwarnings("ignore:the file has no tokenizer")
+@pytest.mark.filterwarnings("ignore:llama.cpp takes token ids only")
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 def test_a_gguf_file_rounded_by_data_keeps_products(source, calibration, kind, tmp_path, capsys):
     """As large as one to nearest, the same but for experts: decoded by

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import sys
 from contextlib import nullcontext
@@ -123,6 +124,23 @@ def test_a_foreign_file_is_refused_before_anything_is_measured(tmp_path, monkeyp
     given = ["--modes", "speculative:router", "--estimator", str(tmp_path / "x")]
     assert main(["evaluate", *QUICK, *given]) == 2
     assert "no readable estimator" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", ["npumoe", "executor:grouped"])
+def test_a_mode_that_cannot_run_is_told_before_the_baseline_is_scored(
+    mode, model, tmp_path, monkeypatch, capsys
+):
+    counts = calibrate(record(model, ["def f(x):"]), "a text")
+    file = dataclasses.replace(counts, model_id="of another").save(tmp_path / "c.safetensors")
+    monkeypatch.setattr(evaluate.accuracy, "compare", lambda *_, **__: pytest.fail("measured"))
+    assert main(["evaluate", *QUICK, "--modes", f"hint:router,{mode}", "--calibration", str(file)])
+    assert "another model" in capsys.readouterr().err
+
+
+def test_a_plan_that_there_cannot_be_is_told_before_the_model_is_opened(monkeypatch, capsys):
+    monkeypatch.setattr(moelab, "open_model", lambda *_, **__: pytest.fail("opened"))
+    assert main(["evaluate", "--modes", "npumoe:chunk=64,npumoe:capacities=16,40"]) == 2
+    assert "each must be a multiple of 16" in capsys.readouterr().err
 
 
 def test_without_lm_eval_its_tasks_say_what_to_install(monkeypatch, capsys):

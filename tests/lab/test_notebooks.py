@@ -12,6 +12,7 @@ import pytest
 from moelab.base.files import CHECKOUT, small_model
 from moelab.base.specs import MoESpec
 from moelab.bench.synthesize import TOKENIZER, synthesize
+from moelab.checkpoint.export import export
 from moelab.lab.results import KINDS
 from moelab.lab.runner import notebooks, tagged
 from moelab.parallel.launch import HEAVY
@@ -86,6 +87,17 @@ def foreign(tmp_path_factory):
     for name in TOKENIZER:
         copyfile(small_model() / name, folder / name)
     return folder
+
+
+@pytest.mark.filterwarnings("ignore:llama.cpp takes token ids only")
+@pytest.mark.parametrize(
+    "path",
+    depth([path for path in notebooks() if path.stem.startswith("03")], notebooks()),
+    ids=lambda path: path.stem,
+)
+def test_smoke_run_of_a_gguf_file(path, tmp_path):
+    file = export(None, tmp_path / "small.gguf", "Q8_0")
+    assert smoke_run(path, tmp_path, model=str(file))["metrics"]
 
 
 @pytest.mark.parametrize(

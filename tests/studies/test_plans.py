@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from moelab.cache.pools import Pools
+from moelab.checkpoint.export import export
 from notebooks.studies import plans
 
 
@@ -29,6 +30,19 @@ def test_what_runs_is_what_is_simulated(bench):
     assert at[found.cliff] == 0 < at[max(at)]
     assert all(hit <= best for (_, _, hit), (_, _, best) in zip(found.points["lru"], found.ceiling))
     assert max(found.hit_rates.values()) == found.hit_rates["belady"]
+
+
+@pytest.mark.filterwarnings("ignore:llama.cpp takes token ids only")
+def test_a_gguf_file_is_planned_in_two_states(tmp_path):
+    file = export(None, tmp_path / "m.gguf", "Q4_0")
+    bench = plans.Bench(str(file), "", None, 8, 4, 1, 0.4, 1, 0.1, 0)
+    states = bench.states
+    assert [*states] == ["M", "F", "C"] and 0 < states["C"]["bytes"] < states["F"]["bytes"] / 2
+    pools = bench.plan(0.4).pools
+    assert bench.identical(pools) and pools.S == pools.E == 0
+    assert bench.pace(pools).shape == (6,)  # else RuntimeError: engine and simulator differ
+    found = plans.stationary(bench, 0.4, before=8, tokens=3)
+    assert {"plan", "auto"} < set(found.took) <= {"plan", "auto", "F", "C"}
 
 
 def test_the_best_single_state_is_that_of_the_measurement():

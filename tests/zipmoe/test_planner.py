@@ -1,6 +1,7 @@
 """What is chosen by simulation, against each choice simulated by itself, a clock by hand and counts
 of what is drawn."""
 
+from dataclasses import replace
 from statistics import fmean
 
 import numpy as np
@@ -81,9 +82,21 @@ def test_never_slower_than_the_best_single_state(room, scope, policy, delays):
 
 
 def test_what_lies_as_it_is_computed_is_simply_kept_whole():
-    for sizes in (Sizes(12, 0, 0, True), Sizes(12, 8, 0)):
-        (only,) = best_pools(SHARES, STEPS, 40, sizes, Machine(DELAYS), staging=1, warm=8)
-        assert only.pools == Pools(F=3)
+    (only,) = best_pools(
+        SHARES, STEPS, 40, Sizes(12, 0, 0, True), Machine(DELAYS), staging=1, warm=8
+    )
+    assert only.pools == Pools(F=3)
+
+
+def test_few_bits_are_kept_as_they_lie_or_decoded():
+    """The best of plans, no slower in simulation than either alone; nothing is kept in parts."""
+    for delays in (DELAYS, replace(DELAYS, e_read=9.0), replace(DELAYS, decompress=9.0)):
+        best, *others = best_pools(
+            SHARES, STEPS, 40, Sizes(12, 8, 0), Machine(delays), staging=1, warm=8
+        )
+        assert {Pools(F=3), Pools(C=5)} <= {of.pools for of in (best, *others)}
+        assert not any(of.pools.S or of.pools.E for of in (best, *others))
+        assert best.seconds <= min(of.seconds for of in others)
 
 
 def test_an_automatic_plan_is_the_fastest_in_simulation_and_changes_no_bit(tmp_path):

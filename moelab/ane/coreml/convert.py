@@ -182,7 +182,7 @@ class _Source:
     def save_attention(self, layer: int, path: Path) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         tensors = {
-            key.removeprefix(prefix): self.checkpoint.read(tensor)
+            key.removeprefix(prefix): self.checkpoint.weights(tensor)
             for key, tensor in self.checkpoint.tensors.items()
             if key.startswith(prefix)
         }
