@@ -229,15 +229,13 @@ def make_plan(
 ) -> ANEPlan:
     """Plan a model's prefill (NPUMoE §4).
 
-    counts, tokens : [L, E] routings to each expert of so many tokens (of a `Calibration`, or of
-        routing that was drawn: `moelab.simulation.routing`).
+    counts, tokens : [L, E] routings to each expert of so many tokens, of a `Calibration` or drawn.
     chunk, group_size : B, and G for systems that group.
     max_graph_mb : of one graph's weights; groups shrink to it, a larger expert is the CPU's.
-    cold_share, min_rows : the rarest experts that together get at most this share of the routings
-        go to the CPU, and so do groups that expect fewer tokens of a chunk (NPUMoE §4.3; the
-        thresholds are ours).
-    max_graphs : on the ANE over all layers, those that expect most tokens (§4.3's "small resident
-        working set"; too many graphs make Core ML fall back to the CPU, §1, §5.7); None for all.
+    cold_share, min_rows : the rarest experts, which together get at most this share of the routings, are
+        the CPU's, and groups that expect fewer tokens of a chunk (NPUMoE §4.3; thresholds are ours).
+    max_graphs : on the ANE, those that expect most tokens (too many make Core ML fall back to the CPU,
+        §1, §4.3, §5.7); None for all.
     bytes_per_weight : of the experts; 2 for fp16, 1 for int8. Attention stays fp16.
     popularity, model_id : as in `ANEPlan`. tiering : of `capacity_tiers`.
     """

@@ -220,10 +220,7 @@ class CheckpointStore(ExpertFiles):
             for name, shape in shapes(layer.experts).items():
                 codec = forms.get(name, RAW)
                 length = codec.nbytes(shape, NAMES[dtype])
-                if length >= LARGE and self._straight(first[name], codec):
-                    (part, *_), *_ = (of.parts for of in first[name].stored.values())
-                    skip = part.begin % BLOCK
-                    at += skip if codec.few_bits or skip % 64 == 0 else 0
+                at += self._skip(first[name], codec) if length >= LARGE else 0
                 planes = ((codec, (Chunk(at, length, ""),)),)
                 entries[name] = TensorEntry(NAMES[dtype], shape, "", planes)
                 at = aligned(at + length)
@@ -273,6 +270,15 @@ class CheckpointStore(ExpertFiles):
             return self.checkpoint.gguf is not None and all(entry.rows is None for entry in entries)
         same = all(isinstance(of, Stored) and of.dtype == NAMES[self.dtype] for of in entries)
         return same and compat.is_concatenation(source.plan, self.checkpoint.plan.quantizer)
+
+    def _skip(self, source: ParameterSource, codec: Codec) -> int:
+        """Bytes of its block of memory that a parameter leaves out, as it does in the file, to be read
+        in place; none where kernels want multiples of 64."""
+        if not self._straight(source, codec):
+            return 0
+        (part, *_), *_ = (of.parts for of in source.stored.values())
+        skip = part.begin % BLOCK
+        return skip if codec.few_bits or skip % 64 == 0 else 0
 
     def stored_bytes(self, layer: int, expert: int, part: str) -> int:
         sources = expert_sources(self.checkpoint, layer, expert) if part != "SM" else ()
