@@ -10,7 +10,8 @@ judged by what the evaluator's fp16 makes of the same prompts."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +30,8 @@ SAME = 0.99
 ROUNDING = 3
 
 
-class Parity(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Parity:
     """What `parity` found, for n prompts."""
 
     backend: str

@@ -21,7 +21,7 @@ import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -111,7 +111,8 @@ class Cost:
         return Cost(*(n * value for value in vars(self).values()))
 
 
-class Prefill(NamedTuple):
+@dataclass(frozen=True)
+class Prefill:
     """A modelled prefill: the whole prompt, all layers."""
 
     prompt: int

@@ -20,8 +20,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moelab.base.arguments import described
 from moelab.base.files import (
@@ -55,7 +56,8 @@ class NotebookFailed(RuntimeError):
         self.directory = directory
 
 
-class Parameter(NamedTuple):
+@dataclass(frozen=True)
+class Parameter:
     """One parameter of a notebook, as its parameters cell states it."""
 
     name: str

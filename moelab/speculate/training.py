@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ class Point(NamedTuple):
     loss: float  # mean KL divergence on the validation trace, nats
 
 
-class Training(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Training:
     """A trained estimator, with the weights of the point of lowest loss; `history` is Fig. 9's loss."""
 
     estimator: Estimator

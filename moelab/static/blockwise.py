@@ -19,10 +19,11 @@ other, and form every partial sum; what they would exchange is counted.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,8 @@ SHARDINGS = ("H", "I", "block")
 CORES = 2  # physical ones of a logical NeuronCore
 
 
-class BlockMap(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class BlockMap:
     block_to_expert: (
         Tensor  # int64 [N]; blocks that no token needs are the last expert's, as in the SDK
     )

@@ -9,18 +9,25 @@ the upper 16 bits are counted."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from moelab.base.files import beside
-from moelab.base.registry import require
 from moelab.store.bits import as_bytes, count
 from moelab.store.codecs import entropy
 
-#: float type, by the name that safetensors gives it → bits: its width, its exponent, and how much of its
-#: mantissa is counted
-FORMATS = beside(__file__)
+
+class Format(NamedTuple):
+    """A float type in bits: its width, its exponent, and how much of its mantissa is counted."""
+
+    bits: int
+    exponent: int
+    mantissa: int
+
+
+#: float types by the names that safetensors gives them
+FORMATS = {name: Format(*bits) for name, bits in beside(__file__).items()}
 
 
 def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:
@@ -28,9 +35,12 @@ def joint_counts(weights: Any, dtype: str = "BF16") -> np.ndarray:
 
     weights : contiguous CPU tensor, array or bytes-like object.
     dtype : what its bytes are, a key of `FORMATS`."""
-    require("float type", dtype, FORMATS)
+    if dtype not in FORMATS:
+        raise ValueError(
+            f"no float type {dtype!r}; the entropy analysis knows {', '.join(FORMATS)}"
+        )
     data = as_bytes(weights)
-    bits, *_ = FORMATS[dtype]
+    bits = FORMATS[dtype].bits
     words = (
         data if bits == 8 else data.view(np.uint16)[1::2] if bits == 32 else data.view(np.uint16)
     )

@@ -12,8 +12,9 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,7 +37,8 @@ ACTIVATIONS = {
 _SCRATCH = threading.RLock()
 
 
-class Expert(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Expert:
     """One expert's matrices in fp16: up and gate [I, H], down [H, I], biases [I], [H], [I]; None
     where it has none."""
 
