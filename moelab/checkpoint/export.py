@@ -199,11 +199,12 @@ def _add_tokenizer(writer: Any, tokenizer: Any, size: int) -> None:
         writer.add_token_types([types.get(i, 1 if i in names else 5) for i in range(size)])
         writer.add_token_merges([" ".join(pair) for pair in state["model"]["merges"]])
     else:
-        warnings.warn(
-            "llama.cpp takes token ids only from this file: it has no name for the way in which the "
-            "model's tokenizer splits text",
-            stacklevel=3,
+        why = (
+            "llama.cpp has no name for how the model's splits text"
+            if whole
+            else "the model has none"
         )
+        warnings.warn(f"llama.cpp takes token ids only, no tokenizer: {why}", stacklevel=3)
         if whole:
             writer.add_string("tokenizer.huggingface.json", whole)
     for token, name in TOKENS.items() if tokenizer else ():
