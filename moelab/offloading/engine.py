@@ -44,7 +44,7 @@ from moelab.offloading.tiers import experts_of
 from moelab.store.reader import cast
 
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
-SHARE = 0.2
+SHARE = 0.4
 MEMORY = 20  # decode steps that the mean of this share looks back on
 
 
