@@ -41,13 +41,12 @@ from moelab.store.headers import NAMES, Shape, Stored, Tensors
 from moelab.store.layout import Chunk, Entries, ExpertFiles, Extent, TensorEntry, aligned
 from moelab.store.reader import BLOCK, Chunks, StoreExperts
 
-LARGE = (
-    1 << 18
-)  # bytes from which on a parameter lies in its blocks of memory as in those of the file
+#: bytes from which on a parameter is placed so that it can be read without a copy
+LARGE = 1 << 18
 #: (key, first weight of it that was read, what was read) of a tensor in the checkpoint
 Piece = tuple[str, int, torch.Tensor]
 #: how an expert is read: its files, what is read to which bytes as it is, what is converted
-Plan = tuple[list[Path], list[tuple[Stored, slice]], list["ParameterSource"]]
+Reads = tuple[list[Path], list[tuple[Stored, slice]], list["ParameterSource"]]
 
 
 @dataclass(frozen=True)
@@ -208,7 +207,7 @@ class CheckpointStore(ExpertFiles):
         self.spec = checkpoint.spec
         self.folder = checkpoint.folder
         plan = checkpoint.plan
-        self._plans: dict[tuple[int, int], Plan] = {}  # of experts that were read
+        self._reads: dict[tuple[int, int], Reads] = {}  # of experts that were read
         self._forms: dict[tuple, Codec] = {}  # what a parameter is made of → its codec
         self.layers: list[CheckpointLayer] = []
         for index, layer in enumerate(plan.layers):
@@ -272,8 +271,8 @@ class CheckpointStore(ExpertFiles):
         return same and compat.is_concatenation(source.plan, self.checkpoint.plan.quantizer)
 
     def _skip(self, source: ParameterSource, codec: Codec) -> int:
-        """Bytes of its block of memory that a parameter leaves out, as it does in the file, to be read
-        in place; none where kernels want multiples of 64."""
+        """How far into its block of memory a parameter begins: as far as in the file, so that it is read
+        without a copy; 0 where kernels want a multiple of 64."""
         if not self._straight(source, codec):
             return 0
         (part, *_), *_ = (of.parts for of in source.stored.values())
@@ -289,8 +288,8 @@ class CheckpointStore(ExpertFiles):
         of it has been read. What is read for the first time is checked."""
         chunks = parts[0]
         key = chunks.layer, chunks.expert
-        files, straight, others = plan = self._plans.get(key) or self._plan(*key)
-        check = self.verify and key not in self._plans
+        files, straight, others = reads = self._reads.get(key) or self._find_reads(*key)
+        check = self.verify and key not in self._reads
 
         def extent(stored: Stored, memory: np.ndarray) -> Iterator[Extent]:
             yield stored.file, stored.begin, [memoryview(memory)]
@@ -318,9 +317,9 @@ class CheckpointStore(ExpertFiles):
                 shape = chunks.entries[source.name].shape
                 into = torch.from_numpy(target).view(self.dtype).view(shape)
                 into.copy_(source.make(self.checkpoint.plan, found))
-        self._plans[key] = plan
+        self._reads[key] = reads
 
-    def _plan(self, layer: int, expert: int) -> Plan:
+    def _find_reads(self, layer: int, expert: int) -> Reads:
         """How an expert is read."""
         files, straight, others = {}, [], []
         for source in expert_sources(self.checkpoint, layer, expert):

@@ -60,8 +60,8 @@ class GEMV(Sorted):
         return combine(y, rows, weights, x.dtype)
 
     def parts(self, x: Tensor, chosen: Sequence[int], experts: Any) -> Tensor | None:
-        """What experts in memory make of one token x [1, H], fp32 [len(chosen), H], which is still to be
-        weighted; None where numba's products cannot."""
+        """Outputs of experts in memory for one token x [1, H], not yet weighted: fp32 [len(chosen), H].
+        None where numba's products cannot compute them."""
         found = None
         if self.multiplies(x, experts):
             found = locate(experts, np.array(chosen), x.dtype)
@@ -77,8 +77,9 @@ class GEMV(Sorted):
         tokens: np.ndarray,
         of: Any,
     ) -> Tensor:
-        """What experts make of a step's choices, fp32 [n, H], of these matrices; where those of each begin,
-        [M + 1], and whose they are, [n], is sorted by expert."""
+        """Outputs of the experts `of` for a step's n choices, not yet weighted: fp32 [n, H], by expert.
+
+        bounds : [M + 1], where each expert's choices begin. tokens : [n], the token of each."""
         self.count(len(tokens), len(tokens), len(tokens))
         if gate := gate_of(of):
             return feed_forward(up, down, bounds, x, tokens, gate)

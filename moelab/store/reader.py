@@ -5,9 +5,9 @@ Source: ZipMoE §3.3 (E-chunks and SM-chunks are read separately) and §4 (preal
 O_DIRECT (Linux, "direct") and F_NOCACHE (macOS, "uncached") bypass the page cache, which would hold
 what the expert cache keeps anyway: in 3 GB, a 5 GB model read 425 MB a token buffered instead of
 230. So "auto" is the first of them that the system has; a file system that refuses it is read
-"buffered". What lies unaligned, as in a checkpoint, is read directly by whole blocks: if it lies in its
-blocks of memory as in those of the file, only the first and the last of them are copied, otherwise
-all of it is, from a window of the thread's own.
+"buffered". Bytes at any offset, as in a checkpoint, are read directly in whole blocks. If they begin as
+far into a block in memory as in the file, only the first and the last block are copied; otherwise all
+are, from a buffer that each thread has.
 
 A tensor of 16-bit weights is decoded at once or in two stages (ZipMoE §3.2 and Fig. 6: decompression
 needs the E-chunks only, recovery needs its result and the SM-chunks). The exponents of N weights, N
