@@ -284,7 +284,7 @@ def _read(name: str, given: Any, reader: Any, kind: Any) -> Any:
 def _check_device(device: Any) -> None:
     """ValueError for one that torch does not know, or that is not here."""
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.uint8, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
             f"the device is {str(device)!r}, where torch cannot compute here "

@@ -166,7 +166,7 @@ class _Recorder:
         info = forward_info(args, kwargs)
         mask = kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:
-            mask = torch.ones(len(tokens), info.cached + tokens.shape[1])
+            mask = tokens.new_ones(len(tokens), info.cached + tokens.shape[1])
         mask = mask.cpu().long()
         S = tokens.shape[1]
         keep = mask[:, -S:].bool()

@@ -316,3 +316,23 @@ def test_circles_are_seen(sources, tmp_path, monkeypatch):
         (tmp_path / name).write_text(source)
     with pytest.raises(ValueError, match="cycle"):
         no_circle(graph(sorted(tmp_path.rglob("*.py"))))
+
+
+#: torch's functions whose numbers are of its default dtype, which each of transformers'
+#: `from_pretrained` sets for all threads meanwhile
+DEFAULT_DTYPE = {"empty", "zeros", "ones", "rand", "randn", "eye", "linspace", "logspace"}
+
+
+def test_what_is_made_from_nothing_names_its_dtype():
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            function = ast.unparse(node.func)
+            function = ast.unparse(node.args[0]) if function == "partial" else function
+            made = function.removeprefix("torch.") in DEFAULT_DTYPE and function.startswith(
+                "torch."
+            )
+            assert not made or {keyword.arg for keyword in node.keywords} & {"dtype", None}, (
+                f"{path}:{node.lineno}: {ast.unparse(node)} has whatever dtype is torch's default now"
+            )

@@ -150,6 +150,23 @@ def test_openings_in_threads_beside_transformers_own(folders):
     assert patched == {key: vars(transformers.PreTrainedModel)[key] for key in patched}
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_memory_does_not_depend_on_the_dtype_that_another_thread_sets(folders, dtype):
+    """`from_pretrained` sets torch's default dtype for all threads: once kernels wrote fp32 past the
+    end of memory for bf16."""
+    ways = [("tied", {}), ("tied", {"memory": "40%"}), ("fp8", {"memory": "50%"})]
+    for (name, options), prompt in product(ways, (PROMPTS[0], PROMPTS[-1])):
+        with moelab.open_model(folders[name], executor="fast", **options) as lm:
+            wanted = lm(prompt).logits, tokens(lm, prompt)
+        torch.set_default_dtype(dtype)
+        try:
+            with moelab.open_model(folders[name], executor="fast", **options) as lm:
+                found = lm(prompt).logits, tokens(lm, prompt)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert torch.equal(wanted[0], found[0]) and wanted[1] == found[1]
+
+
 # ---- generating
 
 

@@ -85,7 +85,7 @@ def replayed(device: Any) -> Callable[[], Any]:
     """What replays a graph of one kernel."""
     import torch
 
-    x = torch.zeros(1, device=device)
+    x = torch.zeros(1, dtype=torch.float32, device=device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         x.add_(1)

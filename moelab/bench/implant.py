@@ -97,7 +97,7 @@ def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tens
         ids, weights, sequence = routing.ids.long(), routing.weights.float(), routing.sequence
     else:
         ids = torch.from_numpy(np.ascontiguousarray(routing)).long()
-        weights, sequence = torch.ones(ids.shape), torch.zeros(len(ids))
+        weights, sequence = torch.ones_like(ids).float(), torch.zeros_like(ids[:, 0, 0])
     L, K = ids.shape[1:]
     if L < spec.L or (E, K) != (spec.E, spec.K):
         raise ValueError(
@@ -114,7 +114,7 @@ def wanted(routing: Routing, spec: MoESpec, seed: int = 0) -> tuple[Tensor, Tens
     above = weights.clamp(min=1e-6).log()
     above = (above - above.amin(-1, keepdim=True)).clamp(max=2 * GAP)
     if not above.any():  # no weights are known
-        above = torch.linspace(SPREAD, 0, spec.K).expand(ids.shape)
+        above = torch.linspace(SPREAD, 0, spec.K, dtype=torch.float32).expand(ids.shape)
     lengths = torch.unique_consecutive(sequence[whole], return_counts=True)[1]
     return ids, GAP + above, lengths.tolist(), words
 
@@ -151,7 +151,7 @@ class Implant:
         self.spec, self.ids = spec, ids
         T, L, K = ids.shape
         #: [T, L, E]: 0 where an expert is not chosen
-        self.targets = torch.zeros(T, L, spec.E).scatter_(2, ids, logits)
+        self.targets = logits.new_zeros(T, L, spec.E).scatter_(2, ids, logits)
         self.tokens = first + torch.arange(T)
         self.draw = torch.Generator().manual_seed(seed)
         #: tokens in the pass, [B, S]: whole rows, the last filled with the first tokens
@@ -166,8 +166,9 @@ class Implant:
         T = len(self.ids)
         routed = (self.targets > 0).float().view(T, -1)
         routed -= routed.mean(0)
-        codes = routed @ torch.randn(routed.shape[1], H, generator=self.draw)
-        own = torch.randn(T, H, generator=self.draw) * min(1.0, H / T)
+        drawn = partial(torch.randn, generator=self.draw, dtype=torch.float32)
+        codes = routed @ drawn(routed.shape[1], H)
+        own = drawn(T, H) * min(1.0, H / T)
         codes = codes / codes.std(1, keepdim=True).clamp(min=1e-6) + own
         return codes / codes.square().mean(1, keepdim=True).sqrt()
 
@@ -221,9 +222,10 @@ class Implant:
         """What a router is to say a layer early: the logits [T, E] with each chosen expert exchanged
         for another with probability 1 − `AHEAD`, by how often the layer chooses them."""
         chosen = target > 0
-        score = torch.rand(target.shape, generator=self.draw)
+        drawn = partial(torch.rand, target.shape, generator=self.draw, dtype=torch.float32)
+        score = drawn()
         lost = chosen & (score > AHEAD)
-        race = chosen.float().mean(0) / -torch.rand(target.shape, generator=self.draw).log()
+        race = chosen.float().mean(0) / -drawn().log()
         order = race.masked_fill(chosen, -1).argsort(1, descending=True)
         place = order.argsort(1)  # of each expert among the newcomers
         new = place < lost.sum(1, keepdim=True)

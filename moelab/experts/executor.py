@@ -187,8 +187,8 @@ def gate_of(experts: Any) -> Gate | None:
 def _probed(experts: Any) -> Gate | None:
     """The gate that gives of g = 1 and the smallest u, −1, 1 and the largest u what an activation
     gives, if it gives the same of all numbers."""
-    far = torch.logspace(-2, 6, 25)
-    values = torch.cat([-far, torch.linspace(-9, 9, 19), far]).double().sort()[0]
+    far = torch.logspace(-2, 6, 25, dtype=torch.float64)
+    values = torch.cat([-far, torch.linspace(-9, 9, 19, dtype=torch.float64), far]).sort()[0]
     one = values.tolist().index(1)
     g, u = torch.meshgrid(values, values, indexing="ij")
     for interleaved in (False, True):
@@ -197,7 +197,8 @@ def _probed(experts: Any) -> Gate | None:
         least, low, high, most = found[one, [0, -1 - one, one, -1]]
         step = (high - low) / 2  # sigmoid(alpha)
         limit = (most - least) / 2 / step
-        numbers = step.logit(), limit if limit < values[-1] else torch.tensor(inf), high / step - 1
+        limit = limit if limit < values[-1] else inf * limit
+        numbers = step.logit(), limit, high / step - 1
         gate = Gate(interleaved, *(round(number.item(), 4) for number in numbers))
         if torch.allclose(found, gate(g, u), atol=1e-6):
             return gate

@@ -146,7 +146,8 @@ class GEMV(Sorted):
         `on_gpu` gives, of any activation. None if there are no such kernels for these."""
         if any((of.source is None) != (resident is None) or not plain(of) for of in experts):
             return None
-        device = device or next(experts[0].module.parameters(), torch.empty(0)).device
+        held = (w.device for w in experts[0].module.parameters())
+        device = device or next(held, torch.device("cpu"))
         on_gpu = device.type in GPUS
         if not on_gpu and not (device.type == "cpu" and all(gate_of(of) == SILU for of in experts)):
             return None

@@ -256,7 +256,7 @@ def agree(theirs: Any, ours: Any, attention: SingleToken, H: int) -> bool:
     rng = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> Tensor:
-        random = torch.randn(1, *shape, generator=rng)
+        random = torch.randn(1, *shape, dtype=torch.float32, generator=rng)
         return random.to(attention.device, attention.dtype)
 
     x = drawn(1, H)

@@ -52,6 +52,11 @@ def _weight_of(module: nn.Module, kind: str) -> Tensor | None:
     return weight
 
 
+def drawn(*shape: int) -> Tensor:
+    """Random numbers to try a module on, fp32."""
+    return torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(0))
+
+
 class Norm(FusedModule):
     """The forward of an RMSNorm: the kernel for few rows, the module's own for many."""
 
@@ -69,8 +74,8 @@ class Norm(FusedModule):
         w = _weight_of(module, "RMSNorm")
         if w is None or epsilon(module) is None:
             return None
-        x = torch.randn(3, len(w), generator=torch.Generator().manual_seed(0))
-        x = (x * torch.tensor([[1e-3], [1.0], [30.0]])).to(w.dtype)
+        x = drawn(3, len(w))
+        x = (x * x.new_tensor([[1e-3], [1.0], [30.0]])).to(w.dtype)
         ours = cls(module)
         wanted = module(x)
         got = ours(x)
@@ -108,7 +113,7 @@ class Router(FusedModule):
         others = [*module.parameters(), *module.buffers()][1:]
         if w is None or not isinstance(K, int) or others:
             return None
-        tokens = torch.randn(8, 1, w.shape[1], generator=torch.Generator().manual_seed(0))
+        tokens = drawn(8, 1, w.shape[1])
         tokens[::2] /= w.float().norm(dim=1).mean()  # logits of about 1: no saturated softmax
         tokens = tokens.to(w.dtype)
         wanted = [module(x) for x in tokens]

@@ -79,7 +79,7 @@ def feed_forward(
 ) -> Tensor:
     """Experts down(gate(up)) of x [T, H], fp32 [n, H], in one call; bounds and tokens of `arrange`."""
     x = x.contiguous()
-    y = torch.empty(len(tokens), down.R)
+    y = torch.empty(len(tokens), down.R, dtype=torch.float32)
     both = plans(up, down, KINDS[x.dtype], gate, len(tokens) / len(up.rows)), up.rows, down.rows
     gated(*both, bounds, x.data_ptr(), *x.shape, tokens, y.data_ptr(), team())
     return y

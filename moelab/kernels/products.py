@@ -131,7 +131,7 @@ def multiply(
         other.
     """
     x = x.contiguous()
-    y = torch.empty(int(bounds[-1]), of.R)
+    y = torch.empty(int(bounds[-1]), of.R, dtype=torch.float32)
     kind = KINDS[x.dtype]
     inputs = x.data_ptr(), *x.shape, _IN_ORDER if tokens is None else tokens
     each = bounds[-1] / max(len(of.rows), 1)

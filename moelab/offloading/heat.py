@@ -35,7 +35,7 @@ class Heat:
         of_files = xxhash.xxh3_64_hexdigest(repr(checkpoint.stamps).encode())
         self.model = checkpoint.store.identity if checkpoint.store else of_files
         self.path = cache_folder("heat") / f"{self.model}.safetensors"
-        self.counts = torch.zeros(spec.L, spec.E)
+        self.counts = torch.zeros(spec.L, spec.E, dtype=torch.float32)
 
         def read(tensors: dict[str, Tensor], model: str) -> Tensor:
             if model != self.model:

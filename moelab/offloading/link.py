@@ -195,7 +195,7 @@ def pin(memory: np.ndarray, device: torch.device, owner: Any) -> Callable[[], ob
     if not int(status):
         return weakref.finalize(owner, _unpin, memory)
     with suppress(RuntimeError):  # CUDA keeps the error for whoever launches next
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.uint8, device=device)
     warnings.warn(
         f"the system refuses to pin {len(memory) / 1e9:.1f} GB of memory for the GPU ({status}), so "
         f"experts are copied from pageable memory: slower, as the driver copies each twice and the "

@@ -295,7 +295,7 @@ class Memory:
         not known, the first of each layer."""
         counts, shape = self.how.popular, (self.store.spec.L, self.store.spec.E)
         if counts is None or counts.shape != shape:
-            counts = torch.zeros(shape)
+            counts = torch.zeros(shape, dtype=torch.int64)
         others = sorted(experts_of(self.store), key=lambda key: -counts[key].item())
         return [*dict.fromkeys((*self.hot, *others))]
 

@@ -237,7 +237,7 @@ class Static(Predictor):
             ids, weights = popular(ids, weights, self.spec.E, K)
         else:
             ids = trace.require(identity(model), self.spec).counts().topk(K).indices
-            weights = torch.full(ids.shape, 1 / K)
+            weights = torch.full(ids.shape, 1 / K, dtype=torch.float32)
         self.popular = ids.to(self.device), weights.to(self.device)  # [L, K] each
 
     def predict(self, layer, s, r, ids, weights):
@@ -271,7 +271,8 @@ class Random(Predictor):
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
 
     def predict(self, layer, s, r, ids, weights):
-        noise = torch.rand(len(ids), self.spec.E, generator=self.generator, device=self.device)
+        noise = torch.empty(len(ids), self.spec.E, dtype=torch.float32, device=self.device)
+        noise.uniform_(generator=self.generator)
         return noise.topk(self.spec.K).indices, torch.full_like(weights, 1 / self.spec.K)
 
 
@@ -286,9 +287,10 @@ def popular(ids: Tensor, weights: Tensor, E: int, K: int) -> Prediction:
     """The K most frequent experts of each row and their mean weights, [B, K]; ids and weights [B,
     n], E is none."""
     B = len(ids)
-    zeros = torch.zeros(B, E + 1, device=ids.device)
-    counts = zeros.scatter_add(1, ids, torch.ones(ids.shape, device=ids.device))
-    total = zeros.scatter_add(1, ids, weights.float())
+    weights = weights.float()
+    zeros = weights.new_zeros(B, E + 1)
+    counts = zeros.scatter_add(1, ids, torch.ones_like(weights))
+    total = zeros.scatter_add(1, ids, weights)
     count, chosen = counts[:, :E].topk(K)
     return chosen, (total.gather(1, chosen) / count.clamp(min=1)).to(weights.dtype)
 

@@ -74,7 +74,8 @@ def check_given(layer: MoELayer, H: int) -> None:
     """ValueError for a router that does not choose by given logits as by its own: one that scales
     or caps them."""
     parameter = next(layer.router.parameters())
-    x = torch.randn(8, H, generator=torch.Generator().manual_seed(0)).to(parameter)
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(8, H, dtype=torch.float32, generator=rng).to(parameter)
     logits = router_logits(layer, x)
     if not torch.allclose(router_logits(layer, x, logits), logits, rtol=2e-2):
         raise ValueError(

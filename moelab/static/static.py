@@ -40,9 +40,9 @@ Order = Callable[[Dispatch, Tensor, Tensor, torch.Generator], Tensor]
 ORDERS: dict[str, Order] = {
     "saliency": lambda d, weights, saliency, rng: saliency[d.tokens],
     "router": lambda d, weights, saliency, rng: weights[d.tokens, d.choices],
-    "random": lambda d, weights, saliency, rng: torch.rand(len(d), generator=rng).to(
-        d.tokens.device
-    ),
+    "random": lambda d, weights, saliency, rng: torch.rand(
+        len(d), dtype=torch.float32, generator=rng
+    ).to(d.tokens.device),
     "token": lambda d, weights, saliency, rng: -d.tokens,
     # the opposite of saliency, for control: the strongest are dropped first
     "strongest": lambda d, weights, saliency, rng: -saliency[d.tokens],

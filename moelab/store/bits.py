@@ -42,7 +42,7 @@ def as_bytes(buffer: Any, writable: bool = False) -> np.ndarray:
         if not buffer.is_contiguous():
             raise ValueError("the tensor is not contiguous; call .contiguous() first")
         # torch cannot view nothing as bytes if its stride is 0
-        flat = buffer.detach().reshape(-1) if buffer.numel() else torch.empty(0)
+        flat = buffer.detach().reshape(-1) if buffer.numel() else torch.empty(0, dtype=torch.uint8)
         buffer = flat.view(torch.uint8).numpy()
     found = np.frombuffer(buffer, np.uint8)
     if writable and not found.flags.writeable:

@@ -57,7 +57,7 @@ def nibbles(codes: Tensor) -> Tensor:
 
 
 #: byte → the values of its low and its high half: [256, 2]
-_E2M1 = torch.tensor(E2M1 + tuple(-value for value in E2M1))[
+_E2M1 = torch.tensor(E2M1 + tuple(-value for value in E2M1), dtype=torch.float32)[
     nibbles(torch.arange(256, dtype=torch.uint8)).int()
 ].view(256, 2)
 
@@ -286,6 +286,6 @@ def widen(kind: Kind, codes: Tensor, scales: Tensor, out: Tensor) -> None:
 
     codes, scales : what lies at a kind's two addresses. Rows of `out` are whole steps of the kind."""
     plain = out.is_contiguous() and out.dtype in KINDS
-    made = out if plain else torch.empty(out.shape)
+    made = out if plain else torch.empty(out.shape, dtype=torch.float32)
     row = np.array([[codes.data_ptr(), scales.data_ptr(), 0, 0]])
     out.copy_(widened(Matrices(kind, row, len(out)), 0, 0, made))

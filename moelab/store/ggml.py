@@ -86,7 +86,7 @@ class GGMLFormat(FewBits):
 
     def dequantize(self, blob: Any, shape: Shape) -> Tensor:
         """The weights of a blob in fp32."""
-        self.decompress(blob, out := torch.empty(shape))
+        self.decompress(blob, out := torch.empty(shape, dtype=torch.float32))
         return out
 
     def kernel(self, dtype: str, shape: Shape) -> str:

@@ -40,7 +40,7 @@ def fit(
     inverse = None
     weight = size
     if full:
-        damped = moments + DAMPING * torch.eye(len(size))
+        damped = moments + DAMPING * torch.eye(len(size), dtype=moments.dtype)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
         weight = 1 / inverse.diagonal()
     if kind != "fp8":

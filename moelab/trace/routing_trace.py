@@ -207,7 +207,7 @@ def growing_tensor(path: Path, name: str) -> Iterator[Callable[[torch.Tensor], N
     with atomic(path) as part, open(part, "wb") as file:
         file.write(b" " * ROOM)
         total = 0
-        last = torch.empty(0)
+        last = torch.empty(0, dtype=torch.float32)
 
         def append(rows: torch.Tensor) -> None:
             nonlocal total, last
