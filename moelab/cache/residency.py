@@ -356,11 +356,9 @@ class Residency:
     def __len__(self) -> int:
         return sum(len(pool.keys) for group in self._groups for pool in group.values())
 
-    def full(self) -> list[list[int]]:
-        """The experts of each layer that are FULL, in ascending order."""
-        return [
-            [key.expert for key in keys if self.state(key) is State.FULL] for keys in self._keys
-        ]
+    def full(self, layer: int) -> list[int]:
+        """The experts of a layer that are FULL, in ascending order."""
+        return [key.expert for key in self._keys[layer] if self.state(key) is State.FULL]
 
     def resident(self, state: State) -> list[ExpertKey]:
         return [key for group in self._groups if state in group for key in group[state].keys]

@@ -129,8 +129,8 @@ class GEMV(Sorted):
             known[len(experts)] = state, self.banks(experts, dtype)
         return known[len(experts)][1]
 
-    def count_layers(self, found: Any) -> None:
-        """Count what was `Computed` of layers in one call."""
+    def count_layers(self, first: int, found: Any) -> None:
+        """Count what was `Computed` of layers in one call, from the `first` on."""
         n = found.ids.shape[0] * found.ids.shape[1]
         self.count(n, n, n)
 
@@ -173,6 +173,16 @@ class GEMV(Sorted):
             mine = [one._replace(rows=rows[layer]) for one, rows in zip(found[layer], tables)]
             calls.append(self.on_gpu(of, mine, there[layer]))
         return None if None in calls else calls
+
+    def moved(
+        self, banks: Any, layer: int, of: Any, resident: list[int], dtype: torch.dtype
+    ) -> None:
+        """Write into a CPU's `banks` where the resident experts of a layer lie now."""
+        both = locate(of, np.array(resident, np.int64), dtype) if resident else ()
+        for bank in banks:
+            bank.rows[layer] = 0
+        for bank, one in zip(banks, both):
+            bank.rows[layer, resident] = one.rows
 
     def on_gpu(
         self, experts: Any, found: Iterable[Matrices], tables: Tensor

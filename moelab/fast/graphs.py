@@ -270,7 +270,12 @@ class GraphStretch(Stretch):
         self.of = self.graph = None
 
     def compute(
-        self, x: Tensor, token: tuple, memories: list[CacheMemory], experts: list[Callable]
+        self,
+        x: Tensor,
+        token: tuple,
+        memories: list[CacheMemory],
+        experts: list[Callable],
+        first: int,
     ) -> tuple[Tensor, Tensor, Computed]:
         with LOCK:
             in_turn(x.device)

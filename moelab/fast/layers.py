@@ -37,11 +37,16 @@ BARE = "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock", "Qwen3MoeSparseMoeBlock"
 
 class Computed(NamedTuple):
     """What a call has done: so many layers, the choices [L, K] of those that have a router, and seconds
-    of `time.perf_counter` at which each one's experts began and ended, [L, 2]; None on a GPU."""
+    of `time.perf_counter` at which each one's experts began and ended, [L, 2]; None on a GPU.
+
+    inside : of the next layer, whose experts are not all in memory: x + attention(norm(x)), and the
+        norm of that.
+    """
 
     layers: int
     ids: np.ndarray | Tensor
     times: np.ndarray | None
+    inside: tuple[Tensor, Tensor] | None = None
 
 
 class OneTokenLayer(FusedModule):
@@ -143,9 +148,10 @@ class Stretch:
     """Layers, one after the other.
 
     An executor of experts says where these lie: `token` of `moelab.experts.gemv.GEMV`.
-    `compute(x, token, memories, experts)` of a subclass gives x after as many layers as can be
-    computed, weights [L, K] of those with a router, and what was `Computed`. Of an engine that is not
-    told what was done, it is prepared only."""
+    `compute(x, token, memories, experts, first)` of a subclass gives x after as many layers from the
+    `first` as can be computed, weights [L, K] of those with a router, and what was `Computed`. A layer
+    whose experts are not all in memory runs its own block. Of an engine that is not told what was done,
+    it is prepared only."""
 
     def __init__(self, layers: list[OneTokenLayer]) -> None:
         self.layers = layers
@@ -177,22 +183,30 @@ class Stretch:
             return x, 0
         if (executing := getattr(runs.pop(), "token", None)) is None:
             return x, 0
-        with executing(seams, x.dtype) as (experts, done):
-            if experts is None:
-                return x, 0
-            if (heard := self.parts.listeners()) is None or not self.prepare(experts):
-                return x, 0
-            if done is None:
-                return x, 0
-            y, w, found = self.compute(x, token, memories[: len(self.layers)], experts)
-            done(found)
-        for memory in memories[: found.layers]:
-            memory.grow()
-        ids = torch.as_tensor(found.ids)
-        for i, hear in heard:  # two modules of each layer
-            if i // 2 < len(ids):
-                hear(ids[i // 2 :][:1], w[i // 2 :][:1])
-        return y, found.layers
+        first, L = 0, len(self.layers)
+        while first < L:
+            with executing(seams, x.dtype) as (experts, done):
+                if experts is None:
+                    break
+                if (heard := self.parts.listeners()) is None or not self.prepare(experts):
+                    break
+                if done is None:
+                    break
+                x, w, found = self.compute(x, token, memories[:L], experts, first)
+                done(first, found)
+            for memory in memories[first : first + found.layers]:
+                memory.grow()
+            ids = torch.as_tensor(found.ids)
+            for i, hear in heard:  # two modules of each layer
+                if 0 <= (at := i // 2 - first) < len(ids):
+                    hear(ids[at:][:1], w[at:][:1])
+            first += found.layers
+            if found.inside is not None:
+                y, normed = found.inside
+                memories[first].grow()
+                x = y + compat.children_of(self.layers[first].module)["mlp"](normed)
+                first += 1
+        return x, first
 
 
 class DecodeStretch(Stretch):
@@ -209,6 +223,7 @@ class DecodeStretch(Stretch):
         token: tuple,
         memories: list[CacheMemory],
         experts: tuple[Matrices, Matrices],
+        first: int,
     ) -> tuple[Tensor, Tensor, Computed]:
         up, down = experts
         router = self.routers[0]
@@ -226,12 +241,16 @@ class DecodeStretch(Stretch):
         given = plan, self.weights, self.gates, (up.rows, down.rows), token, where, y.data_ptr()
         made = (w.data_ptr(), ids, times), CLOCK, memory
         since = time.perf_counter() - time.clock_gettime_ns(CLOCK[1]) / 1e9
-        done = decode_layers(*given, *made, 0)
+        done = decode_layers(*given, *made, first)
         logits = torch.from_numpy(memory[3]).view(x.dtype)[:E]
         while done < L and ids[done, 0] < 0:  # between equal scores, torch decides
             ids[done] = torch.topk(logits, K).indices
             done = decode_layers(*given, *made, done)
-        return y, w, Computed(done, ids[:done], since + times / 1e9)
+        mine = slice(first, done)
+        inside = None
+        if done < L:
+            inside = tuple(torch.from_numpy(of).view(x.dtype)[:H].view_as(x) for of in memory[:2])
+        return y, w[mine], Computed(done - first, ids[mine], since + times[mine] / 1e9, inside)
 
 
 def stretches(layers: list[OneTokenLayer], kinds: dict[type, type]) -> dict[int, Stretch]:

@@ -99,8 +99,8 @@ class Engine:
         self._share = 0.0  # of a core that loading uses in a decode step, a running mean
         self._steps = 0  # that it is of
         self._threads: int | None = None  # as many as torch had before it got fewer
-        #: of `token`, by first layer: (what they are of, banks)
-        self._banks: dict[int, tuple[Any, Any]] = {}
+        #: of `token`, by first layer: (what they are of, banks, layers that these no longer know)
+        self._banks: dict[int, tuple[Any, Any, set[int]]] = {}
         #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
         self._tables: tuple[Any, DeviceTables | None] = (None, None)
         self._current = False
@@ -291,14 +291,14 @@ class Engine:
             return step.requests, loads
         return [request for request in step.requests if request.state is State.FULL], loads
 
-    def _executed(self, requests: list[Request], start: float) -> None:
+    def _executed(self, requests: list[Request], start: float, end: float | None = None) -> None:
         """Release experts that have been computed since `start`, and report it; several at once are
         one event."""
         if leaving := [request for request in requests if request.keep is not State.FULL]:
             with self.loader.changing() as queue:
                 queue.computed(leaving)
         experts = [request.key.expert for request in requests]
-        self._report(requests[0].key.layer, experts, start, clock())
+        self._report(requests[0].key.layer, experts, start, end or clock())
 
     def _report(self, layer: int, experts: list[int], start: float, end: float) -> None:
         self.idle_since = end
@@ -314,7 +314,7 @@ class Engine:
     @contextmanager
     def token(self, modules: list[SeamExperts], dtype: torch.dtype) -> Iterator[tuple]:
         """Layers of a token in one call (`moelab.experts.gemv.GEMV.token`): on a CPU as far as their
-        experts are resident for good, on a GPU all of them, wherever their experts are."""
+        experts are in memory, on a GPU all of them, wherever their experts are."""
         with self._one, self._sound():
             if not self._far:
                 yield self._find_banks(modules, dtype), partial(self._layers_computed, modules)
@@ -326,32 +326,43 @@ class Engine:
                 if self._alone and not self._launched:  # somebody listens to its parts
                     self._hand_back()
 
-    def _layers_computed(self, modules: list[SeamExperts], found: Any) -> None:
-        chosen = zip(modules[: found.layers], found.ids.tolist(), found.times.tolist())
+    def _layers_computed(self, modules: list[SeamExperts], first: int, found: Any) -> None:
+        chosen = zip(modules[first:], found.ids.tolist(), found.times.tolist())
         for of, experts, (begin, end) in chosen:
-            self._report_other(begin, of.layer)
-            self.controller.found(of.layer, dict.fromkeys(experts, 1))
-            self._report(of.layer, experts, begin, end)
-        modules[0].executor.count_layers(found)
+            layer = of.layer
+            self._report_other(begin, layer)
+            if self.residency.holds_all:  # nobody is asked who stays
+                self.controller.found(layer, dict.fromkeys(experts, 1))
+                self._report(layer, experts, begin, end)
+            else:
+                step = self.controller.decide(layer, dict.fromkeys(experts, 1))
+                self._executed(step.requests, begin, end)
+        modules[0].executor.count_layers(first, found)
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
-        """Where the experts of these layers lie, as the executor asks for it; None if some may
-        leave."""
+        """Where the experts of these layers lie that are in memory, as the executor asks for it; None if
+        there is no such call for them."""
         residency = self.residency
         executor = modules[0].executor
         queue = self.loader.queue
         find = getattr(executor, "banks", None)
-        if find is None or not residency.holds_all or queue.late:
+        if find is None or queue.late or queue.prefetched or self.host:
             return None
         if any(of.executor is not executor for of in modules):
             return None
+        moved, self.loader.moved = self.loader.moved, set()
+        for *_, stale in self._banks.values():
+            stale |= moved
         first = modules[0].layer
-        state = (queue, executor, dtype, len(residency))
-        known, banks = self._banks.get(first, (None, None))
-        if known != state:
-            full = residency.full()
-            banks = find(modules, dtype, [full[of.layer] for of in modules])
-            self._banks[first] = state, banks
+        state = (queue, executor, dtype)
+        known, banks, stale = self._banks.get(first, (None, None, set()))
+        if known != state or banks is None and stale:  # no expert of some layer was there
+            banks = find(modules, dtype, [residency.full(of.layer) for of in modules])
+            stale = ()
+        for i, of in enumerate(modules if banks and stale else ()):
+            if of.layer in stale:
+                executor.moved(banks, i, of, residency.full(of.layer), dtype)
+        self._banks[first] = state, banks, set()
         return banks
 
     # a whole token on a GPU, see `moelab.offloading.gpu_token`
@@ -392,10 +403,10 @@ class Engine:
             tables.serve()
         return tables if self._current else None
 
-    def _token_launched(self, modules: list[SeamExperts], found: Any) -> None:
+    def _token_launched(self, modules: list[SeamExperts], first: int, found: Any) -> None:
         self._tables[1].end()
         self._launched = True
-        modules[0].executor.count_layers(found)
+        modules[0].executor.count_layers(first, found)
 
     def _token_done(self) -> None:
         """Take over what the GPU has done alone: by the rule that it has followed."""

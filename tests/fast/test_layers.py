@@ -9,6 +9,7 @@ from moelab import open_model
 from moelab.base.specs import State
 from moelab.models.patches import Patches
 from moelab.models.seam import discover
+from moelab.offloading.prefetch_gate import ungated
 from moelab.recording import record
 from tests.models import tiny
 
@@ -104,10 +105,28 @@ def test_who_listens_or_records_hears_the_same(tmp_path, calls):
     assert torch.equal(*(trace.ids for trace in traces))
 
 
-def test_an_engine_with_too_little_memory_goes_layer_by_layer(tmp_path, calls):
+@pytest.mark.parametrize("memory", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize("cache", ["lru", "zipmoe"])
+def test_an_engine_with_too_little_memory_goes_on_behind_what_is_missing(
+    memory, cache, tmp_path, calls
+):
+    """Whoever is missing is loaded, whoever leaves is not computed with, and all is counted as ever."""
+    folder, found = tiny.save("olmoe", tmp_path / "model", torch.bfloat16), []
+    for hook in (True, False):
+        assert not calls
+        how = {"executor": "fast", "cache": cache, "prefetch": None}
+        with open_model(folder, memory=memory, **how) as lm:
+            found.append(decode(lm, hook, steps=40))
+    (wanted, before), (got, after) = found
+    assert torch.equal(got, wanted) and after == before
+    assert len(calls) > 40 and after["counters"].evictions
+
+
+def test_nobody_runs_ahead_of_what_is_predicted(tmp_path, calls):
     folder = tiny.save("olmoe", tmp_path / "model", torch.float32)
-    with open_model(folder, memory=0.5, executor="fast") as lm:
-        decode(lm, steps=3)
+    with open_model(folder, memory=0.5, executor="fast", prefetch="router") as lm:
+        with ungated(lm.moelab.engine):
+            decode(lm, steps=3)
     assert not calls
     with open_model(folder, memory=1.0, executor="fast", prefetch="router") as lm:
         decode(lm, steps=3)

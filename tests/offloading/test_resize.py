@@ -194,10 +194,10 @@ def test_who_was_hottest_stays(policy):
     for expert in 6 * (1, 3, 5):  # often and lately
         residency.begin(0, {expert: 1})
     assert len(residency.resize(Pools(F=3))) == 5
-    assert residency.full() == [[1, 3, 5]]
+    assert residency.full(0) == [1, 3, 5]
     residency.resize(Pools(F=4))
     residency.begin(0, {0: 1})
-    assert residency.full() == [[0, 1, 3, 5]]
+    assert residency.full(0) == [0, 1, 3, 5]
 
 
 @given(st.lists(st.builds(Pools, *[st.integers(0, 6)] * 4), max_size=6))
