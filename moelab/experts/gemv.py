@@ -9,7 +9,7 @@ Sums are in fp32; unlike in eager, what is between up and down is not rounded.""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -175,14 +175,16 @@ class GEMV(Sorted):
         return None if None in calls else calls
 
     def moved(
-        self, banks: Any, layer: int, of: Any, resident: list[int], dtype: torch.dtype
+        self, banks: Any, experts: list[Any], since: Mapping[Any, bool], dtype: torch.dtype
     ) -> None:
-        """Write into a CPU's `banks` where the resident experts of a layer lie now."""
-        both = locate(of, np.array(resident, np.int64), dtype) if resident else ()
-        for bank in banks:
-            bank.rows[layer] = 0
-        for bank, one in zip(banks, both):
-            bank.rows[layer, resident] = one.rows
+        """Write into a CPU's `banks` of these layers who, by (layer, expert), has come (True) or left."""
+        for i, of in enumerate(experts):
+            mine = {expert: stays for (layer, expert), stays in since.items() if layer == of.layer}
+            come = [expert for expert, stays in mine.items() if stays]
+            for bank in banks if mine else ():
+                bank.rows[i, [*mine]] = 0
+            for bank, one in zip(banks, locate(of, np.array(come), dtype) if come else ()):
+                bank.rows[i, come] = one.rows
 
     def on_gpu(
         self, experts: Any, found: Iterable[Matrices], tables: Tensor

@@ -215,6 +215,7 @@ class DecodeStretch(Stretch):
     def __init__(self, layers: list[DecodeLayer]) -> None:
         super().__init__(layers)
         self.weights = np.stack([layer.weights for layer in layers])
+        self.plans: tuple = None, None  # of `gated`: kinds of matrices, and theirs
         self.gates = np.array([router.module.weight.data_ptr() for router in self.routers])
 
     def compute(
@@ -236,7 +237,9 @@ class DecodeStretch(Stretch):
         ids = np.full((L, K), -1)
         times = np.zeros((L, 2), np.int64)
         memory = np.empty((4, max(H, E)), np.float32)
-        plan = self.layers[0].shape, router.plan(), plans(up, down, KINDS[x.dtype])
+        if self.plans[0] != (of := [(m.kind, m.transposed, m.biases) for m in experts]):
+            self.plans = of, plans(up, down, KINDS[x.dtype])
+        plan = self.layers[0].shape, router.plan(), self.plans[1]
         where = np.array([memory.where for memory in memories])
         given = plan, self.weights, self.gates, (up.rows, down.rows), token, where, y.data_ptr()
         made = (w.data_ptr(), ids, times), CLOCK, memory

@@ -96,11 +96,13 @@ class Engine:
         self._drafts = 0  # in the forward
         self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
-        self._share = 0.0  # of a core that loading uses in a decode step, a running mean
-        self._steps = 0  # that it is of
+        # of a decode step, running means: of a core, what loading uses; of its layers, who lack nothing
+        self._share, self._whole = 0.0, 1.0
+        self._steps = 0  # that they are of
+        self._lacking = 0  # layers of the forward that lack experts
         self._threads: int | None = None  # as many as torch had before it got fewer
-        #: of `token`, by first layer: (what they are of, banks, layers that these no longer know)
-        self._banks: dict[int, tuple[Any, Any, set[int]]] = {}
+        #: of `token`, by first layer: (what they are of, banks, which experts have moved since)
+        self._banks: dict[int, tuple[Any, Any, dict[ExpertKey, bool]]] = {}
         #: of whole tokens on a GPU: (what they are of, tables), and whether these say what is in memory
         self._tables: tuple[Any, DeviceTables | None] = (None, None)
         self._current = False
@@ -192,6 +194,7 @@ class Engine:
             if step.away and self._far:  # nobody who is loaded takes their places
                 self.loader.pool.busy = {request.key for request in step.away}
             controller.load(step, self.loader.ready.put)
+        self._lacking += bool(step.loads)
         compute = self._with_eager if experts.executor is eager else self._with_executor
         return compute(x, ids, weights, experts, step)
 
@@ -341,28 +344,25 @@ class Engine:
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
         """Where the experts of these layers lie that are in memory, as the executor asks for it; None if
-        there is no such call for them."""
-        residency = self.residency
+        there is no such call for them, or if most layers lack some."""
         executor = modules[0].executor
         queue = self.loader.queue
         find = getattr(executor, "banks", None)
-        if find is None or queue.late or queue.prefetched or self.host:
+        if find is None or queue.late or queue.prefetched or self.host or self._whole < 0.5:
             return None
         if any(of.executor is not executor for of in modules):
             return None
-        moved, self.loader.moved = self.loader.moved, set()
-        for *_, stale in self._banks.values():
-            stale |= moved
+        moved, self.loader.moved = self.loader.moved, {}
+        for *_, since in self._banks.values():
+            since |= moved
         first = modules[0].layer
         state = (queue, executor, dtype)
-        known, banks, stale = self._banks.get(first, (None, None, set()))
-        if known != state or banks is None and stale:  # no expert of some layer was there
-            banks = find(modules, dtype, [residency.full(of.layer) for of in modules])
-            stale = ()
-        for i, of in enumerate(modules if banks and stale else ()):
-            if of.layer in stale:
-                executor.moved(banks, i, of, residency.full(of.layer), dtype)
-        self._banks[first] = state, banks, set()
+        known, banks, since = self._banks.get(first, (None, None, {}))
+        if known != state or banks is None and since:  # no expert of some layer was there
+            banks = find(modules, dtype, [self.residency.full(of.layer) for of in modules])
+        elif since:
+            executor.moved(banks, modules, since, dtype)
+        self._banks[first] = state, banks, {}
         return banks
 
     # a whole token on a GPU, see `moelab.offloading.gpu_token`
@@ -471,6 +471,7 @@ class Engine:
         if (self.decoding or self.host) and not exact and not self._far:
             self._narrow()
         self._used = self.loader.used
+        self._lacking = 0
         self._began = self.idle_since = clock()
         return self._began
 
@@ -488,8 +489,10 @@ class Engine:
             return now
         if self.decoding:
             share = max(0.0, self.loader.used - self._used) / (now - self._began)
+            whole = 1 - self._lacking / self.residency.L
             self._steps = min(self._steps + 1, MEMORY)
             self._share += (share - self._share) / self._steps
+            self._whole += (whole - self._whole) / self._steps
         with self.loader.changing() as queue:
             took = None if self._drafts else now - self._began
             events = self._events

@@ -80,8 +80,8 @@ class Loader:
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
         if self.pool:
             self.pool.link = self.slots.link
-        #: layers whose experts have come to stay or left since somebody has looked
-        self.moved: set[int] = set()
+        #: experts that have come to stay (True) or left since somebody has looked
+        self.moved: dict[ExpertKey, bool] = {}
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) and not self.pool else "disk"
         self._served = 0.0  # when the disk has last ended a read
@@ -371,7 +371,7 @@ class Loader:
 
     def _moved(self, key: ExpertKey, slot: int, stays: bool) -> None:
         """An expert has come to stay where it is computed, or leaves."""
-        self.moved.add(key.layer)
+        self.moved[key] = stays
         pool = self.pool
         link = self.slots.link
         if stays and pool:

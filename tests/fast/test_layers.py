@@ -105,7 +105,7 @@ def test_who_listens_or_records_hears_the_same(tmp_path, calls):
     assert torch.equal(*(trace.ids for trace in traces))
 
 
-@pytest.mark.parametrize("memory", [0.4, 0.7, 0.9])
+@pytest.mark.parametrize("memory", [0.4, 0.8, 0.95])
 @pytest.mark.parametrize("cache", ["lru", "zipmoe"])
 def test_an_engine_with_too_little_memory_goes_on_behind_what_is_missing(
     memory, cache, tmp_path, calls
@@ -119,7 +119,8 @@ def test_an_engine_with_too_little_memory_goes_on_behind_what_is_missing(
             found.append(decode(lm, hook, steps=40))
     (wanted, before), (got, after) = found
     assert torch.equal(got, wanted) and after == before
-    assert len(calls) > 40 and after["counters"].evictions
+    # layer by layer where most lack somebody
+    assert after["counters"].evictions and (len(calls) > 40) is (memory > 0.5)
 
 
 def test_nobody_runs_ahead_of_what_is_predicted(tmp_path, calls):
