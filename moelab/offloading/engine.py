@@ -360,6 +360,7 @@ class Engine:
         known, banks, since = self._banks.get(first, (None, None, {}))
         if known != state or banks is None and since:  # no expert of some layer was there
             banks = find(modules, dtype, [self.residency.full(of.layer) for of in modules])
+            banks = banks if isinstance(banks, tuple) else None  # a list would be a GPU's
         elif since:
             executor.moved(banks, modules, since, dtype)
         self._banks[first] = state, banks, {}
