@@ -179,18 +179,13 @@ class Stretch:
 
         memories : of the cache, for these layers and perhaps others behind them."""
         seams = [vars(experts).get("seam") for experts in self.experts]
-        if None in seams or len(runs := {of.engine or of.executor for of in seams}) > 1:
-            return x, 0
-        if (executing := getattr(runs.pop(), "token", None)) is None:
-            return x, 0
+        runs = set() if None in seams else {of.engine or of.executor for of in seams}
+        executing = getattr(runs.pop(), "token", None) if len(runs) == 1 else None
         first, L = 0, len(self.layers)
-        while first < L:
+        while executing and first < L:
             with executing(seams, x.dtype) as (experts, done):
-                if experts is None:
-                    break
-                if (heard := self.parts.listeners()) is None or not self.prepare(experts):
-                    break
-                if done is None:
+                heard = None if experts is None else self.parts.listeners()
+                if heard is None or not self.prepare(experts) or done is None:
                     break
                 x, w, found = self.compute(x, token, memories[:L], experts, first)
                 done(first, found)

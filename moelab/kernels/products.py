@@ -235,20 +235,8 @@ def _rows(x_kind, kind, b_kind, at):
         begin = piece % job.pieces * job.outputs
         end = min(begin + job.outputs, job.R)
         for group in range(bounds[m], bounds[m + 1], GROUP):
-            group_end = min(group + GROUP, bounds[m + 1])
-            _rows_of_group(
-                x_kind,
-                kind,
-                b_kind,
-                job,
-                matrices[m],
-                address(inputs),
-                group,
-                group_end,
-                begin,
-                end,
-                True,
-            )
+            given = job, matrices[m], address(inputs), group, min(group + GROUP, bounds[m + 1])
+            _rows_of_group(x_kind, kind, b_kind, *given, begin, end, True)
         if matrices[m, 3] > 0:
             mine = inputs[bounds[m] : bounds[m + 1]]
             _add_escapes(kind, kind, False, job, matrices[m], mine, bounds[m], begin, end)
