@@ -79,11 +79,11 @@ def expected_rows(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
 def on_a_rank(W: int, tokens: int, seed: int) -> Records:
     """variant → what this rank sent for tokens that are spread over the ranks."""
     made, (ids, weights, x) = {}, routing(tokens, seed)
+    experts = Layers(E, K, H, I, torch.float32, 0).seam[0]  # the same on every rank
     for variant, kind in VARIANTS.items():
         if variant == "tp-ep" and W < 4:  # two ranks are one or the other
             continue
         grid = Grid(degree(variant, W))
-        experts = Layers(E, K, H, I, torch.float32, 0).seam[0]  # the same on every rank
         parts = grid.ep.rank, grid.ep.size, grid.tp.rank, grid.tp.size
         experts.source = ShardedExperts([experts], lambda _, e, of=experts: of.own(e), *parts)
         world = grid.world
