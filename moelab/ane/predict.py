@@ -17,7 +17,6 @@ cycles are proportional to it. Left out: embedding, output head, loading."""
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -105,10 +104,10 @@ class Cost:
     cpu_ms: float = 0.0
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*map(operator.add, vars(self).values(), vars(other).values()))
+        return Cost(self.ms + other.ms, self.mj + other.mj, self.cpu_ms + other.cpu_ms)
 
     def __mul__(self, n: float) -> Cost:
-        return Cost(*(n * value for value in vars(self).values()))
+        return Cost(n * self.ms, n * self.mj, n * self.cpu_ms)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from moelab.ane.systems import SYSTEMS
 from moelab.cards import load_model
 from moelab.viz import theme
 
-from .ane_device import Modelled, fitted, prefill_of
+from .ane_device import Modelled, fitted, prefill_of, unpadded
 from .ane_popularity import assumed_counts, assumed_loads
 from .ane_published import ABLATION, ATTENTION_CPU, TABLE_2, TABLE_5
 
@@ -50,15 +50,18 @@ Values = dict[str, tuple[float, str]]  # name → (value, unit)
 
 
 @cache
-def _plans(model: str, chunk: int, skew: str, seed: int) -> tuple[dict[str, ANEPlan], np.ndarray]:
-    """(system → plan, loads of other chunks of the same popularity)."""
+def _plans(
+    model: str, chunk: int, skew: str, seed: int
+) -> tuple[dict[str, tuple[ANEPlan, ANEPlan]], np.ndarray]:
+    """(system → plan and the same unpadded, loads of other chunks of the same popularity)."""
     spec = load_model(model)
     counted, popularity = assumed_counts(spec, chunk, skew=skew, seed=seed), f"assumed: {skew}"
     plans = {
         system: make_plan(spec, *counted, chunk, system=system, popularity=popularity)
         for system in SYSTEMS
     }
-    return plans, assumed_loads(spec, chunk, 80, skew, seed)[64:]
+    unseen = assumed_loads(spec, chunk, 80, skew, seed)[64:]
+    return {system: (of, unpadded(of, unseen)) for system, of in plans.items()}, unseen
 
 
 def study(
@@ -73,7 +76,7 @@ def study(
     for prompt, chunk in runs:
         plans, unseen = _plans(model, chunk, skew, seed)
         found[prompt, chunk] = {
-            s: prefill_of(device, plan, prompt, unseen) for s, plan in plans.items()
+            s: prefill_of(device, plan, prompt, unseen, bare) for s, (plan, bare) in plans.items()
         }
     return found
 
@@ -173,8 +176,10 @@ def _ranges(phi: Study, tiny: Study, qwen: Study) -> dict[str, tuple[Study, Any,
 
 
 def modelled(found: dict[str, Study], seed: int = 0) -> dict[str, tuple[float, str, str, Any]]:
-    """Name → (value, unit, "modelled", {reading: value}) of `figures`, as `run.metric` takes it."""
-    by = {name: figures(studies(seed, **change)) for name, change in READINGS.items()}
+    """Name → (value, unit, "modelled", {reading: value}) of `figures`, as `run.metric` takes it:
+    each reading in the runs of `found`."""
+    runs = tuple(next(iter(found.values())))
+    by = {name: figures(studies(seed, runs=runs, **change)) for name, change in READINGS.items()}
     return {
         name: (*of, "modelled", {reading: values[name][0] for reading, values in by.items()})
         for name, of in figures(found).items()

@@ -87,22 +87,33 @@ class Modelled(Prefill):
         return self.total + self.decoding
 
 
-def prefill_of(device: DeviceModel, plan: ANEPlan, prompt: int, loads: np.ndarray) -> Modelled:
+def prefill_of(
+    device: DeviceModel, plan: ANEPlan, prompt: int, loads: np.ndarray, bare: ANEPlan | None = None
+) -> Modelled:
     """A prompt of that many tokens through the plan, under loads [n, L, E], then `DECODED` tokens.
-    ValueError: weights beyond the memory, and what `DeviceModel.prefill` refuses."""
+    ValueError: weights beyond the memory, and what `DeviceModel.prefill` refuses.
+
+    bare : the plan `unpadded` under these loads, where there is one already."""
     device.require(plan)
     loads = check_loads(plan, loads)
     whole = device.prefill(plan, prompt, loads)
-    layers = tuple(_unpadded(layer, loads[:, l]) for l, layer in enumerate(plan.layers))
-    unpadded = device.prefill(replace(plan, layers=layers), prompt, loads)
+    bare = unpadded(plan, loads) if bare is None else bare
+    filled = device.prefill(bare, prompt, loads)
     placing = sum(device.placing(plan, layer).ms for layer in plan.layers)
     launching = plan.launches * device.rates.launch_ms + placing
     return Modelled(
         **vars(whole),
-        padding=whole.experts + unpadded.experts * -1,
+        padding=whole.experts + filled.experts * -1,
         dispatch_ms=math.ceil(prompt / plan.chunk) * launching,
         decoding=device.decode(plan.spec, prompt) * DECODED,
     )
+
+
+def unpadded(plan: ANEPlan, loads: np.ndarray) -> ANEPlan:
+    """The plan with graphs of as many rows as are executed on average under loads [n, L, E]; they
+    depend on neither the device nor the prompt."""
+    layers = (_unpadded(layer, loads[:, l]) for l, layer in enumerate(plan.layers))
+    return replace(plan, layers=tuple(layers))
 
 
 def _unpadded(layer: LayerPlan, loads: np.ndarray) -> LayerPlan:

@@ -20,7 +20,7 @@ import torch
 
 from moelab import open_model
 from moelab.base.arguments import whole
-from moelab.base.records import Numbers, Records
+from moelab.base.records import Numbers, Record, Records
 from moelab.experts.sharding import share
 from moelab.parallel import VARIANTS, degree, launch
 from moelab.parallel.exchange import Grid
@@ -79,11 +79,11 @@ def expected_rows(variant: str, E: int, K: int, W: int, tp: int = 1) -> float:
 def on_a_rank(W: int, tokens: int, seed: int) -> Records:
     """variant → what this rank sent for tokens that are spread over the ranks."""
     made, (ids, weights, x) = {}, routing(tokens, seed)
+    experts = Layers(E, K, H, I, torch.float32, 0).seam[0]  # the same on every rank
     for variant, kind in VARIANTS.items():
         if variant == "tp-ep" and W < 4:  # two ranks are one or the other
             continue
         grid = Grid(degree(variant, W))
-        experts = Layers(E, K, H, I, torch.float32, 0).seam[0]  # the same on every rank
         parts = grid.ep.rank, grid.ep.size, grid.tp.rank, grid.tp.size
         experts.source = ShardedExperts([experts], lambda _, e, of=experts: of.own(e), *parts)
         world = grid.world
@@ -111,8 +111,8 @@ def held(tokens: int, ranks: int = 2) -> Records:
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     others = sum(p.nbytes for p in model.parameters()) - experts
     found = {"one process": {"experts": experts, "others": others}}
-    for way in ("ep-a2a", "tp"):
-        made = launch(_held, ranks, way, tokens, threads=1)
+    ways = "ep-a2a", "tp"
+    for way, made in zip(ways, zip(*launch(_held, ranks, ways, tokens, threads=1))):
         found[way] = {
             "experts": made[0]["expert_bytes"][0],
             "others": made[0]["other_bytes"][0],
@@ -122,9 +122,12 @@ def held(tokens: int, ranks: int = 2) -> Records:
     return found
 
 
-def _held(way: str, tokens: int) -> Records:
-    model = open_parallel(parallel=way, sequence_router=True, dtype="float32")
-    return {"choices": choices(model, tokens)} | spread(model)
+def _held(ways: tuple[str, ...], tokens: int) -> list[Record]:
+    found = []
+    for way in ways:
+        model = open_parallel(parallel=way, sequence_router=True, dtype="float32")
+        found.append({"choices": choices(model, tokens)} | spread(model))
+    return found
 
 
 def choices(model: torch.nn.Module, tokens: int) -> torch.Tensor:
