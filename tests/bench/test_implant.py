@@ -18,6 +18,7 @@ from moelab.bench import implant
 from moelab.bench.synthesize import synthesize
 from moelab.models.seam import discover
 from moelab.trace import RoutingTrace
+from tests.depth import in_turn
 
 L, E, K, H = 3, 8, 2, 128
 SIZES = {"vocab": 2000, "heads": 2, "kv_heads": 1, "head_dim": 32}
@@ -55,8 +56,7 @@ def tokens_of(folder):
     return json.loads((folder / "tokens.json").read_text())["tokens"]
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.parametrize("T", [60, 300])  # fewer and more than H
+@pytest.mark.parametrize("kind, T", in_turn(ARCHITECTURES, [60, 300]))  # fewer and more than H
 def test_transformers_and_stores_route_as_wanted(kind, T, tmp_path):
     wanted = some_ids(T)
     folder = synthesize(tmp_path / "model", spec_of(kind), routing=wanted)

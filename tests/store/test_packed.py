@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from itertools import product as product_of
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from moelab.kernels.linear import product, widened
 from moelab.kernels.products import KINDS, PACKED, Matrices
 from moelab.store import bf12, fewbit
 from moelab.store.packed import Packed
+from tests.depth import depth, in_turn
 
 CODECS = {"bf12": bf12.CODEC, **{name: fewbit.find_format(name) for name in fewbit.FORMATS}}
 any_codec = pytest.mark.parametrize("name", CODECS)
@@ -36,12 +38,12 @@ def near(got, wanted, dtype):
     assert (got - wanted).abs().max() <= within * wanted.abs().max()
 
 
-@any_codec
-@pytest.mark.parametrize("rows", [1, 3, 200])
-@pytest.mark.parametrize("bias", [False, True])
-def test_linear_layers(name, rows, bias):
-    dtypes = [torch.bfloat16] if name == "bf12" else KINDS
-    for dtype in dtypes:
+@pytest.mark.parametrize(
+    "name, how", in_turn(list(CODECS), [*product_of([1, 3, 200], [False, True])])
+)
+def test_linear_layers(name, how):
+    rows, bias = how
+    for dtype in [torch.bfloat16] if name == "bf12" else depth([torch.bfloat16], KINDS):
         w, values = packed(name, dtype=dtype)
         x = torch.randn(2, rows, 128).to(dtype)
         b = torch.randn(70).to(dtype) if bias else None

@@ -16,6 +16,7 @@ from moelab.simulation.routing import routing_of
 from moelab.viz import views
 from moelab.viz.views import budgets, stage
 from moelab.viz.views import scrub as scrubber
+from tests.depth import in_turn
 from tests.models import tiny
 from tests.viz.test_theatre_view import TRUE
 from tests.viz.test_theatre_view import stage as staged
@@ -61,8 +62,7 @@ def told(tab):
     return tab.locator("#controls output, [role=status]").first.text_content()
 
 
-@pytest.mark.parametrize("tab", ["dark", "light"], indirect=True)
-@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("name, tab", in_turn(list(VIEWS), ["dark", "light"]), indirect=["tab"])
 def test_a_page_plays_from_a_file(made, tab, name):
     view, path = made[name]
     assert path.stat().st_size < MOST
