@@ -75,21 +75,22 @@ def _said(value: Any, form: str) -> str:
 
 
 def source(file: str) -> str:
-    """A file, and on what, at which commit and how calm a machine its runs were made; of what was
+    """A file, and on what, how calm a machine and at which commits its runs were made; of what was
     computed, the commit."""
     found = read_json(bench_file(file), BenchFile)
     if not is_measured(file):
         commits = ", ".join((run["git"] or "unknown")[:8] for run in found["runs"])
         return f"results/bench/{file}.json (commit {commits})"
-    said = []
+    commits: dict[str, dict[str, None]] = {}
     for run in found["runs"]:
         chip = run["device"] if run["device"] != "cpu" else run["cpu"]
         load = (run.get("load") or [None])[0]
         known = "load unknown" if load is None else f"load {load:.1f} before"
         quiet = {True: "quiet", False: f"BUSY, {known}", None: known}[run.get("quiet")]
-        commit = (run["git"] or "unknown")[:8]
-        said.append(f"{chip}, {run['cores']} cores, commit {commit}, {quiet}")
-    return f"results/bench/{file}.json ({'; '.join(dict.fromkeys(said))})"
+        where = f"{chip}, {run['cores']} cores, {quiet}"
+        commits.setdefault(where, {})[(run["git"] or "unknown")[:8]] = None
+    said = (f"{where}, commit {', '.join(of)}" for where, of in commits.items())
+    return f"results/bench/{file}.json ({'; '.join(said)})"
 
 
 def is_measured(file: str) -> bool:
