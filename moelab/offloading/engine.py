@@ -46,7 +46,7 @@ from moelab.store.reader import cast
 #: of a core, which loading uses while tokens are decoded, from which on one is left to it
 SHARE = 0.4
 #: share of a token's layers that lack no expert, from which on a call of several layers pays: in a
-#: Qwen3 MoE of 5 GB a token took 20 % less at 0.7, 5 % more at 0.5
+#: Qwen3 MoE of 5 GB a token took 10 to 20 % less at 0.7, 5 % more at 0.5
 WHOLE = 0.6
 MEMORY = 20  # decode steps that running means of these look back on
 
