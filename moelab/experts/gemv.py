@@ -174,12 +174,14 @@ class GEMV(Sorted):
             calls.append(self.on_gpu(of, mine, there[layer]))
         return None if None in calls else calls
 
-    def moved(
-        self, banks: Any, experts: list[Any], since: Mapping[Any, bool], dtype: torch.dtype
+    def update(
+        self, banks: Any, experts: list[Any], moved: Mapping[Any, bool], dtype: torch.dtype
     ) -> None:
-        """Write into a CPU's `banks` of these layers who, by (layer, expert), has come (True) or left."""
+        """Update the `banks` of these layers, on a CPU.
+
+        moved : (layer, expert) → True for one that has come into memory, False for one that has left."""
         for i, of in enumerate(experts):
-            mine = {expert: stays for (layer, expert), stays in since.items() if layer == of.layer}
+            mine = {expert: stays for (layer, expert), stays in moved.items() if layer == of.layer}
             come = [expert for expert, stays in mine.items() if stays]
             for bank in banks if mine else ():
                 bank.rows[i, [*mine]] = 0

@@ -3,10 +3,11 @@ with theirs.
 
 What is saved is transformers' way from one kernel to the next, a quarter of a token's time. A
 stretch is a run of layers alike, which `moelab.fast.token` has computed in one call, up to one that
-chooses an expert that is not in memory: its block runs as ever, and the next call begins behind it.
-Between equal scores torch decides, as it does for a router. A layer that is in no stretch, or with something on its experts or its router, is computed
-up to its experts, which run as ever. With a hook on its other parts, another forward, a prompt, a
-batch, a mask or a cache of another kind it takes its own forward.
+chooses an expert that is not in memory: its block runs as ever, and another call does the layers
+after it. Between equal scores torch decides, as it does for a router. A layer that is in no stretch,
+or with something on its experts or its router, is computed up to its experts, which run as ever.
+With a hook on its other parts, another forward, a prompt, a batch, a mask or a cache of another kind
+it takes its own forward.
 
     x [1, 1, H] and the cache's keys and values    →    x + attention(norm(x)) and the norm of that, [1, 1, H] each
                                                    →    x after n layers, ids and weights [L, K], times [L, 2]

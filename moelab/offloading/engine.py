@@ -99,9 +99,10 @@ class Engine:
         self._drafts = 0  # in the forward
         self._events = 0  # before it
         self._began = self._used = 0.0  # the forward: when, and seconds of cores used until then
-        # of a decode step, running means: of a core, what loading uses; of its layers, who lack nothing
+        # running means over decode steps: the share of a core that loading uses, and the share of layers
+        # that lack no expert
         self._share, self._whole = 0.0, 1.0
-        self._steps = 0  # that they are of
+        self._steps = 0  # so many
         self._lacking = 0  # layers of the forward that lack experts
         self._threads: int | None = None  # as many as torch had before it got fewer
         #: of `token`, by first layer: (what they are of, banks, which experts have moved since)
@@ -346,8 +347,8 @@ class Engine:
         modules[0].executor.count_layers(first, found)
 
     def _find_banks(self, modules: list[SeamExperts], dtype: torch.dtype) -> Any:
-        """Where the experts of these layers lie that are in memory, as the executor asks for it; None if
-        there is no such call for them, or if most layers lack some."""
+        """Where those experts of these layers lie that are in memory, as the executor asks for it; None if
+        the layers cannot be computed in one call, or too many of them lack experts (`WHOLE`)."""
         executor = modules[0].executor
         queue = self.loader.queue
         find = getattr(executor, "banks", None)
@@ -365,7 +366,7 @@ class Engine:
             banks = find(modules, dtype, [self.residency.full(of.layer) for of in modules])
             banks = banks if isinstance(banks, tuple) else None  # a list would be a GPU's
         elif since:
-            executor.moved(banks, modules, since, dtype)
+            executor.update(banks, modules, since, dtype)
         self._banks[first] = state, banks, {}
         return banks
 

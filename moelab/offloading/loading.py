@@ -80,7 +80,7 @@ class Loader:
         self.pool = reader if isinstance(reader, HostPool) and reader.exchanges else None
         if self.pool:
             self.pool.link = self.slots.link
-        #: experts that have come to stay (True) or left since somebody has looked
+        #: experts that have come to stay (True) or left (False) since the engine last asked
         self.moved: dict[ExpertKey, bool] = {}
         self._checked: set[tuple] = set()  # parts of experts: see `_check_first`
         self._source = "link" if isinstance(reader, Host) and not self.pool else "disk"
